@@ -1,0 +1,229 @@
+"""The settings: every option, its type and its default.
+
+Names and nesting are Trinity-RFT's wherever it has the option, so that its YAML files load unchanged. Models are frozen
+and validators pure: nothing is created, asked or connected here.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _one_path_part(value: str) -> str:
+    if not value or value in {".", ".."} or "/" in value or "\0" in value:
+        raise ValueError("must be one folder name, without '/'")
+    return value
+
+
+FolderName = Annotated[str, AfterValidator(_one_path_part)]
+
+
+class Section(BaseModel):
+    """A part of the settings: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Model(Section):
+    """The model that is served and trained."""
+
+    model_path: Path
+    critic_model_path: Path | None = None
+    served_model_name: str | None = None
+    max_model_len: Positive | None = None
+    max_response_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    trust_remote_code: bool = False
+
+
+class Optimizer(Section):
+    """AdamW and what surrounds it."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    lr_warmup_steps: NotNegative = 0
+
+
+class CriticOptimizer(Optimizer):
+    """The same for the critic, which learns faster."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+
+
+class Algorithm(Section):
+    """How rewards become gradients."""
+
+    algorithm_type: Literal["ppo"] = "ppo"
+    optimizer: Optimizer = Optimizer()
+    critic_optimizer: CriticOptimizer = CriticOptimizer()
+    gamma: Fraction = 1.0
+    lam: Fraction = 1.0
+    clip_range: Fraction = 0.2
+    clip_range_high: Annotated[float, Field(ge=0)] | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    value_clip_range: Annotated[float, Field(gt=0)] = 0.5
+    kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    entropy_coef: float = 0.0
+    whiten_advantages: bool = True
+    epochs: Positive = 1
+    mini_batches: Positive = 1
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    critic_warmup_steps: NotNegative = 0
+
+
+class Cluster(Section):
+    """The machines. `gpu_per_node: 0` means no GPU: everything runs on the CPU."""
+
+    node_num: Positive = 1
+    gpu_per_node: NotNegative = 0
+
+
+class RolloutModel(Section):
+    """The vLLM engines that the explorer starts, or attaches to by `engine_urls`."""
+
+    engine_num: Positive = 1
+    tensor_parallel_size: Positive = 1
+    enable_openai_api: bool = True
+    enable_history: bool = True
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    seed: NotNegative = 42
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    enforce_eager: bool = False
+    single_process: bool = False
+    kv_cache_memory_bytes: Positive | None = None
+    engine_urls: tuple[str, ...] = ()
+    engine_key: str | None = None
+    engine_args: tuple[str, ...] = ()
+    startup_timeout: Seconds = 900.0
+
+
+class Explorer(Section):
+    """The service that answers requests."""
+
+    rollout_model: RolloutModel = RolloutModel()
+    listen_address: str = "0.0.0.0"  # noqa: S104  Trinity's default: apps on other hosts reach the proxy
+    proxy_port: Annotated[int, Field(ge=0, le=65535)] = 8010
+    service_status_check_interval: Seconds = 60.0
+    request_timeout: Seconds = 3600.0
+    on_reload: Literal["keep", "wait"] = "keep"
+    durability: Literal["fsync", "write"] = "fsync"
+    spool_dir: Path | None = None
+    spool_max_bytes: Positive = 1 << 30
+    max_body_bytes: Positive = 16 << 20
+
+
+class Trainer(Section):
+    """The service that trains."""
+
+    save_interval: Positive = 1
+    max_checkpoints_to_keep: NotNegative = 5
+    save_hf_checkpoint: Literal["always", "never", "last"] = "always"
+    ulysses_sequence_parallel_size: Positive = 1
+    trainer_config: dict[str, Any] = Field(default_factory=dict)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: NotNegative = 42
+    micro_batch_tokens: Positive = 16384
+    poll_interval: Seconds = 1.0
+    max_staleness: NotNegative = 8
+    total_steps: Positive | None = None
+
+
+class ExperienceBuffer(Section):
+    """Where experiences are kept. `path` is a database URL; without one, an SQLite file in the job folder."""
+
+    name: FolderName = "exp_buffer"
+    storage_type: Literal["sql"] = "sql"
+    path: str | None = None
+
+
+class TrainerInput(Section):
+    """Trinity's nesting around the experience buffer."""
+
+    experience_buffer: ExperienceBuffer = ExperienceBuffer()
+
+
+class Buffer(Section):
+    """The batch and its source."""
+
+    train_batch_size: Positive = 32
+    trainer_input: TrainerInput = TrainerInput()
+
+
+class Synchronizer(Section):
+    """How weights reach the engines: by checkpoint on the shared file system."""
+
+    sync_method: Literal["checkpoint"] = "checkpoint"
+    sync_interval: Positive = 1
+
+
+class Monitor(Section):
+    """Where curves are written."""
+
+    monitor_type: Literal["tensorboard"] = "tensorboard"
+
+
+class Settings(Section):
+    """All settings of one experiment."""
+
+    mode: Literal["serve", "train", "both"] = "both"
+    project: FolderName = "tuneloop"
+    name: FolderName = "default"
+    checkpoint_root_dir: Path = Path("checkpoints")
+    model: Model
+    algorithm: Algorithm = Algorithm()
+    cluster: Cluster = Cluster()
+    explorer: Explorer = Explorer()
+    trainer: Trainer = Trainer()
+    buffer: Buffer = Buffer()
+    synchronizer: Synchronizer = Synchronizer()
+    monitor: Monitor = Monitor()
+
+    @model_validator(mode="after")
+    def _engines_fit_the_cluster(self) -> "Settings":
+        rollout, cluster = self.explorer.rollout_model, self.cluster
+        wanted = rollout.engine_num * rollout.tensor_parallel_size
+        there = cluster.node_num * cluster.gpu_per_node
+        if self.mode == "serve" and there and not rollout.engine_urls and wanted > there:
+            raise ValueError(
+                f"explorer.rollout_model asks for {rollout.engine_num} engines of {rollout.tensor_parallel_size} GPUs, "
+                f"cluster has {there}: lower engine_num or tensor_parallel_size, or raise cluster.gpu_per_node"
+            )
+        return self
+
+    @property
+    def job_dir(self) -> Path:
+        """The folder of this experiment: {checkpoint_root_dir}/{project}/{name}."""
+        return (self.checkpoint_root_dir / self.project / self.name).absolute()
+
+    @property
+    def database_url(self) -> str:
+        """The database that holds the ledger."""
+        buffer = self.buffer.trainer_input.experience_buffer
+        return buffer.path or f"sqlite:///{self.job_dir / 'buffer' / buffer.name}.db"
+
+    @property
+    def spool_dir(self) -> Path:
+        """The folder of the explorer's local spool."""
+        return self.explorer.spool_dir or self.job_dir / "spool"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """The folder that `tensorboard --logdir` wants."""
+        return self.job_dir / "monitor" / "tensorboard"
+
+    @property
+    def served_model_name(self) -> str:
+        """What clients send as `model`."""
+        return self.model.served_model_name or str(self.model.model_path)

@@ -1,0 +1,83 @@
+"""Every error that tuneloop raises on purpose.
+
+TuneloopError
+├── StartupError            the service cannot start: one sentence naming the setting and the cure
+│   ├── SettingsError       the YAML is wrong (exit code 2)
+│   └── EnvironmentRefused  the machine is: port, disk, database, engine (exit code 3)
+├── RequestRefused          a client's request is wrong or cannot be served now
+├── LedgerError
+│   ├── StaleEpoch          a newer trainer has taken over; this one must stop
+│   └── LedgerUnavailable   the database cannot be reached at the moment
+├── CheckpointRejected      a checkpoint must not be served, with the reason
+├── EngineError             an engine answered wrongly or not at all
+└── SpoolFull               the local spool has reached its bound
+"""
+
+
+class TuneloopError(Exception):
+    """The root of the tree: catch it to catch all of ours."""
+
+
+class StartupError(TuneloopError):
+    """The service cannot start."""
+
+    exit_code = 3
+
+
+class SettingsError(StartupError):
+    """The settings are wrong; the message lists every mistake, one a line."""
+
+    exit_code = 2
+
+
+class EnvironmentRefused(StartupError):
+    """The settings are fine, but the machine does not allow what they ask."""
+
+
+class RequestRefused(TuneloopError):
+    """A request that gets a 4xx or 503 answer.
+
+    `status` is the HTTP status, `code` and `param` go into OpenAI's error envelope, `extra` into the top level of the
+    body, `retry_after_s` into the Retry-After headers.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        extra: dict[str, object] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.extra = extra or {}
+        self.retry_after_s = retry_after_s
+
+
+class LedgerError(TuneloopError):
+    """The ledger refused a step."""
+
+
+class StaleEpoch(LedgerError):
+    """A trainer with a newer epoch has taken over."""
+
+
+class LedgerUnavailable(LedgerError):
+    """The database cannot be reached at the moment."""
+
+
+class CheckpointRejected(TuneloopError):
+    """A checkpoint that must not be served; the message is the reason."""
+
+
+class EngineError(TuneloopError):
+    """An engine answered wrongly or not at all."""
+
+
+class SpoolFull(TuneloopError):
+    """The local spool has reached its bound."""

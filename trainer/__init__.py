@@ -1,0 +1,1 @@
+"""The service that turns committed experiences into checkpoints."""

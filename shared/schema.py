@@ -58,6 +58,7 @@ epochs = Table(
     Column("epoch", Integer, primary_key=True, autoincrement=False),
     Column("trainer", String(255), nullable=False),
     Column("started_at", Double, nullable=False),
+    CheckConstraint("epoch >= 1", name="from_one"),
 )
 
 #: Every set of weights that exists; 0 is the base model.
@@ -141,9 +142,12 @@ experiences = Table(
     CheckConstraint("(state = 'leased') = (lease_until IS NOT NULL)", name="leased_until"),
     CheckConstraint("(state = 'trained') = (trained_version IS NOT NULL)", name="trained_in_a_version"),
     CheckConstraint("version_min <= version_max AND choice >= 0 AND completion_tokens >= 0", name="ranges"),
+    CheckConstraint("state <> 'recorded' OR reward IS NULL", name="recorded_without_reward"),
+    CheckConstraint("state NOT IN ('recorded', 'rewarded') OR committed_at IS NULL", name="committed_once_committed"),
     Index(None, "state", "id"),
+    Index(None, "state", "version_min"),
+    Index(None, "version_min", "reward"),
     Index(None, "trained_version"),
-    Index(None, "version_min"),
 )
 
 #: Append-only. Has no foreign key to exchanges, because feedback may come before the row of its reply.

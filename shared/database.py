@@ -7,14 +7,24 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.schema import CreateSchema
 
 from shared.errors import EnvironmentRefused, SettingsError
 
 _SETTING = "buffer.trainer_input.experience_buffer.path"
 _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
+
+# A server that vanished without a word is noticed within a minute, not when TCP gives up after hours.
+_POSTGRES_OPTIONS = {
+    "connect_timeout": 10,
+    "keepalives_idle": 20,
+    "keepalives_interval": 10,
+    "tcp_user_timeout": 60_000,
+}
 
 
 def parse_url(url: str) -> URL:
@@ -27,6 +37,10 @@ def parse_url(url: str) -> URL:
         ) from None
     backend = parsed.get_backend_name()
     if backend == "sqlite":
+        if not parsed.database or ":memory:" in parsed.database or parsed.database.startswith("file:"):
+            raise SettingsError(
+                f"{_SETTING}: name a file, sqlite:////folder/file.db: several processes share the database"
+            )
         return parsed.set(drivername="sqlite")
     if backend in {"postgresql", "postgres"}:
         return parsed.set(drivername="postgresql+psycopg")
@@ -37,20 +51,23 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
     """An engine for `url`. On PostgreSQL the tables live in the schema named `schema`, made if need be by `upgrade`."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(parsed, connect_args={"timeout": 30.0, "check_same_thread": False})
+        engine = create_engine(parsed, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True)
         _let_us_begin(engine)
         return engine
-    options = {"connect_timeout": 10}
+    options: dict[str, object] = dict(_POSTGRES_OPTIONS)
     if schema is not None:
-        options |= {"options": f"-csearch_path={_quoted(schema)}"}  # type: ignore[dict-item]
-    try:
-        return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4)
-    except NoSuchModuleError as error:  # pragma: no cover - psycopg is a dependency
-        raise SettingsError(f"{_SETTING}: {error}") from None
+        options["options"] = f"-csearch_path={_escaped(_quoted(schema))}"
+    # What a user wrote is a parameter: it must not get into our logs with an error.
+    return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
 
 
 def _quoted(schema: str) -> str:
     return '"' + schema.replace('"', '""') + '"'
+
+
+def _escaped(option: str) -> str:
+    """The text as one word of libpq's `options`, where a blank ends a word."""
+    return option.replace("\\", r"\\").replace(" ", r"\ ")
 
 
 def _let_us_begin(engine: Engine) -> None:
@@ -68,35 +85,35 @@ def _let_us_begin(engine: Engine) -> None:
 
 
 def upgrade(url: str, *, schema: str | None = None) -> None:
-    """Bring the database to the newest schema, or leave it alone if it is. Raises EnvironmentRefused if it cannot be reached."""
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite" and parsed.database:
-        try:
-            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EnvironmentRefused(f"{_SETTING}: cannot make the folder of {parsed.database}: {error.strerror}") from None
+    """Bring the database to the newest schema, or leave it alone if it is. Raises EnvironmentRefused if that fails."""
     engine = connect(url, schema=schema)
+    shown = engine.url.difference_update_query(["password", "sslpassword"]).render_as_string()
     try:
         with _only_one(engine):
             _run_migrations(engine, schema)
     except DBAPIError as error:
+        reason = (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
         raise EnvironmentRefused(
-            f"{_SETTING}: cannot use the database {parsed.render_as_string()}: {_first_line(error)}; "
-            "start it, or correct the URL"
+            f"{_SETTING}: cannot use the database {shown}: {reason}; start it, or correct the URL"
+        ) from None
+    except OSError as error:
+        raise EnvironmentRefused(f"{_SETTING}: cannot make the file of {shown}: {error.strerror}") from None
+    except CommandError as error:
+        raise EnvironmentRefused(
+            f"{_SETTING}: the database {shown} is not of this release of tuneloop ({error}): install the release that "
+            "wrote it, or a newer one"
         ) from None
     finally:
         engine.dispose()
-
-
-def _first_line(error: DBAPIError) -> str:
-    return str(error.orig).strip().splitlines()[0]
 
 
 @contextmanager
 def _only_one(engine: Engine) -> Iterator[None]:
     """Hold the migration lock: several services may start at the same moment."""
     if engine.dialect.name == "sqlite":
-        with Path(f"{engine.url.database}.lock").open("w") as file:
+        lock = Path(f"{engine.url.database}.lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
         return
@@ -112,7 +129,8 @@ def _run_migrations(engine: Engine, schema: str | None) -> None:
     config = Config()
     config.set_main_option("script_location", "migrations:")
     with engine.begin() as connection:
-        if schema is not None and engine.dialect.name == "postgresql":
-            connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {_quoted(schema)}"))
+        # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
+        if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):
+            connection.execute(CreateSchema(schema))
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

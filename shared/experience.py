@@ -85,7 +85,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
 Record = Exchange | Feedback
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:

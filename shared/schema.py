@@ -3,10 +3,13 @@
 Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
 """
 
+import re
+
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -17,6 +20,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     text,
 )
@@ -35,6 +39,20 @@ metadata = MetaData(
 
 # SQLite numbers rows by itself only in a column declared INTEGER.
 RowId = BigInteger().with_variant(Integer(), "sqlite")
+
+
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
+class Words(TypeDecorator[str]):
+    """Text of any origin: what UTF-8 or PostgreSQL cannot hold (NUL, half a surrogate pair) is stored as U+FFFD."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The text as it can be stored and compared."""
+        return None if value is None else _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
 
 
 def _one_of(column: str, values: type[State] | type[VersionState]) -> str:
@@ -74,7 +92,7 @@ versions = Table(
     Column("consumed", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("served_at", Double, nullable=True),
-    Column("reason", Text, nullable=True),
+    Column("reason", Words, nullable=True),
     CheckConstraint(_one_of("state", VersionState), name="state"),
     CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
     CheckConstraint("(version = 0) = (epoch IS NULL)", name="trained_under_an_epoch"),
@@ -96,8 +114,8 @@ exchanges = Table(
     Column("msg_id", String(96), primary_key=True),
     Column("tenant", String(64), nullable=False),
     Column("endpoint", String(64), nullable=False),
-    Column("task_id", Text, nullable=True),
-    Column("run_id", Text, nullable=True),
+    Column("task_id", Words, nullable=True),
+    Column("run_id", Words, nullable=True),
     Column("request", LargeBinary, nullable=False),
     Column("received_at", Double, nullable=False),
     Column("latency_s", Double, nullable=False),
@@ -111,13 +129,13 @@ experiences = Table(
     Column("msg_id", String(96), ForeignKey("exchanges.msg_id"), nullable=False),
     Column("choice", SmallInteger, nullable=False),
     Column("state", String(16), nullable=False),
-    Column("reason", Text, nullable=True),
+    Column("reason", Words, nullable=True),
     Column("reward", Double, nullable=True),
     Column("version_min", Integer, nullable=False),
     Column("version_max", Integer, nullable=False),
     Column("temperature", Double, nullable=False),
     Column("finish_reason", String(32), nullable=True),
-    Column("text", Text, nullable=False),
+    Column("text", Words, nullable=False),
     Column("completion_tokens", Integer, nullable=False),
     Column("blob", LargeBinary, nullable=False),
     Column("recorded_at", Double, nullable=False),
@@ -160,8 +178,8 @@ feedback = Table(
     Column("choice", SmallInteger, nullable=True),
     Column("tenant", String(64), nullable=False),
     Column("reward", Double, nullable=False),
-    Column("task_id", Text, nullable=True),
-    Column("run_id", Text, nullable=True),
+    Column("task_id", Words, nullable=True),
+    Column("run_id", Words, nullable=True),
     Column("received_at", Double, nullable=False),
     CheckConstraint("reward > -1e300 AND reward < 1e300", name="reward_is_finite"),
     Index(None, "msg_id", "received_at"),

@@ -127,9 +127,7 @@ def _experiences() -> None:
         *_experience_rules(),
         sa.ForeignKeyConstraint(["msg_id"], ["exchanges.msg_id"], name=op.f("fk_experiences_msg_id")),
         sa.ForeignKeyConstraint(["lease_epoch"], ["epochs.epoch"], name=op.f("fk_experiences_lease_epoch")),
-        sa.ForeignKeyConstraint(
-            ["trained_version"], ["versions.version"], name=op.f("fk_experiences_trained_version")
-        ),
+        sa.ForeignKeyConstraint(["trained_version"], ["versions.version"], name=op.f("fk_experiences_trained_version")),
     )
     op.create_index("ix_experiences_state_id", "experiences", ["state", "id"])
     op.create_index("ix_experiences_state_version_min", "experiences", ["state", "version_min"])

@@ -4,15 +4,25 @@ Names and nesting are Trinity-RFT's wherever it has the option, so that its YAML
 and validators pure: nothing is created, asked or connected here.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _not_a_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_a_bool)]
+Float = Annotated[float, BeforeValidator(_not_a_bool), Field(allow_inf_nan=False)]
+Positive = Annotated[Int, Field(gt=0)]
+NotNegative = Annotated[Int, Field(ge=0)]
+Seconds = Annotated[Float, Field(gt=0)]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
 def _one_path_part(value: str) -> str:
@@ -38,23 +48,23 @@ class Model(Section):
     served_model_name: str | None = None
     max_model_len: Positive | None = None
     max_response_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[Float, Field(ge=0)] = 1.0
     trust_remote_code: bool = False
 
 
 class Optimizer(Section):
     """AdamW and what surrounds it."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr: Annotated[Float, Field(gt=0)] = 1e-6
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[Float, Field(ge=0)] = 0.0
     lr_warmup_steps: NotNegative = 0
 
 
 class CriticOptimizer(Optimizer):
     """The same for the critic, which learns faster."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Annotated[Float, Field(gt=0)] = 1e-5
 
 
 class Algorithm(Section):
@@ -66,16 +76,16 @@ class Algorithm(Section):
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
     clip_range: Fraction = 0.2
-    clip_range_high: Annotated[float, Field(ge=0)] | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    value_clip_range: Annotated[float, Field(gt=0)] = 0.5
-    kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    clip_range_high: Annotated[Float, Field(ge=0)] | None = None
+    dual_clip: Annotated[Float, Field(gt=1)] | None = 3.0
+    value_clip_range: Annotated[Float, Field(gt=0)] = 0.5
+    kl_coef: Annotated[Float, Field(ge=0)] = 0.001
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    entropy_coef: float = 0.0
+    entropy_coef: Float = 0.0
     whiten_advantages: bool = True
     epochs: Positive = 1
     mini_batches: Positive = 1
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[Float, Field(gt=0)] = 1.0
     critic_warmup_steps: NotNegative = 0
 
 
@@ -98,7 +108,7 @@ class RolloutModel(Section):
     reasoning_parser: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     seed: NotNegative = 42
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
     enforce_eager: bool = False
     single_process: bool = False
     kv_cache_memory_bytes: Positive | None = None
@@ -112,8 +122,8 @@ class Explorer(Section):
     """The service that answers requests."""
 
     rollout_model: RolloutModel = RolloutModel()
-    listen_address: str = "0.0.0.0"  # noqa: S104  Trinity's default: apps on other hosts reach the proxy
-    proxy_port: Annotated[int, Field(ge=0, le=65535)] = 8010
+    listen_address: str = "0.0.0.0"  # Trinity's default: apps on other hosts reach the proxy
+    proxy_port: Annotated[Int, Field(ge=0, le=65535)] = 8010
     service_status_check_interval: Seconds = 60.0
     request_timeout: Seconds = 3600.0
     on_reload: Literal["keep", "wait"] = "keep"
@@ -191,16 +201,30 @@ class Settings(Section):
     monitor: Monitor = Monitor()
 
     @model_validator(mode="after")
-    def _engines_fit_the_cluster(self) -> "Settings":
+    def _options_fit_each_other(self) -> "Settings":
+        contradictions = [*self._engines_beyond_the_cluster(), *self._response_beyond_the_model()]
+        if contradictions:
+            raise ValueError("\n".join(contradictions))
+        return self
+
+    def _engines_beyond_the_cluster(self) -> Iterator[str]:
         rollout, cluster = self.explorer.rollout_model, self.cluster
         wanted = rollout.engine_num * rollout.tensor_parallel_size
         there = cluster.node_num * cluster.gpu_per_node
-        if self.mode == "serve" and there and not rollout.engine_urls and wanted > there:
-            raise ValueError(
-                f"explorer.rollout_model asks for {rollout.engine_num} engines of {rollout.tensor_parallel_size} GPUs, "
-                f"cluster has {there}: lower engine_num or tensor_parallel_size, or raise cluster.gpu_per_node"
+        if self.mode != "train" and there and not rollout.engine_urls and wanted > there:
+            yield (
+                f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size} GPUs"
+                f" need {wanted}, the cluster has {there}. Lower engine_num or tensor_parallel_size, or raise"
+                " cluster.gpu_per_node"
             )
-        return self
+
+    def _response_beyond_the_model(self) -> Iterator[str]:
+        length, response = self.model.max_model_len, self.model.max_response_tokens
+        if length and response and response > length:
+            yield (
+                f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
+                " Lower the one or raise the other"
+            )
 
     @property
     def job_dir(self) -> Path:

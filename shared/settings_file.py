@@ -37,36 +37,13 @@ _NOT_NEEDED = (
     "trainer.ulysses_sequence_parallel_size",
 )
 _SECRETS = {"buffer.trainer_input.experience_buffer.path", "explorer.rollout_model.engine_key"}
+_OTHER_ALGORITHMS = (
+    "asymre cispo cpt dapo dpo gigpo grpo grpo_verl gspo jsd mix mix_chord multi_step_grpo on_policy_distill opmd raft "
+    "rec reinforceplusplus rloo sapo sft sppo topr"
+)
 _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
     "mode": (("explore", "bench", "colocate"), "tuneloop serves, trains or does both: write 'both'"),
-    "algorithm.algorithm_type": (
-        [
-            "asymre",
-            "cispo",
-            "cpt",
-            "dapo",
-            "dpo",
-            "gigpo",
-            "grpo",
-            "grpo_verl",
-            "gspo",
-            "jsd",
-            "mix",
-            "mix_chord",
-            "multi_step_grpo",
-            "on_policy_distill",
-            "opmd",
-            "raft",
-            "rec",
-            "reinforceplusplus",
-            "rloo",
-            "sapo",
-            "sft",
-            "sppo",
-            "topr",
-        ],
-        "tuneloop trains with PPO: write 'ppo'",
-    ),
+    "algorithm.algorithm_type": (_OTHER_ALGORITHMS.split(), "tuneloop trains with PPO: write 'ppo'"),
     "algorithm.optimizer.lr_warmup_steps": ((-1,), "Trinity's -1 means no warm-up: write 0"),
     "buffer.trainer_input.experience_buffer.storage_type": (
         ("queue", "file"),
@@ -175,8 +152,8 @@ def _understand(tree: Tree) -> Report:
         settings = Settings.model_validate(tree.values)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
-        tree.mistakes += [_mistake(tree, each) for each in wrong]
-        tree.mistakes += [_mistake(tree, each) for each in _contradictions(tree.values, wrong)]
+        for each in [*wrong, *_contradictions(tree.values, wrong)]:
+            tree.mistakes += _mistakes(tree, each)
         return _report(tree, None, trinity_only)
     root = Path.cwd() / settings.checkpoint_root_dir
     return _report(tree, settings.model_copy(update={"checkpoint_root_dir": root}), trinity_only)
@@ -234,15 +211,17 @@ def _contradictions(values: dict[str, Any], wrong: Sequence[ErrorDetails]) -> li
     return []
 
 
-def _mistake(tree: Tree, error: ErrorDetails) -> Mistake:
+def _mistakes(tree: Tree, error: ErrorDetails) -> Iterator[Mistake]:
     at: Keys = error["loc"]
-    if error["type"] == "value_error":
-        what = str(error["ctx"]["error"])
-        if not at:
-            key, _, what = what.partition(": ")
-            return Mistake(place=tree.place_of(tuple(key.split("."))), key=key, what=what)
-        return Mistake(place=tree.place_of(at), key=dotted(at), what=f"{what}, not {_shown(at, error['input'])}")
-    return Mistake(place=tree.place_of(at), key=dotted(at), what=_what(at, error))
+    if error["type"] != "value_error":
+        yield Mistake(place=tree.place_of(at), key=dotted(at), what=_what(at, error))
+    elif at:
+        what = f"{error['ctx']['error']}, not {_shown(at, error['input'])}"
+        yield Mistake(place=tree.place_of(at), key=dotted(at), what=what)
+    else:
+        for line in str(error["ctx"]["error"]).splitlines():
+            key, _, what = line.partition(": ")
+            yield Mistake(place=tree.place_of(tuple(key.split("."))), key=key, what=what)
 
 
 def _what(at: Keys, error: ErrorDetails) -> str:

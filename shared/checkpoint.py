@@ -12,14 +12,17 @@ it is a version only when the ledger says so.
 import hashlib
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from shared.errors import CheckpointRejected
 
 _MANIFEST = "manifest.json"
+_VERSION = "global_step_"
 _STAGING = ".staging-"
 _GARBAGE = ".garbage-"
 
@@ -66,19 +69,22 @@ class CheckpointStore:
 
     def path(self, version: int) -> Path:
         """Where `version` lies, or would."""
-        return self._root / f"global_step_{version}"
+        return self._root / f"{_VERSION}{version}"
 
     def stage(self, epoch: int) -> Path:
-        """An empty folder to write the next checkpoint into."""
+        """An empty folder to write the next checkpoint into; what this epoch or an older one left half written goes."""
         self._root.mkdir(parents=True, exist_ok=True)
+        for left in self._root.glob(f"{_STAGING}*"):
+            whose = left.name.removeprefix(_STAGING)
+            if whose.isdecimal() and int(whose) <= epoch:
+                shutil.rmtree(left, ignore_errors=True)
         staging = self._root / f"{_STAGING}{epoch}"
-        shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         return staging
 
     def seal(self, staging: Path) -> tuple[File, ...]:
-        """Bring every staged file to disk and list them."""
-        files = tuple(_sealed(path, staging) for path in sorted(staging.rglob("*")) if path.is_file())
+        """Bring every staged file to disk and list them. A link is refused: what it names may change later."""
+        files = tuple(_sealed(path, staging) for path in _leaves(staging))
         for folder in (path for path in staging.rglob("*") if path.is_dir()):
             _sync(folder)
         return files
@@ -104,9 +110,9 @@ class CheckpointStore:
     def prune(self, keep: Collection[int]) -> list[int]:
         """Delete all versions but `keep`, and what dead trainers left; returns the versions deleted."""
         gone = []
-        for path in self._root.glob("global_step_*"):
-            number = path.name.removeprefix("global_step_")
-            if number.isdigit() and int(number) not in keep:
+        for path in self._root.glob(f"{_VERSION}*"):
+            number = path.name.removeprefix(_VERSION)
+            if number.isdecimal() and int(number) not in keep:
                 self._bin(path)
                 gone.append(int(number))
         for path in self._root.glob(f"{_GARBAGE}*"):
@@ -115,8 +121,8 @@ class CheckpointStore:
 
     def _bin(self, path: Path) -> None:
         """Make `path` invisible in one step, then delete it: a reader never meets half a folder."""
-        garbage = path.with_name(f"{_GARBAGE}{path.name}-{os.getpid()}")
-        path.rename(garbage)
+        garbage = Path(tempfile.mkdtemp(prefix=_GARBAGE, dir=self._root))
+        path.rename(garbage / path.name)
         shutil.rmtree(garbage, ignore_errors=True)
 
 
@@ -129,29 +135,63 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise CheckpointRejected(f"{path.name}: its manifest is not the one that was registered")
     try:
-        return msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:
         raise CheckpointRejected(f"{path.name}: its manifest is damaged: {error}") from None
+    if path.name != f"{_VERSION}{manifest.version}":
+        raise CheckpointRejected(f"{path.name}: its manifest is that of version {manifest.version}")
+    for file in manifest.files:
+        if not _is_below(file.path):
+            raise CheckpointRejected(
+                f"{path.name}: its manifest names {file.path!r}, which is no path below the folder"
+            )
+    return manifest
 
 
 def check_files(path: Path, manifest: Manifest, *, folder: str | None = None) -> None:
-    """Raise CheckpointRejected unless every file is there as the manifest says, below `folder` if given."""
-    for file in manifest.files:
-        if folder is not None and not file.path.startswith(f"{folder}/"):
-            continue
+    """Raise CheckpointRejected unless the files are exactly those of the manifest, below `folder` if given."""
+    top = path if folder is None else path / folder
+    wanted = [file for file in manifest.files if folder is None or file.path.startswith(f"{folder}/")]
+    if not wanted:
+        raise CheckpointRejected(f"{top.name} of {path.name}: the manifest names no file of it")
+    for file in wanted:
         try:
-            found = (path / file.path).stat().st_size
-            if found != file.size:
-                raise CheckpointRejected(f"{path.name}/{file.path}: {found} bytes, the manifest says {file.size}")
-            if _sha256(path / file.path) != file.sha256:
-                raise CheckpointRejected(f"{path.name}/{file.path}: its sha256 is not the manifest's")
+            _check(path, file)
         except OSError as error:
             raise CheckpointRejected(f"{path.name}/{file.path}: {error.strerror}") from None
+    # A loader takes what it finds, so what nobody vouches for must not be there. NFS keeps open files as .nfs*.
+    found = {str(leaf.relative_to(path)) for leaf in _leaves(top) if not leaf.name.startswith(".")}
+    for extra in sorted(found - {file.path for file in manifest.files} - {_MANIFEST}):
+        raise CheckpointRejected(f"{path.name}/{extra}: the manifest does not name it")
+
+
+def _check(path: Path, file: File) -> None:
+    place = path / file.path
+    status = place.lstat()
+    if not stat.S_ISREG(status.st_mode) or place.resolve() != path.resolve() / file.path:
+        raise CheckpointRejected(f"{path.name}/{file.path}: not a file of this folder, but a link or something else")
+    if status.st_size != file.size:
+        raise CheckpointRejected(f"{path.name}/{file.path}: {status.st_size} bytes, the manifest says {file.size}")
+    if _sha256(place) != file.sha256:
+        raise CheckpointRejected(f"{path.name}/{file.path}: its sha256 is not the manifest's")
+
+
+def _leaves(top: Path) -> list[Path]:
+    """Everything below `top` that is not a folder, links to folders included."""
+    return sorted(path for path in top.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _is_below(name: str) -> bool:
+    path = PurePosixPath(name)
+    return name == str(path) and name != "." and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
 
 def _sealed(path: Path, root: Path) -> File:
+    name = str(path.relative_to(root))
+    if path.is_symlink():
+        raise CheckpointRejected(f"{name}: a checkpoint holds files, not links")
     _sync(path)
-    return File(path=str(path.relative_to(root)), size=path.stat().st_size, sha256=_sha256(path))
+    return File(path=name, size=path.stat().st_size, sha256=_sha256(path))
 
 
 def _sha256(path: Path) -> str:

@@ -119,7 +119,6 @@ exchanges = Table(
     Column("request", LargeBinary, nullable=False),
     Column("received_at", Double, nullable=False),
     Column("latency_s", Double, nullable=False),
-    Index(None, "tenant", "task_id", "run_id"),
 )
 
 experiences = Table(

@@ -97,7 +97,6 @@ def _exchanges() -> None:
         sa.Column("latency_s", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("msg_id", name=op.f("pk_exchanges")),
     )
-    op.create_index("ix_exchanges_tenant_task_id_run_id", "exchanges", ["tenant", "task_id", "run_id"])
 
 
 def _experiences() -> None:

@@ -1,8 +1,8 @@
 """The bytes of an experience in SQL: its token ids and log-probabilities, raw.
 
-    u32 prompt ids | u32 completion ids | prompt ids (int32 each) | completion ids (int32 each) | logprobs (float32 each)
+    u32 P | u32 C | P prompt ids (int32) | C completion ids (int32) | C log-probabilities (float32)
 
-The first two say how many. All little-endian. Eight bytes more than the numbers themselves, and readable in any language.
+All little-endian. Eight bytes more than the numbers themselves, and readable in any language.
 """
 
 import struct

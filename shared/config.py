@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+from shared.database import parse_url
+from shared.errors import SettingsError
 
 
 def _not_a_bool(value: object) -> object:
@@ -31,7 +35,16 @@ def _one_path_part(value: str) -> str:
     return value
 
 
+def _a_database_of_ours(value: str) -> str:
+    try:
+        parse_url(value)
+    except SettingsError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
+    return value
+
+
 FolderName = Annotated[str, AfterValidator(_one_path_part)]
+DatabaseUrl = Annotated[str, AfterValidator(_a_database_of_ours)]
 
 
 class Section(BaseModel):
@@ -155,7 +168,7 @@ class ExperienceBuffer(Section):
 
     name: FolderName = "exp_buffer"
     storage_type: Literal["sql"] = "sql"
-    path: str | None = None
+    path: DatabaseUrl | None = None
 
 
 class TrainerInput(Section):
@@ -213,9 +226,9 @@ class Settings(Section):
         there = cluster.node_num * cluster.gpu_per_node
         if self.mode != "train" and there and not rollout.engine_urls and wanted > there:
             yield (
-                f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size} GPUs"
-                f" need {wanted}, the cluster has {there}. Lower engine_num or tensor_parallel_size, or raise"
-                " cluster.gpu_per_node"
+                f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size}"
+                f" GPUs need {wanted}, the cluster has {there} (mode: {self.mode}). Lower engine_num or"
+                " tensor_parallel_size, or raise cluster.node_num or gpu_per_node"
             )
 
     def _response_beyond_the_model(self) -> Iterator[str]:
@@ -251,3 +264,19 @@ class Settings(Section):
     def served_model_name(self) -> str:
         """What clients send as `model`."""
         return self.model.served_model_name or str(self.model.model_path)
+
+
+def options(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every option by its dotted name."""
+    for name, field in section.model_fields.items():
+        inner = inner_section(field)
+        if inner:
+            yield from options(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def inner_section(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, None for an option."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None

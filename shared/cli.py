@@ -103,10 +103,7 @@ def understood(settings: Settings) -> list[tuple[str, str]]:
         ("mode", settings.mode),
         ("job folder", str(settings.job_dir)),
         ("database", revisions.shown(settings.database_url)),
-        (
-            "model",
-            f"{model.model_path}, {f'{model.max_model_len} tokens long' if model.max_model_len else 'full length'}",
-        ),
+        ("model", f"{settings.model.model_path}, {f'{length} tokens' if length else 'full length'}"),
     ]
     if settings.mode != "train":
         lines += _understood_of_the_explorer(settings)
@@ -134,10 +131,7 @@ def _understood_of_the_trainer(settings: Settings) -> list[tuple[str, str]]:
     keeps = settings.trainer.max_checkpoints_to_keep or "all"
     return [
         ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
-        (
-            "publishes",
-            f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}",
-        ),
+        ("publishes", f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}"),
     ]
 
 

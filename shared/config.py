@@ -11,9 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from shared.database import parse_url
-from shared.errors import SettingsError
-
 
 def _not_a_bool(value: object) -> object:
     if isinstance(value, bool):
@@ -35,16 +32,7 @@ def _one_path_part(value: str) -> str:
     return value
 
 
-def _a_database_of_ours(value: str) -> str:
-    try:
-        parse_url(value)
-    except SettingsError as error:
-        raise ValueError(str(error).partition(": ")[2]) from None
-    return value
-
-
 FolderName = Annotated[str, AfterValidator(_one_path_part)]
-DatabaseUrl = Annotated[str, AfterValidator(_a_database_of_ours)]
 
 
 class Section(BaseModel):
@@ -168,7 +156,7 @@ class ExperienceBuffer(Section):
 
     name: FolderName = "exp_buffer"
     storage_type: Literal["sql"] = "sql"
-    path: DatabaseUrl | None = None
+    path: str | None = None
 
 
 class TrainerInput(Section):

@@ -17,10 +17,12 @@ from pydantic_core import ErrorDetails
 
 from shared import trinity_keys
 from shared.config import Section, Settings, inner_section
+from shared.database import parse_url
 from shared.errors import SettingsError
 from shared.settings_mistakes import ENV_PREFIX, mistakes_of, nearest_name
 from shared.yaml_tree import Keys, Mistake, Place, Tree, dotted, read
 
+_DATABASE = ("buffer", "trainer_input", "experience_buffer", "path")
 _AFTER_THE_FILE = 1 << 30
 _NOT_NEEDED = (
     "explorer.rollout_model.enable_history",
@@ -104,6 +106,7 @@ def _plain(text: str) -> Any:
 def _understand(tree: Tree) -> Report:
     trinity_only: list[str] = []
     _sift(tree, tree.values, Settings, (), trinity_only)
+    _check_database(tree)
     try:
         settings = Settings.model_validate(tree.values)
     except ValidationError as error:
@@ -139,15 +142,28 @@ def _sift_foreign(tree: Tree, value: Any, at: Keys, trinity_only: list[str]) -> 
         tree.mistakes.append(Mistake(place=tree.place_of(at), key=dotted(at), what=what))
 
 
+def _check_database(tree: Tree) -> None:
+    url = _value(tree.values, _DATABASE)
+    if isinstance(url, str):
+        try:
+            parse_url(url)
+        except SettingsError as error:
+            what = str(error).partition(": ")[2]
+            tree.mistakes.append(Mistake(place=tree.place_of(_DATABASE), key=dotted(_DATABASE), what=what))
+
+
+def _value(values: Any, keys: Keys) -> Any:
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
 def _contradictions(values: dict[str, Any], wrong: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     """What is still wrong between options that are right by themselves, found by leaving the wrong ones out."""
     for each in wrong:
-        *sections, key = [part for part in each["loc"] if isinstance(part, str)] or [""]
-        section: Any = values
-        for name in sections:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section.pop(key, None)
+        section = _value(values, each["loc"][:-1])
+        if isinstance(section, dict) and each["loc"]:
+            section.pop(each["loc"][-1], None)
     values["model"] = {"model_path": "."} | values.get("model", {})
     try:
         Settings.model_validate(values)

@@ -46,8 +46,7 @@ def mistakes_of(tree: Tree, error: ErrorDetails) -> Iterator[Mistake]:
     if error["type"] != "value_error":
         yield Mistake(place=tree.place_of(at), key=dotted(at), what=_what(at, error))
     elif at:
-        what = str(error["ctx"]["error"])
-        what = what if dotted(at) in _SECRETS else f"{what}, not {reprlib.repr(error['input'])}"
+        what = f"{error['ctx']['error']}, not {_shown(at, error['input'])}"
         yield Mistake(place=tree.place_of(at), key=dotted(at), what=what)
     else:
         for line in str(error["ctx"]["error"]).splitlines():

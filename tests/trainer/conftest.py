@@ -1,0 +1,82 @@
+"""A model of 30 000 weights, settings for it, and a ledger."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from shared import database
+from shared.config import Settings
+from shared.ledger import Ledger
+
+VOCABULARY = 300
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Qwen3 with random weights and a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(7)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            eos_token_id=257,
+            pad_token_id=256,
+        )
+    ).save_pretrained(folder)
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
+    """Makes settings with sections changed: settings(trainer={"save_interval": 2})."""
+
+    def make(**but: dict[str, object]) -> Settings:
+        tree: dict[str, dict[str, object]] = {
+            "algorithm": {
+                "optimizer": {"lr": 1e-3},
+                "critic_optimizer": {"lr": 1e-3},
+                "kl_coef": 0.01,
+                "mini_batches": 2,
+            },
+            "model": {"model_path": base},
+            "trainer": {"device": "cpu", "poll_interval": 0.02, "micro_batch_tokens": 64},
+            "buffer": {"train_batch_size": 4},
+        }
+        for section, values in but.items():
+            tree[section] = tree.get(section, {}) | values
+        return Settings.model_validate({"mode": "train", "checkpoint_root_dir": tmp_path} | tree)
+
+    return make
+
+
+@pytest.fixture
+def ledger(settings: Callable[..., Settings]) -> Iterator[Ledger]:
+    url = settings().database_url
+    database.upgrade(url)
+    ledger = Ledger(database.connect(url))
+    yield ledger
+    ledger.close()

@@ -1,0 +1,48 @@
+"""The command `python -m trainer --config trainer.yaml`."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+
+from shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from shared.settings_file import load_settings
+from shared.telemetry import configure_logging
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train until told to stop; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="Turn rewarded experiences into better weights."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
+    config: Path = parser.parse_args(arguments).config
+    stop = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    configure_logging()
+    try:
+        _train(config, stop)
+    except TuneloopError as error:
+        sys.stderr.write(f"trainer: {error}\n")
+        return error.exit_code if isinstance(error, StartupError) else 1
+    return 0
+
+
+def _train(config: Path, stop: Event) -> None:
+    settings = load_settings(config)
+    try:
+        # Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra.
+        from trainer.loop import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
+            raise
+        raise EnvironmentRefused(f"the trainer needs {error.name}: pip install 'tuneloop[trainer]'") from None
+    if not stop.is_set():
+        run(settings, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,12 +34,21 @@ class Reports(Transactions):
         rows = self._read(select(version, func.count(), func.count(reward), total).group_by(version).order_by(version))
         return [VersionReward(*row) for row in rows]
 
-    def feedback_to_served(self) -> list[float]:
-        """For each trained experience, the seconds from its last feedback to the first reply that could use it."""
+    def feedback_to_served(self, version: int | None = None) -> list[float]:
+        """For each trained experience, the seconds from its last feedback to the first reply that could use it.
+
+        `version` asks only for what that version was the first to serve. A version that was never served itself, because a
+        newer one came before its turn, is served by that one.
+        """
+        first = versions.alias()
+        served = select(func.min(first.c.version)).where(
+            first.c.version >= experiences.c.trained_version, first.c.served_at.is_not(None)
+        )
         latency = versions.c.served_at - experiences.c.rewarded_at
-        joined = experiences.join(versions, experiences.c.trained_version == versions.c.version)
-        rows = self._read(select(latency).select_from(joined).where(versions.c.served_at.is_not(None)))
-        return [row[0] for row in rows]
+        query = select(latency).join_from(experiences, versions, versions.c.version == served.scalar_subquery())
+        if version is not None:
+            query = query.where(versions.c.version == version)
+        return [row[0] for row in self._read(query)]
 
     def imbalance(self) -> list[str]:
         """What in the ledger does not add up, a sentence each; empty when all is well."""

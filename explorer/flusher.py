@@ -1,0 +1,144 @@
+"""Moves what the spool holds into the ledger, in order, as soon as the database takes it."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from explorer import spool
+from explorer.spool import FlushedMark, Position, Spool
+from shared.errors import LedgerError, LedgerUnavailable
+from shared.experience import Record, decode
+from shared.ledger import Ledger
+
+log = structlog.get_logger()
+
+#: Records that go into the database in one transaction.
+GROUP = 512
+#: How often a record is offered to the database before it goes to quarantine.
+TRIES = 5
+
+_LONGEST_PAUSE_S = 2.0
+
+
+class Flusher:
+    """One thread that reads the spool behind the writer.
+
+    `quarantined` is called once for each record that the database refuses again and again.
+    """
+
+    def __init__(self, own: Spool, ledger: Ledger, *, quarantined: Callable[[], None]) -> None:
+        self._spool = own
+        self._ledger = ledger
+        self._quarantined = quarantined
+        self._stop = threading.Event()
+        self._moved = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
+
+    def start(self) -> None:
+        """Begin with what dead processes left behind, oldest first, then follow the writer."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Try once more to move everything; what the database does not take stays in the spool for the next start."""
+        self._stop.set()
+        self._spool.grown.set()
+        self._thread.join()
+
+    async def caught_up(self, position: Position, timeout_s: float) -> bool:
+        """Wait until everything before `position` is in the database; False if it is not by then."""
+        return await asyncio.to_thread(self._wait, position, timeout_s)
+
+    def _wait(self, position: Position, timeout_s: float) -> bool:
+        with self._moved:
+            return self._moved.wait_for(lambda: self._spool.flushed.position >= position, timeout_s)
+
+    def _run(self) -> None:
+        for folder in spool.slots(self._spool.folder.parent):
+            if folder != self._spool.folder:
+                self._adopt(folder)
+        self._drain(self._spool.folder, self._spool.flushed)
+        while not self._stop.is_set():
+            self._spool.grown.wait()
+            self._spool.grown.clear()
+            self._drain(self._spool.folder, self._spool.flushed)
+
+    def _adopt(self, folder: Path) -> None:
+        """Drain the spool of a process that is no more."""
+        try:
+            lock = spool.take_slot(folder)
+        except BlockingIOError:
+            return
+        with lock:
+            mark = FlushedMark(folder / "flushed")
+            self._drain(folder, mark)
+            mark.close()
+
+    def _drain(self, folder: Path, mark: FlushedMark) -> None:
+        end = self._spool.end if folder == self._spool.folder else None
+        group: list[bytes] = []
+        for payload, position in spool.read(folder, mark.position, end):
+            group.append(payload)
+            if len(group) == GROUP:
+                if not self._move(folder, group):
+                    return
+                self._mark(folder, mark, position)
+                group = []
+        if group and self._move(folder, group):
+            self._mark(folder, mark, position)
+        elif not group and end is not None and end > mark.position:
+            self._mark(folder, mark, end)
+
+    def _mark(self, folder: Path, mark: FlushedMark, position: Position) -> None:
+        with self._moved:
+            mark.move(position)
+            self._moved.notify_all()
+        spool.forget(folder, position)
+
+    def _move(self, folder: Path, payloads: Sequence[bytes]) -> bool:
+        """Put the group into the database; False if we were told to stop while it was away."""
+        records: list[Record] = []
+        for payload in payloads:
+            try:
+                records.append(decode(payload))
+            except msgspec.MsgspecError as error:
+                self._set_aside(folder, payload, error)
+        try:
+            return not records or self._record(records)
+        except LedgerError as error:
+            log.warning("group_refused", records=len(records), reason=str(error))
+        return all([self._one(folder, payload) for payload in payloads])
+
+    def _record(self, records: Sequence[Record]) -> bool:
+        pause = 0.05
+        while True:
+            try:
+                self._ledger.record(records)
+            except LedgerUnavailable as error:
+                if pause == 0.05:
+                    log.warning("database_away", reason=str(error).splitlines()[0])
+                if self._stop.wait(pause):
+                    return False
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                return True
+
+    def _one(self, folder: Path, payload: bytes) -> bool:
+        """Find the one record that the database refuses, and keep it from blocking the others."""
+        for tries in range(1, TRIES + 1):
+            try:
+                return self._record([decode(payload)])
+            except msgspec.MsgspecError:
+                return True  # already set aside
+            except LedgerError as error:
+                if tries == TRIES:
+                    self._set_aside(folder, payload, error)
+        return True
+
+    def _set_aside(self, folder: Path, payload: bytes, error: Exception) -> None:
+        log.error("record_quarantined", folder=str(folder), reason=str(error).splitlines()[0])
+        spool.quarantine(folder, payload)
+        self._quarantined()

@@ -1,0 +1,78 @@
+"""The names of replies, minted by us and signed: a guess, a typo or another tenant's id is refused without a look-up.
+
+    chatcmpl-<40 characters>      every choice of a reply
+    chatcmpl-<40 characters>:<k>  its choice k
+
+The 40 characters are base32 (sortable by time) of: 6 bytes of milliseconds since 1970, 9 random bytes, the number of
+choices, and 9 bytes of HMAC-SHA256 over these and the tenant.
+"""
+
+import base64
+import hmac
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+PREFIX = "chatcmpl-"
+MAX_CHOICES = 128
+
+_MAC_BYTES = 9
+
+
+class ReplyName(NamedTuple):
+    """A msg_id that is ours, and the choice it names; None means all."""
+
+    msg_id: str
+    choice: int | None
+
+
+class Mint:
+    """Mints and recognises msg_ids under one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def mint(self, tenant: str, choices: int) -> str:
+        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES)."""
+        name = (time.time_ns() // 1_000_000).to_bytes(6) + secrets.token_bytes(9) + bytes([choices])
+        return PREFIX + base64.b32hexencode(name + self._mac(name, tenant)).decode().lower()
+
+    def read(self, text: str, tenant: str) -> ReplyName | None:
+        """What `text` names, or None if we never minted it for this tenant."""
+        msg_id, colon, choice = text.partition(":")
+        try:
+            data = base64.b32hexdecode(msg_id.removeprefix(PREFIX).encode("ascii"), casefold=True)
+        except ValueError:
+            return None
+        name, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if len(data) != 25 or not hmac.compare_digest(mac, self._mac(name, tenant)):
+            return None
+        msg_id = PREFIX + msg_id.removeprefix(PREFIX).lower()
+        if not colon:
+            return ReplyName(msg_id, None)
+        if not (choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < name[-1]):
+            return None
+        return ReplyName(msg_id, int(choice))
+
+    def _mac(self, name: bytes, tenant: str) -> bytes:
+        return hmac.digest(self._key, name + tenant.encode(), "sha256")[:_MAC_BYTES]
+
+
+def load_key(path: Path) -> bytes:
+    """The signing key kept at `path`, made by whoever comes first. All explorers of an experiment share it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        pass
+    finally:
+        fresh.unlink()
+    return path.read_bytes()

@@ -1,0 +1,61 @@
+"""What a request asks of the sampler, and whether its reply is a sample of the policy that is trained.
+
+The trainer recomputes log softmax(logits / temperature). A reply that was sampled from anything else, such as a nucleus
+or a grammar, is kept with the reason but is not used for policy gradients.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+#: Parameters that change the distribution, with the values that leave it alone.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (),
+    "logits_processors": ([],),
+    "continue_final_message": (False,),
+    "vllm_xargs": ({},),
+}
+
+
+class Sampling(NamedTuple):
+    """How a reply is sampled: its temperature, and why it is not on-policy, if it is not."""
+
+    temperature: float
+    off_policy: str | None
+
+
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float) -> Sampling:
+    """Read the sampling parameters of a request body."""
+    asked = request.get("temperature")
+    temperature = float(asked) if isinstance(asked, int | float) else default_temperature
+    return Sampling(temperature, _why_off_policy(request, temperature))
+
+
+def _why_off_policy(request: Mapping[str, Any], temperature: float) -> str | None:
+    if temperature < 1e-5:  # vLLM's bound for greedy decoding
+        return "sampling:temperature=0"
+    for name, neutral in _NEUTRAL.items():
+        value = request.get(name)
+        if value is not None and value not in neutral:
+            return f"sampling:{name}"
+    if (request.get("response_format") or {"type": "text"}).get("type") != "text":
+        return "sampling:response_format"
+    if request.get("tool_choice") not in (None, "none", "auto"):
+        return "sampling:tool_choice"
+    return None

@@ -1,0 +1,73 @@
+"""Keeps engines serving the champion: starts them, and again when they die; attaches to those of others."""
+
+import asyncio
+
+import structlog
+
+from explorer.engine_process import EngineProcess
+from explorer.fleet import Engine, EngineState, Fleet
+from explorer.reload import actor_of, load
+from shared.errors import EngineError, EnvironmentRefused, LedgerUnavailable
+from shared.ledger import Ledger
+
+log = structlog.get_logger()
+
+_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 60.0
+_LOOK_S = 2.0
+
+
+async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, ledger: Ledger) -> None:
+    """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
+    pause, was_up = _PAUSE_S, False
+    while True:
+        try:
+            champion = await asyncio.to_thread(ledger.champion)
+            await process.start(actor_of(champion))
+            engine.version, engine.loads = champion.version, engine.loads + 1
+            await fleet.set(engine, EngineState.READY)
+            log.info("engine_ready", engine=engine.number, version=champion.version)
+            pause, was_up = _PAUSE_S, True
+            await _until_it_ends(engine, process, fleet)
+            log.error("engine_down", engine=engine.number)
+        except LedgerUnavailable as error:
+            log.warning("database_away", reason=str(error))
+        except EnvironmentRefused as error:
+            if not was_up:
+                raise
+            log.error("engine_not_restarted", engine=engine.number, reason=str(error))
+        finally:
+            await fleet.set(engine, EngineState.DOWN)
+            await process.stop()
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+async def _until_it_ends(engine: Engine, process: EngineProcess, fleet: Fleet) -> None:
+    """Return when the process is no more or the reloader has given the engine up."""
+    waiting = [asyncio.ensure_future(process.ended()), asyncio.ensure_future(fleet.until_down(engine))]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None:
+    """Use an engine that somebody else runs whenever it is healthy; first it is given the champion's weights."""
+    while True:
+        healthy = await engine.control.healthy()
+        if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
+            try:
+                champion = await asyncio.to_thread(ledger.champion)
+                if champion.version:
+                    await load(engine, champion)
+                await fleet.set(engine, EngineState.READY)
+                log.info("engine_attached", engine=engine.number, version=champion.version)
+            except (EngineError, LedgerUnavailable) as error:
+                log.warning("engine_not_attached", engine=engine.number, reason=str(error))
+        elif not healthy and engine.state is EngineState.READY:
+            log.error("engine_down", engine=engine.number)
+            await fleet.set(engine, EngineState.DOWN)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,33 @@
+"""One request to an engine, whole or streamed, and the events of a stream."""
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+_LONGEST_EVENT = 16 << 20
+
+
+def open_session(*, url: str | None, socket: str | None, key: str | None, timeout_s: float) -> aiohttp.ClientSession:
+    """A session to one engine, at a URL or on a Unix socket; as many connections as there are requests."""
+    connector = aiohttp.UnixConnector(socket, limit=0) if socket else aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(
+        url or "http://engine",
+        connector=connector,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
+        read_bufsize=1 << 18,
+    )
+
+
+async def events(body: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event."""
+    rest = bytearray()
+    async for block in body.iter_any():
+        rest += block
+        while (end := rest.find(b"\n\n")) >= 0:
+            event = bytes(rest[:end])
+            del rest[: end + 2]
+            if event.startswith(b"data:"):
+                yield event[5:].strip()
+        if len(rest) > _LONGEST_EVENT:
+            raise aiohttp.ClientPayloadError(f"an event of more than {_LONGEST_EVENT} bytes")

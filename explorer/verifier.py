@@ -1,0 +1,152 @@
+"""Reads a checkpoint before any engine does, in a process of its own: a bad file kills the engine that opens it.
+
+    python -m explorer.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL
+
+Ends with 0, or with 1 and the reason on standard output.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shared.checkpoint import check_files, read_manifest
+from shared.errors import CheckpointRejected
+
+_ACTOR = "actor"
+_LONGEST_HEADER = 100_000_000
+
+#: Exponent bits of each floating type, as unsigned integers: all ones means infinite or not a number.
+_EXPONENTS: Mapping[str, tuple[str, int]] = {
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+
+#: What a configuration must share with the base model's for the weights to mean the same.
+_SHAPE_KEYS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies: its type, its shape, and its bytes in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> None:
+    """Raise CheckpointRejected unless the actor in `checkpoint` may be served in place of `base`."""
+    manifest = read_manifest(checkpoint, sha256=manifest_sha256)
+    if manifest.version != version:
+        raise CheckpointRejected(f"its manifest is of version {manifest.version}")
+    check_files(checkpoint, manifest, folder=_ACTOR)
+    _same_shape(_config(checkpoint / _ACTOR), _config(base))
+    found, wanted = tensors(checkpoint / _ACTOR), tensors(base)
+    _same_tensors(found, wanted, tied=bool(_config(base).get("tie_word_embeddings")))
+    for name, tensor in found.items():
+        if not _finite(tensor):
+            raise CheckpointRejected(f"{name} holds NaN or infinity")
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder, by name, read off the headers of its safetensors files."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= _header(file)
+    if not found:
+        raise CheckpointRejected(f"{folder} holds no safetensors")
+    return found
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(size, _LONGEST_HEADER):
+            raise CheckpointRejected(f"{file.name}: its header claims {length} bytes of {size}")
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+            return {
+                name: Tensor(file, entry["dtype"], tuple(entry["shape"]), *_span(entry, 8 + length, size))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
+
+
+def _span(entry: Mapping[str, Any], offset: int, size: int) -> tuple[int, int]:
+    start, end = entry["data_offsets"]
+    if not 0 <= start <= end <= size - offset:
+        raise ValueError(f"bytes {start} to {end} are not in the file")
+    return offset + start, offset + end
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointRejected(f"{folder}/config.json cannot be read: {error}") from None
+    return config
+
+
+def _same_shape(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key in _SHAPE_KEYS:
+        if found.get(key) != wanted.get(key):
+            raise CheckpointRejected(
+                f"config.json: {key} is {found.get(key)!r}, the base model's is {wanted.get(key)!r}"
+            )
+
+
+def _same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, tied: bool) -> None:
+    # A model with tied embeddings may or may not store the head a second time.
+    spare = {"lm_head.weight"} if tied else set()
+    if missing := wanted.keys() - found.keys() - spare:
+        raise CheckpointRejected(f"{len(missing)} tensors are missing, {min(missing)} among them")
+    if extra := found.keys() - wanted.keys() - spare:
+        raise CheckpointRejected(f"{len(extra)} tensors are not the base model's, {min(extra)} among them")
+    for name in found.keys() & wanted.keys():
+        if found[name].shape != wanted[name].shape:
+            raise CheckpointRejected(f"{name} has shape {found[name].shape}, the base model's has {wanted[name].shape}")
+
+
+def _finite(tensor: Tensor) -> bool:
+    if tensor.dtype not in _EXPONENTS:
+        return True
+    kind, exponent = _EXPONENTS[tensor.dtype]
+    count = (tensor.end - tensor.start) // np.dtype(kind).itemsize
+    bits = np.memmap(tensor.file, dtype=kind, mode="r", offset=tensor.start, shape=(count,))
+    block = 1 << 24
+    return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, count, block))
+
+
+def main() -> int:
+    """Verify what argv names."""
+    checkpoint, sha256, version, base = sys.argv[1:]
+    try:
+        verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
+    except CheckpointRejected as error:
+        sys.stdout.write(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""All that is known here of vLLM 0.26 to 0.33: how it is started and which of its routes swap weights.
+
+The weight routes exist only with VLLM_SERVER_DEV_MODE and ask for no key, so an engine of ours listens on a private
+socket.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+import orjson
+
+from shared.checkpoint import Probe
+from shared.config import Settings
+from shared.errors import CheckpointRejected, EngineError
+
+#: Asked of every reply, and taken out again where the client did not ask.
+CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
+
+#: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
+BREAKS_CPU_ENGINES = frozenset({"seed"})
+
+
+def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
+    """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
+    wanted, rollout = settings.model, settings.explorer.rollout_model
+    # The model's own generation_config.json may set top_p or top_k, which would make every reply untrainable.
+    sampling: dict[str, object] = {"temperature": wanted.temperature}
+    if wanted.max_response_tokens is not None:
+        sampling["max_new_tokens"] = wanted.max_response_tokens
+    options: dict[str, object] = {
+        "--model": model,
+        "--served-model-name": settings.served_model_name,
+        "--uds": socket,
+        "--dtype": rollout.dtype,
+        "--seed": rollout.seed,
+        "--tensor-parallel-size": rollout.tensor_parallel_size,
+        "--max-model-len": wanted.max_model_len,
+        "--generation-config": "vllm",
+        "--override-generation-config": json.dumps(sampling),
+        "--logprobs-mode": "processed_logprobs",
+        "--tool-call-parser": rollout.tool_call_parser,
+        "--reasoning-parser": rollout.reasoning_parser,
+        "--kv-cache-memory-bytes": rollout.kv_cache_memory_bytes,
+        "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
+        "--distributed-executor-backend": "uni" if rollout.single_process else None,
+    }
+    flags = {
+        "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
+        "--enforce-eager": rollout.enforce_eager,
+        "--trust-remote-code": wanted.trust_remote_code,
+        "--disable-uvicorn-access-log": True,
+    }
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *(part for option, value in options.items() if value is not None for part in (option, str(value))),
+        *(flag for flag, wanted in flags.items() if wanted),
+        *rollout.engine_args,
+    ]
+
+
+def environment(settings: Settings, number: int) -> dict[str, str]:
+    """The environment of engine `number`, counted from 0."""
+    rollout, gpus = settings.explorer.rollout_model, settings.cluster.gpu_per_node
+    ours = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
+    }
+    if gpus:
+        size = rollout.tensor_parallel_size
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(str(number * size + each) for each in range(size))
+    else:
+        ours |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **ours}
+
+
+def installed() -> str | None:
+    """Which vLLM this environment has, under either of its names; None if it has none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+class Control:
+    """The weight routes of one engine, over a session of its own."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, model_name: str) -> None:
+        self._session = session
+        self._model_name = model_name
+
+    async def healthy(self) -> bool:
+        """Whether the engine answers and is fit to serve."""
+        try:
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
+        await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
+
+    async def load(self, actor: Path) -> None:
+        """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
+        await self._post("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
+
+    async def forget_prefixes(self) -> None:
+        """Drop all keys and values of the old weights; frozen requests recompute theirs with the new ones."""
+        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if answer and not orjson.loads(answer).get("success", True):
+            raise EngineError("the engine kept its prefix cache")
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._post("/resume")
+
+    async def prove(self, probe: Probe) -> None:
+        """Raise CheckpointRejected unless the engine's log-probabilities are the trainer's."""
+        found = await self._logprobs(list(probe.prompt_ids))
+        differences = [abs(ours - theirs) for ours, theirs in zip(found, probe.logprobs, strict=True)]
+        mean = sum(differences) / len(differences)
+        if not mean <= probe.tolerance:
+            raise CheckpointRejected(
+                f"the engine's log-probabilities are {mean:.2g} nats from the trainer's, allowed are {probe.tolerance:.2g}"
+            )
+
+    async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
+        body = {
+            "model": self._model_name,
+            "prompt": prompt_ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        answer = orjson.loads(await self._post("/v1/completions", json=body))
+        rows = answer["choices"][0]["prompt_logprobs"][1:]
+        return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
+
+    async def _post(
+        self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
+    ) -> bytes:
+        try:
+            async with self._session.post(path, params=params, json=json) as reply:
+                body = await reply.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"{path}: {error or type(error).__name__}") from error
+        if reply.status >= 300:
+            raise EngineError(f"{path}: {reply.status} {body[:300].decode(errors='replace')}")
+        return body

@@ -1,0 +1,55 @@
+"""Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
+
+import asyncio
+from pathlib import Path
+
+import structlog
+from tensorboardX import SummaryWriter
+
+from explorer.metrics import Metrics
+from shared.errors import LedgerUnavailable
+from shared.ledger import Ledger
+
+log = structlog.get_logger()
+
+
+class Watch:
+    """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`."""
+
+    def __init__(self, ledger: Ledger, metrics: Metrics, *, folder: Path, interval_s: float) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._curves = SummaryWriter(str(folder))
+        self._interval_s = interval_s
+        self._written: dict[int, tuple[int, int, float]] = {}
+
+    async def run(self) -> None:
+        """Look every `interval_s` seconds, for ever."""
+        while True:
+            try:
+                await asyncio.to_thread(self.look)
+            except LedgerUnavailable as error:
+                log.warning("database_away", reason=str(error))
+            await asyncio.sleep(self._interval_s)
+
+    def look(self) -> None:
+        """Bring gauges and curves up to date."""
+        for state, count in self._ledger.counts().items():
+            self._metrics.experiences.labels(state.value).set(count)
+        imbalance = self._ledger.imbalance()
+        for sentence in imbalance:
+            log.error("ledger_imbalance", sentence=sentence)
+        self._metrics.ledger_imbalance.set(len(imbalance))
+        for served in self._ledger.rewards():
+            now = (served.replies, served.rewarded, served.reward_sum)
+            if self._written.get(served.version) != now:
+                self._written[served.version] = now
+                self._curves.add_scalar("served/requests", served.replies, served.version)
+                self._curves.add_scalar("served/rewarded", served.rewarded, served.version)
+                if served.rewarded:
+                    self._curves.add_scalar("served/reward_mean", served.reward_sum / served.rewarded, served.version)
+        self._curves.flush()
+
+    def close(self) -> None:
+        """Close the curves."""
+        self._curves.close()

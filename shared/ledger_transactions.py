@@ -54,11 +54,11 @@ def translated() -> Iterator[None]:
     except PoolExhausted as error:
         raise LedgerUnavailable("all connections to the database are busy") from error
     except DBAPIError as error:
-        # Only the first line: the next ones quote the row, and with it what a user wrote.
+        # Only the first line, and no cause: the next ones quote the row, and with it what a user wrote.
         reason = (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
         if _passes(error):
             raise LedgerUnavailable(reason) from error
-        raise LedgerError(f"the database refuses it: {reason}") from error
+        raise LedgerError(f"the database refuses it: {reason}") from None
 
 
 def _passes(error: DBAPIError) -> bool:

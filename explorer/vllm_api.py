@@ -132,7 +132,7 @@ class Control:
         mean = sum(differences) / len(differences)
         if not mean <= probe.tolerance:
             raise CheckpointRejected(
-                f"the engine's log-probabilities are {mean:.2g} nats from the trainer's, allowed are {probe.tolerance:.2g}"
+                f"the engine's log-probabilities are {mean:.2g} nats from the trainer's; allowed: {probe.tolerance:.2g}"
             )
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:

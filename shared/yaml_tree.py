@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 Keys = tuple[str | int, ...]
+_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -108,12 +109,16 @@ class _Reader:
                     merged = self.mapping(mapping, at) | merged
                 continue
             key = self._key(key_node, at)
+            if key is None:
+                continue
             if key in first:
                 self._wrong((*at, key), key_node, f"written twice, first in line {first[key]}")
                 continue
             first[key] = key_node.start_mark.line + 1
             self._tree.places[(*at, key)] = self._at(key_node)
-            values[key] = self._value(value_node, (*at, key))
+            value = self._value(value_node, (*at, key))
+            if value is not _NOTHING:
+                values[key] = value
         return merged | values
 
     def _merged(self, node: yaml.Node, at: Keys) -> Iterator[yaml.MappingNode]:
@@ -123,24 +128,25 @@ class _Reader:
             else:
                 self._wrong(at, each, "`<<` takes a mapping or a list of mappings")
 
-    def _key(self, node: yaml.Node, at: Keys) -> str:
+    def _key(self, node: yaml.Node, at: Keys) -> str | None:
         value = self._value(node, at) if isinstance(node, yaml.ScalarNode) else None
         if isinstance(value, str):
             return value
         self._wrong(at, node, "a key must be text; write it in quotes")
-        return str(value)
+        return None
 
     def _value(self, node: yaml.Node, at: Keys) -> Any:
         if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
             return self.mapping(node, at)
         if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-            return [self._item(item, (*at, index)) for index, item in enumerate(node.value)]
+            items = [self._item(item, (*at, index)) for index, item in enumerate(node.value)]
+            return [item for item in items if item is not _NOTHING]
         try:
             return self._loader.construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError) as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
             self._wrong(at, node, f"not a plain value: {problem}")
-            return None
+            return _NOTHING
 
     def _item(self, node: yaml.Node, at: Keys) -> Any:
         self._tree.places[at] = self._at(node)

@@ -14,6 +14,7 @@ import uvicorn
 
 from explorer import vllm_api
 from explorer.app import create_app
+from explorer.machine import gpus, on_this_machine
 from shared.config import Settings
 from shared.database import connect, upgrade
 from shared.errors import EnvironmentRefused, StartupError, TuneloopError
@@ -139,7 +140,7 @@ def main(
     """Serve requests, record them, take feedback and new weights."""
     configure_logging()
     try:
-        serve(load_settings(config, overrides or ()))
+        serve(on_this_machine(load_settings(config, overrides or ()), gpus_here=gpus()))
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
         os._exit(error.exit_code)

@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from explorer import envelope
+from explorer import envelope, vllm_api
 from explorer.chat import PATH, Chat
 from explorer.engine_process import EngineProcess
 from explorer.feedback import FeedbackDesk
@@ -183,7 +183,9 @@ async def _open_fleet(
             timeout_s=settings.explorer.request_timeout,
         )
         await stack.enter_async_context(session)
-        engines.append(Engine(number, session, model_name=settings.served_model_name))
+        tolerance = vllm_api.TOLERANCE[rollout.dtype]
+        control = vllm_api.Control(session, model_name=settings.served_model_name, tolerance=tolerance)
+        engines.append(Engine(number, session, control))
     fleet = Fleet(engines)
     runs = [
         stay_attached(engine, fleet=fleet, ledger=ledger)

@@ -29,10 +29,10 @@ class Engine:
     `loads` counts how often its weights changed, so that a reply can tell whether they did while it was sampled.
     """
 
-    def __init__(self, number: int, session: aiohttp.ClientSession, *, model_name: str) -> None:
+    def __init__(self, number: int, session: aiohttp.ClientSession, control: Control) -> None:
         self.number = number
         self.session = session
-        self.control = Control(session, model_name=model_name)
+        self.control = control
         self.state = EngineState.STARTING
         self.version = 0
         self.in_flight = 0

@@ -1,0 +1,17 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test install
+
+PYTHON_IN_VENV := .venv/bin/python
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+install: ## make .venv with real vLLM for CPU, the trainer and the demo
+	@scripts/install
+
+demo: install ## a tiny model learns sums while it is served (SEED=0 REWARD=judge|random STEPS=n)
+	@$(PYTHON_IN_VENV) -m examples.sums $(if $(SEED),--seed $(SEED)) $(if $(REWARD),--reward $(REWARD)) $(if $(STEPS),--steps $(STEPS))
+
+test: ## install what the tests need and run them
+	@scripts/install dev
+	@$(PYTHON_IN_VENV) -m pytest

@@ -89,8 +89,8 @@ def fill(engine: Engine, count: int) -> None:
         )
         connection.execute(
             text(
-                "INSERT INTO experiences (id, msg_id, choice, state, reward, version_min, version_max, temperature, text, "
-                "completion_tokens, blob, recorded_at, rewarded_at, committed_at) "
+                "INSERT INTO experiences (id, msg_id, choice, state, reward, version_min, version_max, temperature, "
+                "text, completion_tokens, blob, recorded_at, rewarded_at, committed_at) "
                 f"{numbers} SELECT i, {name}, 0, 'committed', 1, 0, 0, 1, '', 2, :blob, 0, 0, 0 FROM n"
             ),
             {"blob": to_blob(experience())},

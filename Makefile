@@ -15,3 +15,12 @@ demo: install ## a tiny model learns sums while it is served (SEED=0 REWARD=judg
 test: ## install what the tests need and run them
 	@scripts/install dev
 	@$(PYTHON_IN_VENV) -m pytest
+
+.PHONY: check
+VENV ?= .venv
+
+check: ## style, types and import contracts
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports

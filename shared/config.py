@@ -18,12 +18,18 @@ def _not_a_bool(value: object) -> object:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_not_a_bool)]
-Float = Annotated[float, BeforeValidator(_not_a_bool), Field(allow_inf_nan=False)]
-Positive = Annotated[Int, Field(gt=0)]
-NotNegative = Annotated[Int, Field(ge=0)]
-Seconds = Annotated[Float, Field(gt=0)]
-Fraction = Annotated[Float, Field(ge=0, le=1)]
+# The bounds come first: only then do they stand in the JSON schema.
+_Number = BeforeValidator(_not_a_bool)
+Positive = Annotated[int, Field(gt=0), _Number]
+NotNegative = Annotated[int, Field(ge=0), _Number]
+Port = Annotated[int, Field(ge=0, le=65535), _Number]
+Real = Annotated[float, Field(allow_inf_nan=False), _Number]
+PositiveReal = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
+NotNegativeReal = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
+AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False), _Number]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _Number]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _Number]
+Seconds = PositiveReal
 
 
 def _one_path_part(value: str) -> str:
@@ -49,23 +55,23 @@ class Model(Section):
     served_model_name: str | None = None
     max_model_len: Positive | None = None
     max_response_tokens: Positive | None = None
-    temperature: Annotated[Float, Field(ge=0)] = 1.0
+    temperature: NotNegativeReal = 1.0
     trust_remote_code: bool = False
 
 
 class Optimizer(Section):
     """AdamW and what surrounds it."""
 
-    lr: Annotated[Float, Field(gt=0)] = 1e-6
+    lr: PositiveReal = 1e-6
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    weight_decay: Annotated[Float, Field(ge=0)] = 0.0
+    weight_decay: NotNegativeReal = 0.0
     lr_warmup_steps: NotNegative = 0
 
 
 class CriticOptimizer(Optimizer):
     """The same for the critic, which learns faster."""
 
-    lr: Annotated[Float, Field(gt=0)] = 1e-5
+    lr: PositiveReal = 1e-5
 
 
 class Algorithm(Section):
@@ -77,16 +83,16 @@ class Algorithm(Section):
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
     clip_range: Fraction = 0.2
-    clip_range_high: Annotated[Float, Field(ge=0)] | None = None
-    dual_clip: Annotated[Float, Field(gt=1)] | None = 3.0
-    value_clip_range: Annotated[Float, Field(gt=0)] = 0.5
-    kl_coef: Annotated[Float, Field(ge=0)] = 0.001
+    clip_range_high: NotNegativeReal | None = None
+    dual_clip: AboveOne | None = 3.0
+    value_clip_range: PositiveReal = 0.5
+    kl_coef: NotNegativeReal = 0.001
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    entropy_coef: Float = 0.0
+    entropy_coef: Real = 0.0
     whiten_advantages: bool = True
     epochs: Positive = 1
     mini_batches: Positive = 1
-    max_grad_norm: Annotated[Float, Field(gt=0)] = 1.0
+    max_grad_norm: PositiveReal = 1.0
     critic_warmup_steps: NotNegative = 0
 
 
@@ -109,7 +115,7 @@ class RolloutModel(Section):
     reasoning_parser: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     seed: NotNegative = 42
-    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Share = 0.9
     enforce_eager: bool = False
     single_process: bool = False
     kv_cache_memory_bytes: Positive | None = None
@@ -124,7 +130,7 @@ class Explorer(Section):
 
     rollout_model: RolloutModel = RolloutModel()
     listen_address: str = "0.0.0.0"  # Trinity's default: apps on other hosts reach the proxy
-    proxy_port: Annotated[Int, Field(ge=0, le=65535)] = 8010
+    proxy_port: Port = 8010
     service_status_check_interval: Seconds = 60.0
     request_timeout: Seconds = 3600.0
     on_reload: Literal["keep", "wait"] = "keep"

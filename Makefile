@@ -20,6 +20,7 @@ test: ## install what the tests need and run them
 VENV ?= .venv
 
 check: ## style, types and import contracts
+	@test -x $(VENV)/bin/lint-imports || scripts/install dev
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy

@@ -209,7 +209,11 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":
-        contradictions = [*self._engines_beyond_the_cluster(), *self._response_beyond_the_model()]
+        contradictions = [
+            *self._engines_beyond_the_cluster(),
+            *self._response_beyond_the_model(),
+            *self._tools_without_a_parser(),
+        ]
         if contradictions:
             raise ValueError("\n".join(contradictions))
         return self
@@ -231,6 +235,14 @@ class Settings(Section):
             yield (
                 f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
                 " Lower the one or raise the other"
+            )
+
+    def _tools_without_a_parser(self) -> Iterator[str]:
+        rollout = self.explorer.rollout_model
+        if rollout.enable_auto_tool_choice and not rollout.tool_call_parser and not rollout.engine_urls:
+            yield (
+                "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
+                " hermes"
             )
 
     @property

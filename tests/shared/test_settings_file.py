@@ -118,6 +118,7 @@ def test_an_empty_section_has_its_defaults(tmp_path):
         ("buffer: 3\n", "1:1: buffer: must be a section (`key: value` lines), not 3"),
         ("explorer: {proxy_port: true}\n", "1:12: explorer.proxy_port: must be a number, not True"),
         ("trainer: {poll_interval: .inf}\n", "1:11: trainer.poll_interval: must be a finite number, not inf"),
+        ("algorithm: {gamma: .nan}\n", "1:13: algorithm.gamma: must be a finite number, not nan"),
         ("trainer: {seed: 1.5}\n", "1:11: trainer.seed: must be a whole number, not 1.5"),
         (
             "trainer: {device: gpu}\n",
@@ -180,6 +181,12 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
         "x.yaml:5:19: explorer.rollout_model.engine_num: 3 engines of 2 GPUs need 6, the cluster has 4 (mode: serve). "
         "Lower engine_num or tensor_parallel_size, or raise cluster.node_num or gpu_per_node"
     ]
+
+
+def test_tool_choice_needs_a_parser(tmp_path):
+    text = MODEL + "explorer: {rollout_model: {enable_auto_tool_choice: true}}\n"
+    (found,) = mistakes(tmp_path, text)
+    assert "enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser" in found
 
 
 def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):

@@ -14,6 +14,7 @@ from threading import Event
 
 import structlog
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from shared import database
 from shared.checkpoint import CheckpointStore, check_files, read_manifest
@@ -25,7 +26,7 @@ from trainer import metrics, snapshot
 from trainer.batch import untrainable
 from trainer.curves import Curves
 from trainer.learner import Learner, NotFinite
-from trainer.model import device_of
+from trainer.model import device_of, require_folders
 from trainer.publication import Publication, prune
 
 _log = structlog.get_logger()
@@ -34,6 +35,8 @@ _log = structlog.get_logger()
 def run(settings: Settings, stop: Event) -> None:
     """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over."""
     device_of(settings)
+    require_folders(settings)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     buffer = settings.buffer.trainer_input.experience_buffer
     database.upgrade(settings.database_url, schema=buffer.name)
     ledger = Ledger(database.connect(settings.database_url, schema=buffer.name))
@@ -157,9 +160,10 @@ class TrainingLoop:
             self._drop(batch, f"the step was not finite: {error}")
             return False
         except torch.OutOfMemoryError:
+            budget = self._settings.trainer.micro_batch_tokens
             raise EnvironmentRefused(
-                f"trainer.micro_batch_tokens: {self._settings.trainer.micro_batch_tokens} at once do not fit into the GPU's "
-                "memory; lower it, or choose a smaller model"
+                f"trainer.micro_batch_tokens: {budget} at once do not fit into the GPU's memory; lower it, or choose a "
+                "smaller model"
             ) from None
         finally:
             self._waiting_since = time.perf_counter()

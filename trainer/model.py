@@ -146,12 +146,18 @@ def device_of(settings: Settings) -> torch.device:
     return torch.device("cuda")
 
 
+def require_folders(settings: Settings) -> None:
+    """Raise EnvironmentRefused unless the models to start from are there."""
+    for setting in ("model_path", "critic_model_path"):
+        folder: Path | None = getattr(settings.model, setting)
+        if folder and not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
+            what = "is not a model folder" if folder.is_dir() else "is not there"
+            raise EnvironmentRefused(
+                f"model.{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
+            )
+
+
 def _pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder: Path) -> PreTrainedModel:
-    setting = "model.critic_model_path" if folder == settings.model.critic_model_path else "model.model_path"
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise EnvironmentRefused(
-            f"{setting}: {folder} is not a model folder; it must hold config.json and weights as *.safetensors"
-        )
     device = device_of(settings)
     try:
         network: PreTrainedModel = load(
@@ -163,7 +169,7 @@ def _pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
+        raise EnvironmentRefused(f"model.model_path: the model in {folder} cannot be loaded: {reason}") from error
     network.train(mode=False).to(device)
     return network
 

@@ -65,6 +65,8 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
     learner.actor.save(actor)
     _copy_companions(base, actor)
     learner.critic.save(critic)
+    for code in base.glob("*.py"):
+        shutil.copyfile(code, critic / code.name)
     state.mkdir()
     save_file(_optimizer_tensors(learner.actor_optimizer), state / "actor.safetensors")
     save_file(_optimizer_tensors(learner.critic_optimizer), state / "critic.safetensors")
@@ -104,7 +106,10 @@ def _ordinary_ids(base: Path, trust_remote_code: bool, vocabulary: int) -> list[
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentRefused(f"model.model_path: its tokenizer cannot be loaded: {reason}") from error
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return [token for token in range(min(vocabulary, len(tokenizer))) if token not in special]
+    ordinary = [token for token in range(min(vocabulary, len(tokenizer))) if token not in special]
+    if not ordinary:
+        raise EnvironmentRefused(f"model.model_path: {base} has no tokenizer; put tokenizer.json beside the weights")
+    return ordinary
 
 
 def _copy_companions(base: Path, actor: Path) -> None:
@@ -114,7 +119,7 @@ def _copy_companions(base: Path, actor: Path) -> None:
     """
     dtype = json.loads((actor / "config.json").read_text())["dtype"]
     for source in base.iterdir():
-        if source.is_file() and source.suffix not in _WEIGHTS and not source.name.endswith(".index.json"):
+        if source.is_file() and source.suffix not in _WEIGHTS and not source.name.endswith((".index.json", ".lock")):
             shutil.copyfile(source, actor / source.name)
     if (base / "additional_chat_templates").is_dir():
         shutil.copytree(base / "additional_chat_templates", actor / "additional_chat_templates")

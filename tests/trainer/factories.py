@@ -1,6 +1,11 @@
 """Experiences made up for tests."""
 
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
+from tensorboardX.proto.event_pb2 import Event
 
 from shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
 from shared.ledger import Ledger
@@ -56,3 +61,23 @@ def commit(ledger: Ledger, samples: list[Sample]) -> None:
         )
         ledger.record([said, heard])
     ledger.commit("t")
+
+
+def points(folder: Path, name: str) -> list[tuple[int, float]]:
+    """The points of one curve as TensorBoard shows them, by step."""
+    shown: dict[int, float] = {}
+    for file in sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime_ns):
+        for event in _events(file.read_bytes()):
+            if event.session_log.status == event.session_log.START:
+                shown = {step: value for step, value in shown.items() if step < event.step}
+            shown.update((event.step, value.simple_value) for value in event.summary.value if value.tag == name)
+    return sorted(shown.items())
+
+
+def _events(data: bytes) -> Iterator[Event]:
+    """TFRecord: a length in eight bytes, four bytes of checksum, the event, four more. The last may be half written."""
+    while len(data) >= 16 and len(data) >= 16 + (length := struct.unpack_from("<Q", data)[0]):
+        event = Event()
+        event.ParseFromString(data[12 : 12 + length])
+        yield event
+        data = data[16 + length :]

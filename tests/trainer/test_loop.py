@@ -1,13 +1,270 @@
-"""The loop against a real ledger."""
+"""The loop against a real ledger: exactly once, to the bit, whatever happens on the way."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
-from tests.trainer.factories import commit, sample
-from trainer.loop import run
+import numpy as np
+import pytest
+
+from shared import database
+from shared.checkpoint import check_files, read_manifest
+from shared.errors import CheckpointRejected, EnvironmentRefused, LedgerUnavailable, StaleEpoch
+from shared.experience import State
+from shared.ledger import Ledger
+from tests.trainer.factories import commit, points, sample
+from trainer.loop import TrainingLoop, run
 
 
-def test_it_trains_and_publishes(settings, ledger):
+def _losses(chosen):
+    return points(chosen.tensorboard_dir / "trainer", "actor/pg_loss")
+
+
+def _files(ledger, version):
+    row = ledger.versions()[version]
+    return read_manifest(row.path, sha256=row.manifest_sha256).files
+
+
+def _until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _run_until(chosen, condition):
+    """Run a trainer until the condition holds, then ask it to stop."""
+    stop = Event()
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(run, chosen, stop)
+        try:
+            _until(lambda: trainer.done() or condition())
+        finally:
+            stop.set()
+        trainer.result(30)
+
+
+def _other(settings, tmp_path, **but):
+    """A second experiment with its own ledger."""
+    chosen = settings(**but).model_copy(update={"checkpoint_root_dir": tmp_path / "other"})
+    database.upgrade(chosen.database_url)
+    return chosen, Ledger(database.connect(chosen.database_url))
+
+
+def test_rows_become_versions(settings, ledger):
     commit(ledger, [sample(i) for i in range(16)])
-    run(settings(trainer={"total_steps": 3, "save_interval": 2}), Event())
-    print(ledger.versions(), ledger.counts(), ledger.imbalance())
-    assert 0
+    chosen = settings(trainer={"total_steps": 3, "save_interval": 2})
+    run(chosen, Event())
+    versions = ledger.versions()
+    assert [(each.version, each.step, each.consumed) for each in versions] == [(0, 0, 0), (1, 2, 8), (2, 3, 4)]
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 12, State.COMMITTED: 4}
+    assert ledger.imbalance() == []
+    newest = versions[-1]
+    manifest = read_manifest(newest.path, sha256=newest.manifest_sha256)
+    check_files(newest.path, manifest)
+    assert (manifest.version, manifest.parent, manifest.step, manifest.epoch) == (2, 1, 3, 1)
+    assert not list(chosen.job_dir.glob(".*"))
+
+
+def test_nothing_is_left_to_do_when_all_steps_are_done(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    chosen = settings(trainer={"total_steps": 1})
+    run(chosen, Event())
+    run(chosen, Event())
+    assert [each.version for each in ledger.versions()] == [0, 1]
+    assert ledger.counts()[State.COMMITTED] == 4
+
+
+def test_a_restart_changes_no_loss_and_no_weight(settings, ledger, tmp_path):
+    rows = [sample(i) for i in range(16)]
+    straight, other = _other(settings, tmp_path, trainer={"total_steps": 4})
+    commit(other, rows)
+    run(straight, Event())
+
+    commit(ledger, rows)
+    run(settings(trainer={"total_steps": 2}), Event())
+    run(settings(trainer={"total_steps": 4}), Event())
+
+    assert _losses(settings()) == _losses(straight)
+    assert len(_losses(straight)) == 4
+    assert _files(ledger, 4) == _files(other, 4)
+    other.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_restart_between_two_versions_changes_no_loss_and_no_weight(settings, ledger, tmp_path, dtype):
+    """Stopped after step 3 of versions at 2 and 4: step 3 is made again of the same rows, and drawn once."""
+    rows = [sample(i) for i in range(16)]
+    straight, other = _other(settings, tmp_path, trainer={"total_steps": 4, "save_interval": 2, "dtype": dtype})
+    commit(other, rows)
+    run(straight, Event())
+
+    chosen = settings(trainer={"save_interval": 2, "dtype": dtype})
+    commit(ledger, rows[:12])
+    _run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 3)
+    assert ledger.counts()[State.COMMITTED] == 4
+    assert ledger.newest().version == 1
+    commit(ledger, rows[12:])
+    run(settings(trainer={"save_interval": 2, "total_steps": 4, "dtype": dtype}), Event())
+
+    assert _losses(chosen) == _losses(straight)
+    assert _files(ledger, 2) == _files(other, 2)
+    other.close()
+
+
+def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings, ledger):
+    nothing = sample(1, completion_ids=np.array([], dtype=np.int32), logprobs=np.array([], dtype=np.float32))
+    commit(ledger, [sample(0), nothing, *[sample(i) for i in range(2, 6)]])
+    chosen = settings(trainer={"total_steps": 1})
+    run(chosen, Event())
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 1, State.COMMITTED: 1}
+    assert len(_losses(chosen)) == 1
+
+
+def test_staleness_is_counted_in_versions(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    commit(ledger, [sample(i, version_min=1, version_max=2) for i in range(8, 11)])
+    commit(ledger, [sample(11)])
+    chosen = settings(trainer={"total_steps": 3})
+    run(chosen, Event())
+    folder = chosen.tensorboard_dir / "trainer"
+    assert points(folder, "off_policy/staleness_max") == [(1, 0), (2, 1), (3, 2)]
+    assert points(folder, "off_policy/staleness_mean")[2] == (3, pytest.approx(1.25))
+
+
+def test_rows_that_are_too_old_expire(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    _run_until(settings(trainer={"max_staleness": 0}), lambda: ledger.counts()[State.EXPIRED] == 4)
+    assert ledger.counts()[State.TRAINED] == 4
+
+
+def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger):
+    loop = TrainingLoop(settings(), Overtaken(ledger._engine), Event())
+    ledger.ensure_base(settings().model.model_path)
+    commit(ledger, [sample(i) for i in range(4)])
+    with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
+        loop.run()
+    assert [each.version for each in ledger.versions()] == [0]
+    assert not list(settings().job_dir.glob("global_step_*"))
+    assert not list(settings().job_dir.glob(".*"))
+    assert ledger.counts()[State.COMMITTED] == 4
+
+
+class Overtaken(Ledger):
+    """Another trainer starts at the moment this one has a batch."""
+
+    def lease(self, epoch, size, *, max_staleness):
+        rows = super().lease(epoch, size, max_staleness=max_staleness)
+        self.take_epoch("another")
+        return rows
+
+
+class Interrupted(Ledger):
+    """Says of each verb's first call that the database is away: before it was done, or after ("late")."""
+
+    def __init__(self, engine, *, late):
+        super().__init__(engine)
+        self._late, self._interrupted = late, set()
+
+    def _once(self, verb, call):
+        if verb in self._interrupted:
+            return call()
+        self._interrupted.add(verb)
+        if self._late:
+            call()
+        raise LedgerUnavailable("the connection was closed")
+
+    def lease(self, epoch, size, *, max_staleness):
+        call = super().lease
+        return self._once("lease", lambda: call(epoch, size, max_staleness=max_staleness))
+
+    def drop(self, epoch, ids, reason):
+        call = super().drop
+        self._once("drop", lambda: call(epoch, ids, reason))
+
+    def register(self, epoch, ids, *, step, publish):
+        call = super().register
+        return self._once("register", lambda: call(epoch, ids, step=step, publish=publish))
+
+    def extend(self, epoch):
+        call = super().extend
+        self._once("extend", lambda: call(epoch))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_database_that_is_away_for_a_moment_costs_no_row_and_trains_none_twice(settings, ledger, tmp_path, late):
+    nothing = sample(3, completion_ids=np.array([], dtype=np.int32), logprobs=np.array([], dtype=np.float32))
+    rows = [sample(0), sample(1), sample(2), nothing, *[sample(i) for i in range(4, 18)]]
+    straight, other = _other(settings, tmp_path, trainer={"total_steps": 4, "save_interval": 2})
+    commit(other, rows)
+    run(straight, Event())
+
+    commit(ledger, rows)
+    chosen = settings(trainer={"total_steps": 4, "save_interval": 2})
+    ledger.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, Interrupted(ledger._engine, late=late), Event()).run()
+
+    assert ledger.counts() == other.counts()
+    assert ledger.imbalance() == []
+    assert _losses(chosen) == _losses(straight)
+    assert _files(ledger, 2) == _files(other, 2)
+    other.close()
+
+
+class Rejecting(Ledger):
+    """An explorer refuses the first version at once."""
+
+    def register(self, epoch, ids, *, step, publish):
+        version = super().register(epoch, ids, step=step, publish=publish)
+        if version == 1:
+            self.reject(version, "its probe differs")
+        return version
+
+
+def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    chosen = settings(trainer={"total_steps": 1})
+    ledger.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, Rejecting(ledger._engine), Event()).run()
+    assert [(each.version, each.state.value, each.step) for each in ledger.versions()] == [
+        (0, "champion", 0),
+        (1, "rejected", 1),
+    ]
+    run(chosen, Event())
+    newest = ledger.newest()
+    assert (newest.version, newest.step, read_manifest(newest.path).parent) == (2, 1, 0)
+    assert ledger.imbalance() == []
+
+
+def test_a_batch_that_is_not_finite_is_dropped_and_training_goes_on(settings, ledger):
+    """Log-probabilities of -3e38 are finite, but the sum of their differences is not."""
+    absurd = [sample(i, logprobs=np.full(len(sample(i).logprobs), -3e38, np.float32)) for i in range(4)]
+    commit(ledger, absurd + [sample(i) for i in range(4, 8)])
+    chosen = settings(trainer={"total_steps": 1})
+    run(chosen, Event())
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 4}
+    assert [step for step, _ in _losses(chosen)] == [1]
+
+
+def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(settings(trainer={"total_steps": 1}), Event())
+    weights = ledger.newest().path / "trainer_state" / "critic.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointRejected, match=r"critic\.safetensors: its sha256"):
+        run(settings(trainer={"total_steps": 2}), Event())
+
+
+def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
+    chosen = settings(model={"model_path": tmp_path / "nowhere"})
+    with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
+        run(chosen, Event())
+    assert not chosen.job_dir.exists()
+
+
+def test_a_database_that_cannot_be_reached_is_one_sentence(settings):
+    buffer = {"trainer_input": {"experience_buffer": {"path": "postgresql://user@127.0.0.1:1/none"}}}
+    with pytest.raises(EnvironmentRefused, match=r"experience_buffer\.path"):
+        run(settings(buffer=buffer), Event())

@@ -1,0 +1,78 @@
+"""Samples as tensors."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.conftest import VOCABULARY
+from tests.trainer.factories import sample
+from trainer.batch import collate, micro_batches, spread, untrainable
+
+
+def _ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def test_prompt_and_reply_lie_side_by_side_and_the_reward_is_paid_last():
+    one = sample(
+        prompt_ids=_ids(7, 8, 9), completion_ids=_ids(4, 5), logprobs=np.float32([-1, -2]), reward=0.5, temperature=0.7
+    )
+    two = sample(
+        prompt_ids=_ids(1), completion_ids=_ids(2, 3, 6), logprobs=np.float32([-1, -1, -3]), reward=1, temperature=1.0
+    )
+    batch = collate([one, two])
+    assert batch.ids_BT.tolist() == [[7, 8, 9, 4, 5], [1, 2, 3, 6, 0]]
+    assert batch.predicts_BT.int().tolist() == [[0, 0, 1, 1, 0], [1, 1, 1, 0, 0]]
+    assert batch.replies_BR.tolist() == [[4, 5, 0], [2, 3, 6]]
+    assert batch.mask_BR.int().tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.sampled_BR.tolist() == [[-1, -2, 0], [-1, -1, -3]]
+    assert batch.rewards_BR.tolist() == [[0, 0.5, 0], [0, 0, 1]]
+    assert batch.temperatures_B.tolist() == [pytest.approx(0.7), 1.0]
+    assert (batch.lengths_B.tolist(), batch.tokens) == ([5, 4], 5)
+
+
+def test_chosen_rows_lose_the_padding_they_do_not_need():
+    batch = collate([sample(i) for i in range(6)])
+    shortest = int(batch.lengths_B.argmin())
+    alone, again = batch.rows(torch.tensor([shortest])), collate([sample(shortest)])
+    for name in batch.__slots__:
+        assert torch.equal(getattr(alone, name), getattr(again, name))
+
+
+def test_numbers_per_token_return_to_their_places():
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert spread(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[1, 2, 0], [3, 0, 0]]
+
+
+def test_micro_batches_hold_every_reply_once_and_keep_to_the_budget():
+    lengths = torch.tensor([3, 9, 4, 1, 20, 5, 5])
+    groups = micro_batches(lengths, 12)
+    assert sorted(int(row) for group in groups for row in group) == list(range(7))
+    assert all(len(group) == 1 or len(group) * int(lengths[group].max()) <= 12 for group in groups)
+    assert len(groups) == 4
+
+
+@pytest.mark.parametrize(
+    ("but", "word"),
+    [
+        ({"completion_ids": _ids(), "logprobs": np.float32([])}, "no tokens"),
+        ({"prompt_ids": _ids()}, "prompt"),
+        ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1])}, "per token"),
+        ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1, -np.inf])}, "not finite"),
+        ({"completion_ids": _ids(1), "logprobs": np.float32([np.nan])}, "not finite"),
+        ({"reward": float("nan")}, "reward"),
+        ({"reward": float("-inf")}, "reward"),
+        ({"reward": 1e30}, "reward"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"prompt_ids": _ids(VOCABULARY)}, "vocabulary"),
+        ({"prompt_ids": _ids(-1)}, "vocabulary"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_says_why(but, word):
+    reason = untrainable(sample(**but), vocabulary=VOCABULARY)
+    assert reason is not None
+    assert word in reason
+
+
+def test_an_ordinary_sample_can_be_trained_on():
+    assert all(untrainable(sample(i), vocabulary=VOCABULARY) is None for i in range(50))

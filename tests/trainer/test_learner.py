@@ -1,0 +1,194 @@
+"""The learner: its numbers do not depend on how a batch is cut, and it learns."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.factories import sample
+from trainer import snapshot
+from trainer.batch import collate
+from trainer.learner import NotFinite
+
+BATCH = [sample(i) for i in range(12)]
+
+
+def _gradients(learner):
+    return {
+        f"{name}.{key}": parameter.grad.clone()
+        for name, module in (("actor", learner.actor.network), ("critic", learner.critic))
+        for key, parameter in module.named_parameters()
+    }
+
+
+def _one_backward(settings, *, budget, naive=False):
+    learner = snapshot.load(settings(trainer={"micro_batch_tokens": budget}), None)
+    batch = collate(BATCH)
+    targets = learner._targets(batch)
+    if naive:  # the usual mistake: each micro-batch divides by its own tokens
+        learner._backward, honest = (lambda part, goals, _: honest(part, goals, part.tokens)), learner._backward
+    metrics = learner.forward_backward(batch, targets)
+    return metrics, _gradients(learner)
+
+
+def _distance(one, two):
+    return max(float((one[key] - two[key]).norm() / one[key].norm().clamp(min=1e-6)) for key in one)
+
+
+def test_loss_and_gradients_do_not_depend_on_the_micro_batches(settings):
+    metrics, gradients = _one_backward(settings, budget=100_000)
+    for budget in (1, 30, 64):
+        same_metrics, same_gradients = _one_backward(settings, budget=budget)
+        assert _distance(gradients, same_gradients) < 1e-4
+        assert same_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_a_mean_per_micro_batch_would_be_found_out(settings):
+    _, gradients = _one_backward(settings, budget=100_000)
+    _, wrong = _one_backward(settings, budget=30, naive=True)
+    assert _distance(gradients, wrong) > 0.1
+
+
+def test_padding_changes_no_logprob_and_no_value(settings):
+    learner = snapshot.load(settings(), None)
+    long = sample(99, prompt_ids=np.arange(60, dtype=np.int32))
+    together = collate([*BATCH, long])
+    with torch.no_grad():
+        padded, entropy = learner.actor.score(together)
+        values = learner.critic.values(together)
+        for row, each in enumerate(BATCH):
+            alone, alone_entropy = learner.actor.score(collate([each]))
+            n = alone.shape[1]
+            torch.testing.assert_close(padded[row, :n], alone[0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(entropy[row, :n], alone_entropy[0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(values[row, :n], learner.critic.values(collate([each]))[0], rtol=0, atol=1e-5)
+
+
+def test_logprobs_are_those_of_the_row_s_temperature(settings):
+    learner = snapshot.load(settings(), None)
+    each = sample(3, temperature=0.5)
+    ids = torch.tensor(np.concatenate([each.prompt_ids, each.completion_ids]))[None].long()
+    with torch.no_grad():
+        logits = learner.actor.network(input_ids=ids).logits[0, len(each.prompt_ids) - 1 : -1]
+        logprobs, entropy = learner.actor.score(collate([each]))
+    expected = (logits / 0.5).log_softmax(1)
+    chosen = expected.gather(1, torch.tensor(each.completion_ids).long()[:, None])[:, 0]
+    torch.testing.assert_close(logprobs[0], chosen, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy[0], -(expected.exp() * expected).sum(1), rtol=0, atol=1e-5)
+
+
+def test_a_critic_knows_nothing_at_first(settings):
+    learner = snapshot.load(settings(), None)
+    with torch.no_grad():
+        assert learner.critic.values(collate(BATCH)).abs().max() == 0
+
+
+def _everything(learner):
+    return {
+        **{f"a.{name}": tensor.clone() for name, tensor in learner.actor.network.state_dict().items()},
+        **{f"c.{name}": tensor.clone() for name, tensor in learner.critic.state_dict().items()},
+        **{f"am.{name}": tensor.clone() for name, tensor in learner.actor_optimizer.moments().items()},
+        **{f"cm.{name}": tensor.clone() for name, tensor in learner.critic_optimizer.moments().items()},
+        "random": learner.generator.get_state(),
+    }
+
+
+def _same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_changes_nothing(settings, mini_batches, dtype):
+    learner = snapshot.load(settings(algorithm={"mini_batches": mini_batches}, trainer={"dtype": dtype}), None)
+    learner.step(BATCH)
+    before = _everything(learner)
+    spoilt = [*BATCH[:-1], sample(11, logprobs=np.full_like(BATCH[-1].logprobs, np.nan))]
+    with pytest.raises(NotFinite, match="nan"):
+        learner.step(spoilt)
+    assert _same(_everything(learner), before)
+    assert (learner.steps, learner.actor_optimizer.updates) == (1, mini_batches)
+    assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
+
+
+def test_a_finite_loss_with_an_infinite_gradient_changes_nothing(settings):
+    learner = snapshot.load(settings(algorithm={"mini_batches": 1}), None)
+    before = _everything(learner)
+    learner.actor.network.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NotFinite, match="actor's gradient norm"):
+        learner.step(BATCH)
+    assert _same(_everything(learner), before)
+
+
+def test_the_critic_alone_learns_during_its_warm_up(settings):
+    learner = snapshot.load(settings(algorithm={"critic_warmup_steps": 1, "mini_batches": 1}), None)
+    before = _everything(learner)
+    metrics = learner.step(BATCH)
+    after = _everything(learner)
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("a."))
+    assert not torch.equal(before["c.value_head.bias"], after["c.value_head.bias"])
+    assert not any(name.startswith("actor/") for name in metrics)
+    assert "actor/pg_loss" in learner.step(BATCH)
+
+
+def test_the_learning_rate_warms_up(settings):
+    warm = {"optimizer": {"lr": 1e-3, "lr_warmup_steps": 3}, "mini_batches": 1}
+    learner = snapshot.load(settings(algorithm=warm), None)
+    rates = [learner.step(BATCH)["actor/lr"] for _ in range(5)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_a_step_tells_what_it_did(settings):
+    metrics = snapshot.load(settings(), None).step(BATCH)
+    told = """actor/pg_loss actor/ppo_kl actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm actor/lr
+        critic/vf_loss critic/vf_clipfrac critic/vf_explained_var critic/grad_norm critic/lr critic/advantages/mean
+        critic/returns/mean critic/values/mean mismatch_kl/mean perf/tokens_per_second time/train_step"""
+    assert set(told.split()) == metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_model_whose_logits_are_scaled_after_the_head_is_run_whole(settings):
+    learner = snapshot.load(settings(), None)
+    assert learner.actor._head_is_all
+    with torch.no_grad():
+        fast = learner.actor.score(collate(BATCH))
+        learner.actor._head_is_all = False
+        slow = learner.actor.score(collate(BATCH))
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_learns_to_say_what_is_rewarded(settings, dtype):
+    """A reward for one token of 300: its probability rises from 1/300 to nearly one."""
+    lively = {"optimizer": {"lr": 3e-3}, "critic_optimizer": {"lr": 3e-3}, "kl_coef": 0.0}
+    learner = snapshot.load(settings(algorithm=lively, trainer={"dtype": dtype, "micro_batch_tokens": 4096}), None)
+    random = np.random.default_rng(0)
+    wanted, prompt = 5, np.array([60, 61, 62], dtype=np.int32)
+
+    def probability():
+        return math.exp(learner.logprobs([*prompt.tolist(), wanted])[-1])
+
+    before = probability()
+    for _ in range(60):
+        with torch.no_grad():
+            ids = torch.from_numpy(prompt).long()[None]
+            logprobs = learner.actor.network(input_ids=ids).logits[0, -1].float().log_softmax(0).numpy()
+        weights = np.exp(logprobs.astype(np.float64))
+        said = random.choice(len(weights), size=64, p=weights / weights.sum())
+        said[:8] = random.integers(0, 10, 8)  # so that the wanted token is seen early on
+        learner.step(
+            [
+                sample(
+                    i,
+                    prompt_ids=prompt,
+                    completion_ids=np.array([token], dtype=np.int32),
+                    logprobs=logprobs[[token]],
+                    reward=float(token == wanted),
+                    temperature=1.0,
+                )
+                for i, token in enumerate(said)
+            ]
+        )
+    assert before < 0.02
+    assert probability() > 0.9

@@ -1,0 +1,81 @@
+"""The command: `python -m trainer --config trainer.yaml`."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from shared.experience import State
+from tests.trainer.factories import commit, sample
+
+
+@pytest.fixture
+def start(settings, tmp_path):
+    """Starts a trainer; ended with the test."""
+    started = []
+
+    def begin(**but):
+        config = tmp_path / "trainer.yaml"
+        tree = settings(**but).model_dump(mode="json", exclude_unset=True)
+        config.write_text(yaml.safe_dump(tree))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer", "--config", str(config)], stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _read_until(process, word):
+    for line in process.stderr:
+        if word in line:
+            return
+    raise AssertionError(f"ended without {word}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_at_once_and_gives_the_rows_back(start, ledger, number):
+    commit(ledger, [sample(i) for i in range(8)])
+    process = start(trainer={"save_interval": 10, "poll_interval": 60})
+    _read_until(process, "step=2")
+    asked = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(20) == 0
+    assert time.monotonic() - asked < 5
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.COMMITTED: 8}
+
+
+def test_what_it_cannot_start_with_is_one_sentence_and_an_exit_code(start, tmp_path):
+    process = start(model={"model_path": tmp_path / "nowhere"})
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert said.startswith("trainer: model.model_path: ")
+    assert said.count("\n") == 1
+
+
+def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
+    process = start()
+    _read_until(process, "trainer_ready")
+    ledger.take_epoch("another")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "trainer: this trainer holds epoch 1, but epoch 2 has taken over" in said
+
+
+def test_a_killed_trainer_is_continued_by_the_next(start, ledger):
+    commit(ledger, [sample(i) for i in range(16)])
+    process = start(trainer={"save_interval": 2})
+    _read_until(process, "version=1")
+    process.kill()
+    process.wait(10)
+    assert start(trainer={"save_interval": 2, "total_steps": 4}).wait(60) == 0
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 16}
+    assert [each.consumed for each in ledger.versions()] == [0, 8, 8]
+    assert ledger.imbalance() == []

@@ -31,7 +31,7 @@ def parse_url(url: str) -> URL:
     """The URL with a synchronous driver of ours. Raises SettingsError for what we cannot use."""
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # a port that is no number
         raise SettingsError(
             f"{_SETTING}: not a database URL; write sqlite:////folder/file.db or postgresql://user:password@host/database"
         ) from None

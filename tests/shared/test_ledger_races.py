@@ -1,6 +1,7 @@
 """Several processes at once, here threads with connections of their own."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,6 +61,25 @@ def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> 
         holders = connection.execute(text("SELECT DISTINCT lease_epoch FROM experiences WHERE state = 'leased'"))
         newest = connection.execute(text("SELECT max(epoch) FROM epochs")).scalar()
         assert holders.scalars().all() == [newest]
+
+
+def test_a_lease_waits_while_a_new_epoch_is_being_taken(ledger: Ledger, engine: Engine) -> None:
+    committed(ledger, 1)
+    old = ledger.take_epoch("trainer")
+    taking = threading.Event()
+
+    def clock() -> float:
+        taking.set()
+        time.sleep(0.3)
+        return 0.0
+
+    def lease() -> Any:
+        taking.wait()
+        return ledger.lease(old, 1, max_staleness=8)
+
+    epoch, stale = at_once(lambda: Ledger(engine, clock=clock).take_epoch("successor"), lease)
+    assert epoch == old + 1
+    assert isinstance(stale, StaleEpoch)
 
 
 def test_a_successor_waits_until_a_version_is_registered(ledger: Ledger) -> None:

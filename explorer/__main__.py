@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +110,18 @@ def open_ledger(settings: Settings) -> Ledger:
     return ledger
 
 
+class _Server(uvicorn.Server):
+    """Ends cleanly on SIGTERM and SIGINT, with exit code 0; uvicorn itself dies of the signal in the end."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let a signal begin the shutdown."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
 async def _serve(settings: Settings, ledger: Ledger, listening: socket.socket) -> None:
     failures: list[TuneloopError] = []
 
@@ -123,7 +138,7 @@ async def _serve(settings: Settings, ledger: Ledger, listening: socket.socket) -
         timeout_graceful_shutdown=_DRAIN_S,
         server_header=False,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     host, port = listening.getsockname()[:2]
     log.info("explorer_listening", url=f"http://{host}:{port}", model=settings.served_model_name)
     if host not in {"127.0.0.1", "::1"}:

@@ -21,8 +21,8 @@ def on_this_machine(settings: Settings, *, gpus_here: int) -> Settings:
         return settings
     log.warning(
         "no_gpu",
-        sentence=f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there is no GPU here: engines run on the "
-        "CPU, slowly, and tensor_parallel_size counts as 1",
+        sentence=f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there is no GPU here: engines run on "
+        "the CPU, slowly, and tensor_parallel_size counts as 1",
     )
     explorer = settings.explorer.model_copy(
         update={"rollout_model": rollout.model_copy(update={"tensor_parallel_size": 1})}

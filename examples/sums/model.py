@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
@@ -59,5 +60,6 @@ def build(seed: int = 0) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
 
 def save(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, path: Path) -> None:
     """Write both as a Hugging Face folder."""
+    disable_progress_bar()
     model.save_pretrained(path)
     words.save_pretrained(path)

@@ -1,0 +1,70 @@
+"""`python -m examples.sums`: vLLM serves a tiny model, an agent gives feedback, and the served model gets better."""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from examples.sums.folder import Folder, FolderRefused
+from examples.sums.loop import DemoFailed, Loop
+from examples.sums.services import ServiceFailed, Services
+from examples.sums.view import View, view_on
+from shared.config import Settings
+
+STEPS = 60
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 when the model learnt what it should, and no request failed."""
+    options = _options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    started = time.monotonic()
+    console = Console()
+    folder = Folder(options.dir.absolute())
+    try:
+        with folder.start_afresh(), view_on(console) as view:
+            settings = _prepare(folder, options.seed, view)
+            logs = {name: folder.log(name) for name in ("explorer", "trainer")}
+            with Services(("explorer", "trainer"), config=folder.settings, logs=logs) as services:
+                summary = asyncio.run(Loop(options, settings, services, view).run(started))
+    except (FolderRefused, ServiceFailed, DemoFailed) as error:
+        console.print(f"The demo failed: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+        return 130
+    folder.summary.write_text(summary.to_json())
+    console.print(summary.page(settings, folder.settings), highlight=False, markup=False, soft_wrap=True)
+    return 0 if summary.as_hoped else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.sums", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reward", choices=("judge", "random"), default="judge", help="who gives the feedback")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps")
+    parser.add_argument("--dir", type=Path, default=Path("demo"), help="where everything goes")
+    return parser.parse_args(arguments)
+
+
+def _prepare(folder: Folder, seed: int, view: View) -> Settings:
+    view.phase("building a model of 0.36 M parameters")
+    # Imported here: torch takes seconds, in which one would see nothing.
+    from examples.sums.model import build, save
+    from examples.sums.warmup import warm_up
+
+    model, words = build(seed)
+    text = "warming it up until it is 30 % right"
+    share = warm_up(model, words, seed, lambda done, most: view.phase(text, f"step {done} of at most {most}"))
+    view.phase(f"saving it, {share:.0%} right")
+    save(model, words, folder.model)
+    return folder.write_settings(seed=seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The agent: asks sums of the explorer with the stock OpenAI client, judges the replies and sends feedback.
+
+It never stops for a new version: weights change beneath it, between two requests or in the middle of one.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, OpenAIError
+
+from examples.sums.task import Sum, forever, judge
+from shared.experience import State
+from shared.ledger import Ledger
+
+AT_ONCE = 32
+MAX_TOKENS = 8
+_POLL_S = 0.1
+_RUN_ID = "demo"
+
+Reward = Callable[[Sum, str], float]
+
+
+def reward_by(name: str, seed: int) -> Reward:
+    """`judge` rewards the right answer; `random` tosses a coin, from which nothing can be learnt."""
+    coin = random.Random(seed)
+    return judge if name == "judge" else lambda _asked, _reply: float(coin.random() < 0.5)
+
+
+@dataclass(slots=True)
+class Requests:
+    """How many requests of any kind were made and how many failed, with the last failure."""
+
+    made: int = 0
+    failed: int = 0
+    last_failure: str = ""
+
+    @asynccontextmanager
+    async def count(self) -> AsyncIterator[None]:
+        """Count one request; its failure ends here."""
+        self.made += 1
+        try:
+            yield
+        except (OpenAIError, httpx.HTTPError) as error:
+            self.failed += 1
+            self.last_failure = f"{type(error).__name__}: {error}"
+
+
+class Agent:
+    """One client of the explorer at `url`."""
+
+    def __init__(self, url: str, *, model: str) -> None:
+        self.requests = Requests()
+        self._model = model
+        # A retried failure would be a hidden one.
+        self._chat = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0)
+        self._http = httpx.AsyncClient(base_url=url, timeout=60.0)
+
+    async def __aenter__(self) -> "Agent":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._chat.close()
+        await self._http.aclose()
+
+    async def measure(self, questions: int, *, seed: int) -> float:
+        """The share of right answers, without giving any feedback."""
+        asked = list(islice(forever(seed), questions))
+        waiting, right = iter(asked), 0.0
+
+        async def work() -> None:
+            nonlocal right
+            for each in waiting:
+                async with self.requests.count():
+                    _, text = await self._ask(each, whole=True, metadata={"train": "false"})
+                    right += judge(each, text)
+
+        await _together(work)
+        return right / questions
+
+    async def drive(self, ledger: Ledger, *, reward: Reward, seed: int, until_step: int, ahead: int) -> None:
+        """Ask, judge and give feedback until the trainer has made `until_step` steps.
+
+        At most `ahead` replies wait for the trainer at any time, so that it learns from fresh ones.
+        """
+        pace, questions = Pace(ahead), forever(seed)
+
+        async def work() -> None:
+            for number, asked in enumerate(questions):
+                if not await pace.go():
+                    return
+                try:
+                    await self._turn(asked, reward, whole=number % 2 == 0)
+                finally:
+                    pace.answered()
+
+        async def lead() -> None:
+            while (await asyncio.to_thread(ledger.newest)).step < until_step:
+                counts = await asyncio.to_thread(ledger.counts)
+                if counts[State.REWARDED]:
+                    async with self.requests.count():
+                        await self._post("/commit", {})
+                pace.waiting(counts[State.REWARDED] + counts[State.COMMITTED] + counts[State.LEASED])
+                await asyncio.sleep(_POLL_S)
+            pace.stop()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lead())
+            group.create_task(_together(work))
+
+    async def _turn(self, asked: Sum, reward: Reward, *, whole: bool) -> None:
+        async with self.requests.count():
+            task_id = asked.question
+            msg_id, text = await self._ask(asked, whole=whole, metadata={"task_id": task_id, "run_id": _RUN_ID})
+            async with self.requests.count():
+                body = {"reward": reward(asked, text), "msg_ids": [msg_id], "task_id": task_id, "run_id": _RUN_ID}
+                await self._post("/feedback", body)
+
+    async def _ask(self, asked: Sum, *, whole: bool, metadata: dict[str, str]) -> tuple[str, str]:
+        """The reply's id and text."""
+        create = self._chat.chat.completions.create
+        question: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": asked.question}],
+            "max_tokens": MAX_TOKENS,
+            "temperature": 1.0,
+            "metadata": metadata,
+        }
+        if whole:
+            reply = await create(**question)
+            return reply.id, reply.choices[0].message.content or ""
+        msg_id, pieces = "", []
+        async for chunk in await create(**question, stream=True):
+            msg_id = chunk.id
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+        return msg_id, "".join(pieces)
+
+    async def _post(self, path: str, body: dict[str, object]) -> None:
+        (await self._http.post(path, json=body)).raise_for_status()
+
+
+class Pace:
+    """Lets questions through only while few enough replies wait for the trainer."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._room = ahead
+        self._in_flight = 0
+        self._stopped = False
+        self._changed = asyncio.Event()
+
+    async def go(self) -> bool:
+        """Wait for room and take it; False when there is nothing more to ask."""
+        while not self._stopped and self._room <= 0:
+            self._changed.clear()
+            await self._changed.wait()
+        self._room -= 1
+        self._in_flight += 1
+        return not self._stopped
+
+    def answered(self) -> None:
+        """A question is no longer in flight; its room comes back once the trainer has used it."""
+        self._in_flight -= 1
+
+    def waiting(self, replies: int) -> None:
+        """Say how many replies wait for the trainer now."""
+        self._room = self._ahead - replies - self._in_flight
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Let nothing more through."""
+        self._stopped = True
+        self._changed.set()
+
+
+async def _together(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(work())

@@ -1,0 +1,132 @@
+"""Where everything of the demo lies, and the settings that both services read."""
+
+import fcntl
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import yaml
+
+from shared.config import Settings
+from shared.settings_file import load_settings
+
+BATCH = 64
+MODEL_NAME = "sums"
+MARK = "tuneloop.yaml"
+_OURS = ("model", "logs", "checkpoints", "summary.json", MARK)
+
+
+class FolderRefused(Exception):
+    """The folder must not be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The demo's folder."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """The base model."""
+        return self.root / "model"
+
+    @property
+    def settings(self) -> Path:
+        """The settings file."""
+        return self.root / MARK
+
+    @property
+    def summary(self) -> Path:
+        """What came of it."""
+        return self.root / "summary.json"
+
+    def log(self, service: str) -> Path:
+        """Where a service's log goes."""
+        return self.root / "logs" / f"{service}.log"
+
+    def start_afresh(self) -> TextIO:
+        """Delete what an earlier demo left here, and nothing else. Keep the file returned open: it is the lock."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        lock = (self.root / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderRefused(
+                f"another demo is running in {self.root}: wait for it, or choose another --dir"
+            ) from None
+        if not self.settings.exists() and any((self.root / name).exists() for name in _OURS):
+            raise FolderRefused(f"{self.root} holds something that is not this demo's: choose another --dir")
+        for name in _OURS:
+            path = self.root / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        (self.root / "logs").mkdir()
+        return lock
+
+    def write_settings(self, *, seed: int) -> Settings:
+        """Write the settings file, with a port that is free now, and read it as the services will."""
+        text = yaml.safe_dump(_settings(self.root, seed=seed, port=_free_port()), sort_keys=False)
+        self.settings.write_text(
+            f"# Written by the demo; try: tuneloop run --config {os.path.relpath(self.settings)}\n{text}"
+        )
+        return load_settings(self.settings)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _settings(root: Path, *, seed: int, port: int) -> dict[str, object]:
+    return {
+        "mode": "both",
+        "project": "tuneloop",
+        "name": "sums",
+        "checkpoint_root_dir": str(root / "checkpoints"),
+        "model": {
+            "model_path": str(root / "model"),
+            "served_model_name": MODEL_NAME,
+            "max_model_len": 128,
+            "temperature": 1.0,
+        },
+        "algorithm": {
+            "algorithm_type": "ppo",
+            "optimizer": {"lr": 5e-4, "betas": [0.9, 0.99]},
+            "critic_optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]},
+            "mini_batches": 2,
+            "kl_coef": 0.0,
+        },
+        "cluster": {"node_num": 1, "gpu_per_node": 0},
+        "explorer": {
+            "listen_address": "127.0.0.1",
+            "proxy_port": port,
+            "service_status_check_interval": 0.2,
+            "rollout_model": {
+                "dtype": "float32",
+                "seed": seed,
+                "enforce_eager": True,
+                "single_process": True,
+                "kv_cache_memory_bytes": 64 << 20,
+            },
+        },
+        "trainer": {
+            "device": "cpu",
+            "dtype": "float32",
+            "seed": seed,
+            "save_interval": 1,
+            "max_checkpoints_to_keep": 5,
+            "poll_interval": 0.1,
+        },
+        "buffer": {
+            "train_batch_size": BATCH,
+            "trainer_input": {"experience_buffer": {"name": "sums", "storage_type": "sql"}},
+        },
+    }

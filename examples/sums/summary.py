@@ -1,0 +1,66 @@
+"""What came of the demo: a verdict, a page for people, JSON for programs."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.sums.folder import MODEL_NAME
+from shared.config import Settings
+
+GOAL, TOLERANCE = 0.7, 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """`reward_before` and `reward_after` are shares of right answers, whatever the agent rewarded."""
+
+    seed: int
+    reward: str
+    reward_before: float
+    reward_after: float
+    versions: int
+    steps: int
+    trained: int
+    requests: int
+    requests_failed: int
+    last_failure: str
+    feedback_to_served_s: float | None
+    seconds: float
+    curve: list[tuple[int, float, int]]
+
+    @property
+    def as_hoped(self) -> bool:
+        """With a judge the reward must rise to 0.7; with random rewards it must not rise. No request may fail."""
+        rose = self.reward_after - self.reward_before
+        learnt = self.reward_after >= GOAL and rose > 0 if self.reward == "judge" else rose <= TOLERANCE
+        return learnt and not self.requests_failed
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def page(self, settings: Settings, config: Path) -> str:
+        """For people: the numbers, where everything lies, and what to try next."""
+        lag = "-" if self.feedback_to_served_s is None else f"{self.feedback_to_served_s:.1f} s"
+        question = json.dumps({"model": MODEL_NAME, "messages": [{"role": "user", "content": "3+4="}]})
+        url = f"http://127.0.0.1:{settings.explorer.proxy_port}"
+        rewarded_by = "the judge" if self.reward == "judge" else "a coin"
+        return f"""
+reward before            {self.reward_before:.2f}   (right answers; feedback came from {rewarded_by})
+reward after             {self.reward_after:.2f}
+versions published       {self.versions}
+experiences trained      {self.trained}
+requests                 {self.requests}
+requests failed          {self.requests_failed}{f"   last: {self.last_failure}" if self.requests_failed else ""}
+feedback to served       {lag} (median)
+time                     {self.seconds:.0f} s
+
+checkpoints              {settings.job_dir}
+TensorBoard              {settings.tensorboard_dir}
+database                 {settings.database_url}
+
+Try next:
+  .venv/bin/tensorboard --logdir {settings.tensorboard_dir}
+  .venv/bin/tuneloop run --config {config}
+  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'
+"""

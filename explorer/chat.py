@@ -83,6 +83,7 @@ class Chat:
         self._recorder = recorder
         self._metrics = metrics
         self._default_temperature = settings.model.temperature
+        self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes = settings.explorer.max_body_bytes
         on_cpu = not settings.cluster.gpu_per_node and not settings.explorer.rollout_model.engine_urls
         self._unsafe = vllm_api.BREAKS_CPU_ENGINES if on_cpu else frozenset()
@@ -116,6 +117,9 @@ class Chat:
             sampling = sampling._replace(off_policy="opt_out")
         ignored = tuple(param for param in self._unsafe if body.get(param) is not None)
         forwarded = {key: value for key, value in body.items() if key not in _OURS and key not in ignored}
+        # Not vLLM's own default, max_new_tokens: that one also caps what clients ask for.
+        if self._default_tokens is not None and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+            forwarded["max_completion_tokens"] = self._default_tokens
         msg_id = self._mint.mint(TENANT, choices)
         return Call(
             body=body,

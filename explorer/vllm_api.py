@@ -31,10 +31,6 @@ BREAKS_CPU_ENGINES = frozenset({"seed"})
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
     wanted, rollout = settings.model, settings.explorer.rollout_model
-    # The model's own generation_config.json may set top_p or top_k, which would make every reply untrainable.
-    sampling: dict[str, object] = {"temperature": wanted.temperature}
-    if wanted.max_response_tokens is not None:
-        sampling["max_new_tokens"] = wanted.max_response_tokens
     options: dict[str, object] = {
         "--model": model,
         "--served-model-name": settings.served_model_name,
@@ -43,8 +39,9 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--seed": rollout.seed,
         "--tensor-parallel-size": rollout.tensor_parallel_size,
         "--max-model-len": wanted.max_model_len,
+        # The model's own generation_config.json may set top_p or top_k, which would make every reply untrainable.
         "--generation-config": "vllm",
-        "--override-generation-config": json.dumps(sampling),
+        "--override-generation-config": json.dumps({"temperature": wanted.temperature}),
         "--logprobs-mode": "processed_logprobs",
         "--tool-call-parser": rollout.tool_call_parser,
         "--reasoning-parser": rollout.reasoning_parser,

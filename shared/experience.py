@@ -38,8 +38,8 @@ class VersionState(StrEnum):
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a reply, as it was sampled.
 
-    `prompt_ids` and `completion_ids` are little-endian int32 bytes, `logprobs` float32 bytes (natural log, one per completion
-    id, under the distribution that was sampled from). Weights may change while a reply is being sampled:
+    `prompt_ids` and `completion_ids` are little-endian int32 bytes, `logprobs` float32 bytes (natural log, one per
+    completion id, under the distribution that was sampled from). Weights may change while a reply is being sampled:
     `version_min` and `version_max` say which versions wrote it. `drop_reason` is set when it must not be trained on.
     """
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
+from shared.config import Settings
 from shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from shared.settings_file import load_settings
 from shared.telemetry import configure_logging
@@ -18,21 +19,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m trainer", description="Turn rewarded experiences into better weights."
     )
     parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
-    config: Path = parser.parse_args(arguments).config
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
+    given = parser.parse_args(arguments)
     stop = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     configure_logging()
     try:
-        _train(config, stop)
+        _train(load_settings(given.config, given.set), stop)
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {error}\n")
         return error.exit_code if isinstance(error, StartupError) else 1
     return 0
 
 
-def _train(config: Path, stop: Event) -> None:
-    settings = load_settings(config)
+def _train(settings: Settings, stop: Event) -> None:
     try:
         # Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra.
         from trainer.loop import run

@@ -1,0 +1,176 @@
+"""The two services as they run in production: processes, a settings file, a port."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import yaml
+
+from examples.sums.model import build, save
+from shared.checkpoint import CheckpointStore, Manifest
+from shared.config import Settings
+from shared.database import connect
+from shared.experience import VersionState
+from shared.ledger import Ledger
+from shared.settings_file import load_settings
+from tests.loop.oracle import Oracle
+
+READY_S = 240
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """A tiny untrained model in a folder."""
+    torch.set_num_threads(1)
+    save(*build(seed), folder)
+    return folder
+
+
+def write_settings(folder: Path, model: Path, **but: Any) -> Path:
+    """Settings of an experiment of the tiny model on this machine; `but` replaces or adds whole sections."""
+    values: dict[str, Any] = {
+        "mode": "both",
+        "project": "test",
+        "name": "loop",
+        "checkpoint_root_dir": str(folder),
+        "model": {"model_path": str(model), "max_model_len": 1024, "max_response_tokens": 16},
+        "algorithm": {"kl_coef": 0.0, "optimizer": {"lr": 0.001}, "critic_optimizer": {"lr": 0.001}},
+        "explorer": {
+            "listen_address": "127.0.0.1",
+            "proxy_port": free_port(),
+            "service_status_check_interval": 0.25,
+            "rollout_model": {
+                "dtype": "float32",
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 64 << 20,
+                "enable_auto_tool_choice": True,
+                "tool_call_parser": "hermes",
+            },
+        },
+        "buffer": {"train_batch_size": 16},
+        "trainer": {"poll_interval": 0.1, "device": "cpu"},
+    }
+    path = folder / "tuneloop.yaml"
+    path.write_text(yaml.safe_dump(values | but))
+    return path
+
+
+class Service:
+    """One of the two services, as a process."""
+
+    def __init__(self, module: str, config: Path) -> None:
+        self.settings: Settings = load_settings(config)
+        self.log = config.parent / f"{module}.log"
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(config)], stdout=output, stderr=output
+            )
+        self.url = f"http://127.0.0.1:{self.settings.explorer.proxy_port}"
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if httpx.get(f"{self.url}/health/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        raise AssertionError(f"not ready after {READY_S} s: {self.log.read_text()}")
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def ledger_of(settings: Settings) -> Ledger:
+    """A ledger of our own on the services' database."""
+    return Ledger(connect(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name))
+
+
+def wait_for(what: Any, *, timeout_s: float = 60, why: str = "it did not come true") -> Any:
+    """The first true value of `what()`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := what():
+            return value
+        time.sleep(0.1)
+    raise AssertionError(why)
+
+
+def descendants(pid: int) -> list[int]:
+    """All living processes below `pid`."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(stat.parent.name)] = int(fields[1])
+    found, frontier = [], {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        found += frontier
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and os.path.exists(f"/proc/{pid}")
+
+
+def publish_by_hand(settings: Settings, ledger: Ledger, seed: int) -> int:
+    """Register a version of other weights, as a trainer would."""
+    store, epoch = CheckpointStore(settings.job_dir), ledger.take_epoch("by hand")
+    staging = store.stage(epoch)
+    make_model(staging / "actor", seed)
+    probe = Oracle(staging / "actor").probe(list(range(40, 72)))
+    files = store.seal(staging)
+
+    def publish(version: int) -> tuple[Path, str]:
+        manifest = Manifest(
+            version=version,
+            parent=version - 1,
+            step=version,
+            epoch=epoch,
+            base_model=str(settings.model.model_path),
+            created_at=time.time(),
+            dtype="float32",
+            probe=probe,
+            files=files,
+        )
+        return store.publish(staging, manifest)
+
+    return ledger.register(epoch, [], step=1, publish=publish)
+
+
+def wait_until_served(ledger: Ledger, version: int, *, timeout_s: float = 60) -> None:
+    def outcome() -> VersionState | None:
+        state = next(each for each in ledger.versions() if each.version == version).state
+        return None if state is VersionState.CANDIDATE else state
+
+    state = wait_for(outcome, timeout_s=timeout_s, why=f"version {version} is still a candidate")
+    assert state is VersionState.CHAMPION

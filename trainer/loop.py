@@ -21,7 +21,7 @@ from shared.checkpoint import CheckpointStore, check_files, read_manifest
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, LedgerUnavailable
 from shared.experience import Sample
-from shared.ledger import Ledger
+from shared.ledger import Ledger, Version
 from trainer import metrics, snapshot
 from trainer.batch import untrainable
 from trainer.curves import Curves
@@ -66,7 +66,7 @@ class TrainingLoop:
         """Take the next epoch and train under it."""
         self._epoch = self._ledger.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         with self._leases_given_back():
-            self._resume()
+            self._resume(self._ledger.newest())
             while not self._stop.is_set() and not self._complete:
                 try:
                     self._turn()
@@ -100,16 +100,17 @@ class TrainingLoop:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
         self._ledger.release(self._epoch)
         self._held.clear()
-        if self._unpublished_steps or self._ledger.newest().version != self._version:
+        newest = self._ledger.newest()
+        if self._unpublished_steps or newest.version != self._version:
             self._curves.close()
-            self._resume()
+            del self._learner  # A GPU has no room for two.
+            self._resume(newest)
         if self._away:
             self._away = False
             _log.info("database_back", version=self._version, step=self._learner.steps)
 
-    def _resume(self) -> None:
+    def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
-        newest = self._ledger.newest()
         if newest.version:
             check_files(newest.path, read_manifest(newest.path, sha256=newest.manifest_sha256))
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)

@@ -1,6 +1,7 @@
 """`python -m explorer --config X.yaml`: checks what must be there, then serves until it is told to stop."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -76,15 +77,22 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def make_job_dir(settings: Settings) -> None:
-    """Raise EnvironmentRefused unless the experiment's folder can be written to."""
-    try:
-        settings.job_dir.mkdir(parents=True, exist_ok=True)
-        settings.spool_dir.mkdir(parents=True, exist_ok=True)
-        (settings.job_dir / "logs").mkdir(exist_ok=True)
-    except OSError as error:
-        raise EnvironmentRefused(
-            f"checkpoint_root_dir: cannot write below {settings.job_dir}: {error.strerror}; choose another folder"
-        ) from None
+    """Raise EnvironmentRefused unless the experiment's folders can be written to."""
+    job = settings.job_dir
+    folders = {
+        job: "checkpoint_root_dir",
+        job / "logs": "checkpoint_root_dir",
+        settings.spool_dir: "explorer.spool_dir",
+    }
+    for folder, setting in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise EnvironmentRefused(
+                f"{setting}: cannot write to {folder}: {error.strerror}; choose another folder"
+            ) from None
 
 
 def serve(settings: Settings) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import aiohttp
 import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -26,11 +25,11 @@ from explorer.recorder import Recorder
 from explorer.reload import Reloader
 from explorer.spool import Spool
 from explorer.supervisor import keep_running, stay_attached
-from explorer.upstream import open_session
+from explorer.upstream import open_session, reaching_an_engine
 from explorer.watch import Watch
 from shared import VERSION
 from shared.config import Settings
-from shared.errors import EngineError, SpoolFull, TuneloopError
+from shared.errors import SpoolFull, TuneloopError
 from shared.ledger import Ledger
 
 log = structlog.get_logger()
@@ -77,6 +76,10 @@ async def _report(task: Coroutine[Any, Any, None], on_failure: Callable[[Tuneloo
         await task
     except TuneloopError as error:
         on_failure(error)
+    except Exception as error:
+        # A bug. Its task is gone, so go down and be started again rather than go on without it.
+        log.exception("task_failed")
+        on_failure(TuneloopError(f"an internal error: {error!r}"))
 
 
 def _road(request: Request) -> Road:
@@ -103,11 +106,9 @@ def _add_routes(app: FastAPI) -> None:
     @app.get("/v1/models")
     async def models(road: RoadOf) -> Response:
         async with road.fleet.engine() as engine:
-            try:
+            with reaching_an_engine():
                 async with engine.session.get("/v1/models") as reply:
                     return Response(await reply.read(), reply.status, media_type="application/json")
-            except aiohttp.ClientError as error:
-                raise EngineError("the engine cannot be reached") from error
 
     @app.get("/health")
     @app.get("/health/live")

@@ -22,9 +22,9 @@ from explorer.msg_id import MAX_CHOICES, PREFIX, Mint
 from explorer.recorder import Recorder
 from explorer.sampling import Sampling, sampling_of
 from explorer.transcript import Transcript
-from explorer.upstream import events
+from explorer.upstream import events, reaching_an_engine
 from shared.config import Settings
-from shared.errors import EngineError, RequestRefused
+from shared.errors import EngineError, RequestRefused, SpoolFull
 from shared.experience import Exchange
 
 log = structlog.get_logger()
@@ -100,15 +100,18 @@ class Chat:
                 return await self._refused(call, engine, reply)
             if call.stream:
                 return Stream(self, spoken, reply, stack.pop_all())
-            return await self._whole(spoken, await unless_gone(request.receive, reply.read()))
+            with reaching_an_engine():
+                body = await unless_gone(request.receive, reply.read())
+            return await self._whole(spoken, body)
 
     def _understand(self, body: dict[str, Any], headers: Mapping[str, str]) -> Call:
         for param in ("stream", "logprobs", "return_token_ids", "store"):
-            if not isinstance(body.get(param) or False, bool):
+            if not isinstance(body.get(param), bool | None):
                 raise wrong_type(param, "a boolean")
-        metadata = body.get("metadata") or {}
-        if not isinstance(metadata, dict):
+        metadata = body.get("metadata")
+        if not isinstance(metadata, dict | None):
             raise wrong_type("metadata", "an object")
+        metadata = metadata or {}
         choices = body.get("n") or 1
         if isinstance(choices, bool) or not isinstance(choices, int) or not 1 <= choices <= MAX_CHOICES:
             raise RequestRefused(f"n must be an integer from 1 to {MAX_CHOICES}", code="out_of_range", param="n")
@@ -139,7 +142,8 @@ class Chat:
 
     async def _refused(self, call: Call, engine: Engine, reply: aiohttp.ClientResponse) -> Response:
         """Pass on what the engine says of a request that it does not take."""
-        body = await reply.read()
+        with reaching_an_engine():
+            body = await reply.read()
         self.count(call, engine.version, reply.status)
         try:
             told = orjson.loads(body)
@@ -151,10 +155,7 @@ class Chat:
         return Response(body, reply.status, call.headers(engine.version), "application/json")
 
     async def _whole(self, spoken: "Spoken", body: bytes) -> Response:
-        try:
-            told = spoken.transcript.hear(orjson.loads(body))
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
+        told = spoken.hear(body)
         await self.keep(spoken)
         self.count(spoken.call, spoken.version, 200)
         return Response(orjson.dumps(told), 200, spoken.call.headers(spoken.version), "application/json")
@@ -180,6 +181,16 @@ class Spoken:
         self.version = engine.version
         self._engine = engine
         self._loads = engine.loads
+
+    def hear(self, piece: bytes) -> Mapping[str, Any] | None:
+        """Take down one piece of JSON; what the client gets of it. Raises EngineError if it cannot be read."""
+        try:
+            told: dict[str, Any] = orjson.loads(piece)
+            if not isinstance(told, dict):
+                raise TypeError(f"{type(told).__name__} instead of an object")
+            return self.transcript.hear(told)
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
     def exchange(self) -> Exchange:
         """What is kept of the request and of what was heard until now."""
@@ -222,7 +233,14 @@ class Stream(Response):
                 log.info("client_left", msg_id=self._spoken.call.msg_id)
             finally:
                 self._chat.count(self._spoken.call, self._spoken.version, 200)
-                await self._keep()
+                await self._keep_the_rest()
+
+    async def _keep_the_rest(self) -> None:
+        """Keep what was said before the client left or the engine broke off; nobody waits for it any more."""
+        try:
+            await self._keep()
+        except SpoolFull as error:
+            log.error("reply_lost", msg_id=self._spoken.call.msg_id, reason=str(error))
 
     async def _keep(self) -> None:
         if not self._kept:
@@ -236,19 +254,24 @@ class Stream(Response):
         await send(_part(b"", more=False))
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        transcript = self._spoken.transcript
+        done = False
         try:
             async for event in events(self._reply.content):
                 if event == b"[DONE]":
                     await self._keep()
+                    done = True
                     yield event
-                elif (told := transcript.hear(orjson.loads(event))) is not None:
+                elif (told := self._spoken.hear(event)) is not None:
                     yield orjson.dumps(told)
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            transcript.broken = True
+            if not done:
+                raise EngineError("it ended without [DONE]")
+        except SpoolFull as error:
+            log.error("reply_lost", msg_id=self._spoken.call.msg_id, reason=str(error))
+            yield _error_event("the reply could not be stored", code="storage_full")
+        except (aiohttp.ClientError, TimeoutError, EngineError) as error:
+            self._spoken.transcript.broken = True
             log.warning("stream_broken", msg_id=self._spoken.call.msg_id, reason=repr(error))
-            message = "the engine broke off its reply"
-            yield orjson.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+            yield _error_event("the engine broke off its reply", code="engine_error")
 
 
 class _Posted:
@@ -258,12 +281,8 @@ class _Posted:
         self._context = session.post(PATH, data=body, headers=headers)
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
-        try:
+        with reaching_an_engine():
             return await self._context.__aenter__()
-        except TimeoutError:
-            raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
-        except aiohttp.ClientError as error:
-            raise EngineError("the engine cannot be reached") from error
 
     async def __aexit__(self, *error: Any) -> None:
         await self._context.__aexit__(*error)
@@ -287,6 +306,10 @@ async def unless_gone(receive: Callable[[], Awaitable[Message]], work: Awaitable
 async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _error_event(message: str, *, code: str) -> bytes:
+    return orjson.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": code}})
 
 
 def _part(body: bytes, *, more: bool) -> Message:

@@ -23,7 +23,7 @@ MAX_IDS = 10_000
 MAX_REWARD = 1e6
 
 _MAX_BODY_BYTES = 4 << 20
-_FLUSH_PATIENCE_S = 30.0
+_FLUSH_PATIENCE_S = 5.0  # the clients of Trinity give up after ten
 
 
 class FeedbackDesk:

@@ -58,13 +58,24 @@ class Flusher:
 
     def _run(self) -> None:
         for folder in spool.slots(self._spool.folder.parent):
-            if folder != self._spool.folder:
+            if folder != self._spool.folder and not self._stop.is_set():
                 self._adopt(folder)
-        self._drain(self._spool.folder, self._spool.flushed)
-        while not self._stop.is_set():
-            self._spool.grown.wait()
+        while True:
             self._spool.grown.clear()
-            self._drain(self._spool.folder, self._spool.flushed)
+            stopping = self._stop.is_set()
+            all_moved = self._drained(self._spool.folder, self._spool.flushed)
+            if stopping or (self._stop.is_set() and not all_moved):
+                return
+            self._spool.grown.wait()
+
+    def _drained(self, folder: Path, mark: FlushedMark) -> bool:
+        try:
+            return self._drain(folder, mark)
+        except OSError as error:  # such as no place for the quarantine: what is not marked is read again
+            log.error("spool_not_drained", folder=str(folder), reason=str(error))
+            self._stop.wait(_LONGEST_PAUSE_S)
+            self._spool.grown.set()
+            return False
 
     def _adopt(self, folder: Path) -> None:
         """Drain the spool of a process that is no more."""
@@ -74,23 +85,28 @@ class Flusher:
             return
         with lock:
             mark = FlushedMark(folder / "flushed")
-            self._drain(folder, mark)
+            self._drained(folder, mark)
             mark.close()
 
-    def _drain(self, folder: Path, mark: FlushedMark) -> None:
+    def _drain(self, folder: Path, mark: FlushedMark) -> bool:
+        """Move what there is; False if we were told to stop while the database was away."""
         end = self._spool.end if folder == self._spool.folder else None
         group: list[bytes] = []
+        position = mark.position
         for payload, position in spool.read(folder, mark.position, end):
             group.append(payload)
             if len(group) == GROUP:
                 if not self._move(folder, group):
-                    return
+                    return False
                 self._mark(folder, mark, position)
                 group = []
-        if group and self._move(folder, group):
-            self._mark(folder, mark, position)
-        elif not group and end is not None and end > mark.position:
-            self._mark(folder, mark, end)
+        if group and not self._move(folder, group):
+            return False
+        # What lies between the last record and the end was torn by a crash, or is a segment still empty.
+        reached = max(end or mark.position, position)
+        if reached > mark.position:
+            self._mark(folder, mark, reached)
+        return True
 
     def _mark(self, folder: Path, mark: FlushedMark, position: Position) -> None:
         with self._moved:

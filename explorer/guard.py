@@ -44,7 +44,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> int:
-    """Run the command of argv; returns its exit code."""
+    """Run the command of argv; returns its exit code, as a shell gives it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who then closes the pipe
     child = subprocess.Popen(
         sys.argv[1:],
@@ -64,7 +64,8 @@ def main() -> int:
         if readable and not os.read(0, 1):
             break
     _end(child)
-    return child.wait()
+    code = child.wait()
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ The trainer recomputes log softmax(logits / temperature). A reply that was sampl
 or a grammar, is kept with the reason but is not used for policy gradients.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from shared.errors import RequestRefused
 
 #: Parameters that change the distribution, with the values that leave it alone.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -41,10 +44,20 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(request: Mapping[str, Any], *, default_temperature: float) -> Sampling:
-    """Read the sampling parameters of a request body."""
-    asked = request.get("temperature")
-    temperature = float(asked) if isinstance(asked, int | float) else default_temperature
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none."""
+    temperature = _temperature(request.get("temperature"), default_temperature)
     return Sampling(temperature, _why_off_policy(request, temperature))
+
+
+def _temperature(asked: Any, default: float) -> float:
+    """What vLLM makes of it: a number may come as a string."""
+    try:
+        temperature = default if asked is None else float(asked)
+    except (TypeError, ValueError):
+        temperature = math.nan
+    if not 0 <= temperature < math.inf:
+        raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
+    return temperature
 
 
 def _why_off_policy(request: Mapping[str, Any], temperature: float) -> str | None:
@@ -54,7 +67,7 @@ def _why_off_policy(request: Mapping[str, Any], temperature: float) -> str | Non
         value = request.get(name)
         if value is not None and value not in neutral:
             return f"sampling:{name}"
-    if (request.get("response_format") or {"type": "text"}).get("type") != "text":
+    if request.get("response_format") not in (None, {"type": "text"}):
         return "sampling:response_format"
     if request.get("tool_choice") not in (None, "none", "auto"):
         return "sampling:tool_choice"

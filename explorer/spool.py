@@ -138,10 +138,9 @@ class Spool:
     def _next_segment(self) -> None:
         """Leave the segment, and whatever a failed write tore at its end, behind."""
         self._file.truncate(self._end.offset)
+        following = _open_segment(self.folder, self._end.segment + 1)
         self._file.close()
-        self._end = Position(self._end.segment + 1, 0)
-        self._file = _open_segment(self.folder, self._end.segment)
-        self._torn = False
+        self._file, self._end, self._torn = following, Position(self._end.segment + 1, 0), False
 
 
 class FlushedMark:
@@ -226,7 +225,8 @@ def take_slot(folder: Path) -> BinaryIO:
 
 
 def _open_segment(folder: Path, number: int) -> io.FileIO:
-    file = io.FileIO(_segment_path(folder, number), "xb")
+    # Not "xb": an empty one may be left from when the disk was full. Whoever owns the slot is alone here.
+    file = io.FileIO(_segment_path(folder, number), "wb")
     directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -8,7 +8,7 @@ from explorer.engine_process import EngineProcess
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.reload import actor_of, load
 from shared.errors import EngineError, EnvironmentRefused, LedgerUnavailable
-from shared.ledger import Ledger
+from shared.ledger import Ledger, Version
 
 log = structlog.get_logger()
 
@@ -60,9 +60,7 @@ async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None
         healthy = await engine.control.healthy()
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             try:
-                champion = await asyncio.to_thread(ledger.champion)
-                if champion.version:
-                    await load(engine, champion)
+                champion = await _give_champion(engine, ledger)
                 await fleet.set(engine, EngineState.READY)
                 log.info("engine_attached", engine=engine.number, version=champion.version)
             except (EngineError, LedgerUnavailable) as error:
@@ -71,3 +69,15 @@ async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None
             log.error("engine_down", engine=engine.number)
             await fleet.set(engine, EngineState.DOWN)
         await asyncio.sleep(_LOOK_S)
+
+
+async def _give_champion(engine: Engine, ledger: Ledger) -> Version:
+    """Bring the engine to the champion's weights, whatever an earlier explorer left in it, and perhaps left paused.
+
+    Only where no version was ever published it is taken as it is: so that it needs no weight routes just to serve.
+    """
+    champion = await asyncio.to_thread(ledger.champion)
+    if len(await asyncio.to_thread(ledger.versions)) > 1:
+        await load(engine, champion)
+    engine.version = champion.version
+    return champion

@@ -57,16 +57,16 @@ class Transcript:
     def _hear_choice(self, told: Json, piece: Json) -> bool:
         """Take down one choice; False if the client would not have got this piece of it."""
         choice = self.choices.setdefault(told["index"], Choice())
-        if (prompt_ids := piece.get("prompt_token_ids")) is not None:
+        if (prompt_ids := piece.get("prompt_token_ids")) is not None and _are_ids(prompt_ids):
             choice.prompt_ids = prompt_ids
         said = told.get("message") or told.get("delta") or {}
         choice.text.append(said.get("content") or "")
         choice.finish_reason = told.get("finish_reason") or choice.finish_reason
         ids = told.get("token_ids") or []
-        entries = (told.get("logprobs") or {}).get("content") or []
-        if len(ids) == len(entries):
+        logprobs = [entry["logprob"] for entry in (told.get("logprobs") or {}).get("content") or []]
+        if len(ids) == len(logprobs) and _are_ids(ids) and all(isinstance(each, float | int) for each in logprobs):
             choice.completion_ids += ids
-            choice.logprobs += [entry["logprob"] for entry in entries]
+            choice.logprobs += logprobs
         else:
             choice.unreadable = True
         self._strip(told)
@@ -108,7 +108,11 @@ class Transcript:
         if choice.unreadable or choice.prompt_ids is None:
             return "no_token_ids"
         if not choice.completion_ids:
-            return "empty"
+            return "no_token_ids" if any(choice.text) else "empty"
         if not all(math.isfinite(logprob) and logprob <= 0 for logprob in choice.logprobs):
             return "logprobs_not_finite"
         return None
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(isinstance(each, int) and 0 <= each < 1 << 31 for each in values)

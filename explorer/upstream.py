@@ -1,15 +1,25 @@
-"""One request to an engine, whole or streamed, and the events of a stream."""
+"""The way to an engine: its connections, what goes wrong on them, and the events of a streamed reply."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import aiohttp
+
+from shared.errors import EngineError, RequestRefused
+
+#: Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
+_KEEP_S = 4.0
 
 _LONGEST_EVENT = 16 << 20
 
 
 def open_session(*, url: str | None, socket: str | None, key: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """A session to one engine, at a URL or on a Unix socket; as many connections as there are requests."""
-    connector = aiohttp.UnixConnector(socket, limit=0) if socket else aiohttp.TCPConnector(limit=0)
+    connector = (
+        aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=_KEEP_S)
+        if socket
+        else aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S)
+    )
     return aiohttp.ClientSession(
         url or "http://engine",
         connector=connector,
@@ -17,6 +27,17 @@ def open_session(*, url: str | None, socket: str | None, key: str | None, timeou
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
         read_bufsize=1 << 18,
     )
+
+
+@contextmanager
+def reaching_an_engine() -> Iterator[None]:
+    """Raise what goes wrong on the way as our own errors."""
+    try:
+        yield
+    except TimeoutError:
+        raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
+    except aiohttp.ClientError as error:
+        raise EngineError("the engine cannot be reached") from error
 
 
 async def events(body: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -6,8 +6,9 @@ Ends with 0, or with 1 and the reason on standard output.
 """
 
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from shared.checkpoint import check_files, read_manifest
 from shared.errors import CheckpointRejected
 
 _ACTOR = "actor"
+_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _LONGEST_HEADER = 100_000_000
 
-#: Exponent bits of each floating type, as unsigned integers: all ones means infinite or not a number.
+#: Exponent bits of the types that may be served, as unsigned integers: all ones means infinite or not a number.
 _EXPONENTS: Mapping[str, tuple[str, int]] = {
     "BF16": ("<u2", 0x7F80),
     "F16": ("<u2", 0x7C00),
@@ -57,6 +59,9 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     if manifest.version != version:
         raise CheckpointRejected(f"its manifest is of version {manifest.version}")
     check_files(checkpoint, manifest, folder=_ACTOR)
+    for file in manifest.files:
+        if Path(file.path).suffix in _PICKLES:
+            raise CheckpointRejected(f"{file.path} may hold a pickle")
     _same_shape(_config(checkpoint / _ACTOR), _config(base))
     found, wanted = tensors(checkpoint / _ACTOR), tensors(base)
     _same_tensors(found, wanted, tied=bool(_config(base).get("tie_word_embeddings")))
@@ -69,41 +74,62 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a Hugging Face folder, by name, read off the headers of its safetensors files."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= _header(file)
+        header = _header(file)
+        if twice := found.keys() & header.keys():
+            raise CheckpointRejected(f"{min(twice)} is in two files")
+        found |= header
     if not found:
         raise CheckpointRejected(f"{folder} holds no safetensors")
     return found
 
 
 def _header(file: Path) -> dict[str, Tensor]:
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > min(size, _LONGEST_HEADER):
-            raise CheckpointRejected(f"{file.name}: its header claims {length} bytes of {size}")
-        try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-            return {
-                name: Tensor(file, entry["dtype"], tuple(entry["shape"]), *_span(entry, 8 + length, size))
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(size, _LONGEST_HEADER):
+                raise CheckpointRejected(f"{file.name}: its header claims {length} bytes of {size}")
+            header = json.loads(opened.read(length))
+        found = {
+            name: Tensor(file, str(entry["dtype"]), tuple(entry["shape"]), *_span(entry, 8 + length))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        _cover(found.values(), 8 + length, size)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
+    return found
 
 
-def _span(entry: Mapping[str, Any], offset: int, size: int) -> tuple[int, int]:
+def _span(entry: Mapping[str, Any], offset: int) -> tuple[int, int]:
     start, end = entry["data_offsets"]
-    if not 0 <= start <= end <= size - offset:
-        raise ValueError(f"bytes {start} to {end} are not in the file")
+    if not (isinstance(start, int) and isinstance(end, int)):
+        raise TypeError(f"{entry['data_offsets']} are not two places")
     return offset + start, offset + end
+
+
+def _cover(found: Collection[Tensor], start: int, end: int) -> None:
+    """Raise ValueError unless the tensors fill the file from `start` to `end`, each as long as its shape says."""
+    for tensor in sorted(found, key=lambda each: (each.start, each.end)):
+        if tensor.start != start or tensor.end < start:
+            raise ValueError(f"bytes {tensor.start} to {tensor.end} do not follow byte {start}")
+        if tensor.dtype in _EXPONENTS:
+            wanted = math.prod(tensor.shape) * np.dtype(_EXPONENTS[tensor.dtype][0]).itemsize
+            if tensor.end - tensor.start != wanted:
+                raise ValueError(f"{tensor.dtype} of shape {tensor.shape} has {tensor.end - tensor.start} bytes")
+        start = tensor.end
+    if start != end:
+        raise ValueError(f"the tensors end at byte {start} of {end}")
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{folder}/config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointRejected(f"{folder}/config.json is no object")
     return config
 
 
@@ -125,10 +151,12 @@ def _same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, 
     for name in found.keys() & wanted.keys():
         if found[name].shape != wanted[name].shape:
             raise CheckpointRejected(f"{name} has shape {found[name].shape}, the base model's has {wanted[name].shape}")
+        if found[name].dtype not in {*_EXPONENTS, wanted[name].dtype}:
+            raise CheckpointRejected(f"{name} is of type {found[name].dtype}")
 
 
 def _finite(tensor: Tensor) -> bool:
-    if tensor.dtype not in _EXPONENTS:
+    if tensor.dtype not in _EXPONENTS or tensor.start == tensor.end:
         return True
     kind, exponent = _EXPONENTS[tensor.dtype]
     count = (tensor.end - tensor.start) // np.dtype(kind).itemsize

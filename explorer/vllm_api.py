@@ -24,6 +24,9 @@ CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
 #: How far an engine's log-probabilities may lie from exact ones (mean, nats), by its dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
 
+#: An engine that takes longer to swap its weights is given up, in seconds.
+_PATIENCE_S = 600.0
+
 #: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
 BREAKS_CPU_ENGINES = frozenset({"seed"})
 
@@ -120,7 +123,7 @@ class Control:
     async def forget_prefixes(self) -> None:
         """Drop all keys and values of the old weights; frozen requests recompute theirs with the new ones."""
         answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-        if answer and not orjson.loads(answer).get("success", True):
+        if answer.replace(b" ", b"") == b'{"success":false}':
             raise EngineError("the engine kept its prefix cache")
 
     async def resume(self) -> None:
@@ -129,9 +132,12 @@ class Control:
 
     async def prove(self, probe: Probe) -> None:
         """Raise CheckpointRejected unless the engine's log-probabilities are the trainer's."""
-        found = await self._logprobs(list(probe.prompt_ids))
-        differences = [abs(ours - theirs) for ours, theirs in zip(found, probe.logprobs, strict=True)]
-        mean = sum(differences) / len(differences)
+        try:
+            found = await self._logprobs(list(probe.prompt_ids))
+            differences = [abs(ours - theirs) for ours, theirs in zip(found, probe.logprobs, strict=True)]
+            mean = sum(differences) / len(differences)
+        except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
         allowed = max(probe.tolerance, self._tolerance)
         if not mean <= allowed:
             raise CheckpointRejected(
@@ -154,7 +160,8 @@ class Control:
         self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
     ) -> bytes:
         try:
-            async with self._session.post(path, params=params, json=json) as reply:
+            timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+            async with self._session.post(path, params=params, json=json, timeout=timeout) as reply:
                 body = await reply.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"{path}: {error or type(error).__name__}") from error

@@ -7,7 +7,7 @@ import structlog
 from tensorboardX import SummaryWriter
 
 from explorer.metrics import Metrics
-from shared.errors import LedgerUnavailable
+from shared.errors import LedgerError
 from shared.ledger import Ledger
 
 log = structlog.get_logger()
@@ -28,8 +28,8 @@ class Watch:
         while True:
             try:
                 await asyncio.to_thread(self.look)
-            except LedgerUnavailable as error:
-                log.warning("database_away", reason=str(error))
+            except (LedgerError, OSError) as error:  # the database is away, or the disk of the curves full
+                log.warning("not_looked", reason=str(error))
             await asyncio.sleep(self._interval_s)
 
     def look(self) -> None:

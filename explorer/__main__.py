@@ -18,11 +18,12 @@ import uvicorn
 
 from explorer import vllm_api
 from explorer.app import create_app
-from explorer.machine import gpus, on_this_machine
+from explorer.msg_id import key_path, load_key
 from shared.config import Settings
 from shared.database import connect, upgrade
 from shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from shared.ledger import Ledger
+from shared.machine import gpus, on_this_machine
 from shared.settings_file import load_settings
 from shared.telemetry import configure_logging
 
@@ -100,6 +101,7 @@ def serve(settings: Settings) -> None:
     check_model(settings)
     check_engine(settings)
     make_job_dir(settings)
+    load_key(key_path(settings))
     with listen(settings) as listening:
         ledger = open_ledger(settings)
         try:

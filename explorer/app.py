@@ -20,7 +20,7 @@ from explorer.feedback import FeedbackDesk
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.flusher import Flusher
 from explorer.metrics import Metrics
-from explorer.msg_id import Mint, load_key
+from explorer.msg_id import Mint, key_path, load_key
 from explorer.recorder import Recorder
 from explorer.reload import Reloader
 from explorer.spool import Spool
@@ -156,7 +156,7 @@ async def _open(
     )
     stack.callback(watch.close)
     fleet, engines_run = await _open_fleet(settings, ledger, stack)
-    mint, recorder = Mint(load_key(settings.job_dir / "secrets" / "msg_id.key")), Recorder(spool, metrics)
+    mint, recorder = Mint(load_key(key_path(settings))), Recorder(spool, metrics)
     road = Road(
         chat=Chat(settings, fleet, mint=mint, recorder=recorder, metrics=metrics),
         desk=FeedbackDesk(mint=mint, recorder=recorder, flusher=flusher, ledger=ledger),

@@ -15,10 +15,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from shared.config import Settings
+from shared.errors import EnvironmentRefused
+
 PREFIX = "chatcmpl-"
 MAX_CHOICES = 128
 
 _MAC_BYTES = 9
+_KEY_BYTES = 32
 
 
 class ReplyName(NamedTuple):
@@ -60,13 +64,21 @@ class Mint:
         return hmac.digest(self._key, name + tenant.encode(), "sha256")[:_MAC_BYTES]
 
 
+def key_path(settings: Settings) -> Path:
+    """Where the key of an experiment lies."""
+    return settings.job_dir / "secrets" / "msg_id.key"
+
+
 def load_key(path: Path) -> bytes:
-    """The signing key kept at `path`, made by whoever comes first. All explorers of an experiment share it."""
+    """The signing key kept at `path`, made by whoever comes first. All explorers of an experiment share it.
+
+    Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(32))
+        file.write(secrets.token_bytes(_KEY_BYTES))
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -75,4 +87,10 @@ def load_key(path: Path) -> bytes:
         pass
     finally:
         fresh.unlink()
-    return path.read_bytes()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {path} is not a key of {_KEY_BYTES} bytes: restore it from a copy, or delete it and "
+            "lose the feedback on replies given so far"
+        )
+    return key

@@ -149,7 +149,7 @@ class Trainer(Section):
     ulysses_sequence_parallel_size: Positive = 1
     trainer_config: dict[str, Any] = Field(default_factory=dict)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: NotNegative = 42
     micro_batch_tokens: Positive = 16384
     poll_interval: Seconds = 1.0
@@ -265,6 +265,13 @@ class Settings(Section):
     def tensorboard_dir(self) -> Path:
         """The folder that `tensorboard --logdir` wants."""
         return self.job_dir / "monitor" / "tensorboard"
+
+    @property
+    def trainer_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The type of the weights in training: `trainer.dtype`, which on its own is bfloat16 on GPUs only."""
+        if self.trainer.dtype != "auto":
+            return self.trainer.dtype
+        return "bfloat16" if self.cluster.gpu_per_node and self.trainer.device != "cpu" else "float32"
 
     @property
     def served_model_name(self) -> str:

@@ -37,8 +37,8 @@ class Reports(Transactions):
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """For each trained experience, the seconds from its last feedback to the first reply that could use it.
 
-        `version` asks only for what that version was the first to serve. A version that was never served itself, because
-        a newer one came before its turn, is served by that one.
+        `version` asks only for what that version was the first to serve. A version that was never served itself,
+        because a newer one came before its turn, is served by that one.
         """
         first = versions.alias()
         served = select(func.min(first.c.version)).where(

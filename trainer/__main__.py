@@ -9,6 +9,7 @@ from threading import Event
 
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from shared.machine import gpus, on_this_machine
 from shared.settings_file import load_settings
 from shared.telemetry import configure_logging
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     configure_logging()
     try:
-        _train(load_settings(given.config, given.set), stop)
+        _train(on_this_machine(load_settings(given.config, given.set), gpus_here=gpus()), stop)
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {error}\n")
         return error.exit_code if isinstance(error, StartupError) else 1

@@ -134,9 +134,8 @@ def device_of(settings: Settings) -> torch.device:
     wanted, gpus = settings.trainer.device, settings.cluster.gpu_per_node
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(
-                1
-            )  # Engines share the machine; two threads waiting for each other are slower than one.
+            # Engines share the machine; two threads waiting for each other are slower than one.
+            torch.set_num_threads(1)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         cause = "trainer.device: cuda" if wanted == "cuda" else f"cluster.gpu_per_node: {gpus}"
@@ -162,7 +161,7 @@ def _pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder
     try:
         network: PreTrainedModel = load(
             folder,
-            dtype=getattr(torch, settings.trainer.dtype),
+            dtype=getattr(torch, settings.trainer_dtype),
             trust_remote_code=settings.model.trust_remote_code,
             local_files_only=True,
             use_safetensors=True,

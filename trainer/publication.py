@@ -33,9 +33,8 @@ class Publication:
 
         Raises EnvironmentRefused if the disk does not take it.
         """
-        ledger.extend(
-            self._epoch
-        )  # Before the long work: a stale trainer stops here, a database that is away is noticed.
+        # Before the long work: a stale trainer stops here, a database that is away is noticed.
+        ledger.extend(self._epoch)
         staging: Path | None = None
         try:
             staging = self._store.stage(self._epoch)
@@ -71,7 +70,7 @@ class Publication:
             epoch=self._epoch,
             base_model=str(self._settings.model.model_path),
             created_at=time.time(),
-            dtype=self._settings.trainer.dtype,
+            dtype=self._settings.trainer_dtype,
             probe=probe,
             files=files,
         )

@@ -94,7 +94,7 @@ def probe(learner: Learner, settings: Settings) -> Probe:
     return Probe(
         prompt_ids=tuple(chosen),
         logprobs=tuple(learner.logprobs(chosen)),
-        tolerance=_TOLERANCE[settings.trainer.dtype],
+        tolerance=_TOLERANCE[settings.trainer_dtype],
     )
 
 

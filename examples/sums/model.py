@@ -13,7 +13,7 @@ CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-LONGEST = 4096
+LONGEST = 8192
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

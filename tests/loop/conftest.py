@@ -21,7 +21,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def explorer(config: Path) -> Iterator[Service]:
-    service = Service("explorer", config)
+    service = Service(config, "explorer")
     service.wait_until_ready()
     yield service
     assert service.stop() == 0

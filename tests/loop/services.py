@@ -24,6 +24,8 @@ from tests.loop.oracle import Oracle
 
 READY_S = 240
 
+_COMMANDS = {"both": (str(Path(sys.executable).with_name("tuneloop")), "run")}
+
 
 def free_port() -> int:
     with socket.socket() as taken:
@@ -69,16 +71,19 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
 
 
 class Service:
-    """One of the two services, as a process."""
+    """A service, or both under their supervisor, as a process."""
 
-    def __init__(self, module: str, config: Path) -> None:
+    def __init__(self, config: Path, what: str) -> None:
+        """Start the `explorer`, the `trainer`, or `both`."""
         self.settings: Settings = load_settings(config)
-        self.log = config.parent / f"{module}.log"
+        self.url = f"http://127.0.0.1:{self.settings.explorer.proxy_port}"
+        self.log = config.parent / f"{what}.log"
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(config)], stdout=output, stderr=output
+                [*_COMMANDS.get(what, (sys.executable, "-m", what)), "--config", str(config)],
+                stdout=output,
+                stderr=output,
             )
-        self.url = f"http://127.0.0.1:{self.settings.explorer.proxy_port}"
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S

@@ -15,14 +15,14 @@ def gpus() -> int:
 
 
 def on_this_machine(settings: Settings, *, gpus_here: int) -> Settings:
-    """The settings as they can be run here: without a GPU, each engine is one process on the CPU."""
+    """The settings as they can be run here: without a GPU everything runs on the CPU, each engine as one process."""
     rollout = settings.explorer.rollout_model
     if gpus_here or rollout.engine_urls or not settings.cluster.gpu_per_node:
         return settings
     log.warning(
         "no_gpu",
-        sentence=f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there is no GPU here: engines run on "
-        "the CPU, slowly, and tensor_parallel_size counts as 1",
+        sentence=f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there is no GPU here: all runs on the "
+        "CPU, slowly, and tensor_parallel_size counts as 1",
     )
     explorer = settings.explorer.model_copy(
         update={"rollout_model": rollout.model_copy(update={"tensor_parallel_size": 1})}

@@ -1,0 +1,117 @@
+"""Both services with every real component: requests, feedback, training, new weights, and SIGKILL."""
+
+from pathlib import Path
+from statistics import mean
+
+import httpx
+import pytest
+from sqlalchemy import Engine, make_url, select
+from sqlalchemy import create_engine as engine_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shared.database import connect
+from shared.ledger import Ledger
+from shared.schema import experiences
+from tests.loop.agent import Agent
+from tests.loop.services import Service, alive, descendants, ledger_of, wait_for, write_settings
+
+pytestmark = pytest.mark.vllm
+
+
+def tags(folder: Path) -> set[str]:
+    """The names of the curves in a TensorBoard folder."""
+    curves = EventAccumulator(str(folder))
+    curves.Reload()
+    return set(curves.Tags()["scalars"])
+
+
+def wait_until_idle(ledger: Ledger, batch: int) -> None:
+    """Wait until less than a batch waits for the trainer."""
+    wait_for(lambda: ledger.counts()["committed"] + ledger.counts()["leased"] < batch, timeout_s=60)
+
+
+def stored_rewards(engine: Engine) -> dict[str, float]:
+    with engine.connect() as connection:
+        return {
+            row.msg_id: row.reward for row in connection.execute(select(experiences.c.msg_id, experiences.c.reward))
+        }
+
+
+def test_one_command_runs_the_whole_loop_and_the_reward_rises(model: Path, tmp_path: Path) -> None:
+    config = write_settings(tmp_path, model)
+    both = Service(config, "both")
+    try:
+        both.wait_until_ready()
+        agent = Agent(both.url, both.settings.served_model_name)
+        agent.work(1600)
+        ledger = ledger_of(both.settings)
+        wait_until_idle(ledger, 16)
+        wait_for(lambda: ledger.candidate() is None, timeout_s=30)
+        assert agent.failures == []
+        assert ledger.imbalance() == []
+        assert ledger.champion().version >= 10
+        assert mean(agent.rewards[-160:]) > mean(agent.rewards[:160]) + 0.1
+        delays = ledger.feedback_to_served()
+        assert delays
+        assert all(0 < delay < 60 for delay in delays)
+        ledger.close()
+    finally:
+        assert both.stop() == 0
+    assert {"critic/rewards/mean", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "critic/vf_loss"} <= tags(
+        both.settings.tensorboard_dir / "trainer"
+    )
+    assert {"served/requests", "served/reward_mean"} <= tags(both.settings.tensorboard_dir / "explorer")
+
+
+def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
+    model: Path, tmp_path: Path, postgres_url: str
+) -> None:
+    database = make_url(postgres_url).set(database="killed")
+    admin = engine_of(make_url(postgres_url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.exec_driver_sql("CREATE DATABASE killed")
+    admin.dispose()
+    url = database.render_as_string(hide_password=False)
+    buffer = {"train_batch_size": 16, "trainer_input": {"experience_buffer": {"name": "ledger", "path": url}}}
+    config = write_settings(tmp_path, model, buffer=buffer)
+    explorer, trainer = Service(config, "explorer"), Service(config, "trainer")
+    explorer.wait_until_ready()
+    agent = Agent(explorer.url, explorer.settings.served_model_name)
+    agent.work(160)
+    ledger = ledger_of(explorer.settings)
+    wait_for(lambda: ledger.champion().version >= 1, timeout_s=60)
+    brood = descendants(explorer.process.pid)
+    assert len(brood) >= 2
+
+    explorer.kill()
+    trainer.kill()
+    wait_for(lambda: not any(alive(pid) for pid in brood), timeout_s=20, why=f"still alive: {brood}")
+
+    restarted, trainer = Service(config, "explorer"), Service(config, "trainer")
+    restarted.wait_until_ready()
+    try:
+        champion = ledger.champion().version
+        said = httpx.post(
+            f"{restarted.url}/v1/chat/completions",
+            json={"model": restarted.settings.served_model_name, "messages": [{"role": "user", "content": "hi"}]},
+        )
+        assert int(said.headers["x-tuneloop-version"]) >= champion >= 1
+        engine = connect(url, schema="ledger")
+        assert agent.acknowledged.items() <= stored_rewards(engine).items()
+        engine.dispose()
+        before = ledger.newest().version
+        agent.work(160)
+        wait_for(lambda: ledger.champion().version > before, timeout_s=60)
+        assert agent.failures == []
+        assert ledger.imbalance() == []
+    finally:
+        assert (restarted.stop(), trainer.stop()) == (0, 0)
+        ledger.close()
+
+
+def test_a_supervisor_that_is_killed_takes_everything_with_it(model: Path, tmp_path: Path) -> None:
+    config = write_settings(tmp_path, model)
+    both = Service(config, "both")
+    brood = wait_for(lambda: len(found := descendants(both.process.pid)) >= 4 and found, timeout_s=60)
+    both.kill()
+    wait_for(lambda: not any(alive(pid) for pid in brood), timeout_s=45, why=f"still alive: {brood}")

@@ -1,0 +1,55 @@
+"""The two YAML files that Trinity users have, with nothing but the paths filled in, run here and mean the same."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from examples.sums.model import LONGEST
+from shared.database import connect
+from shared.schema import experiences
+from tests.loop.agent import Agent
+from tests.loop.services import Service, ledger_of, make_model, wait_for
+
+pytestmark = pytest.mark.vllm
+
+FILES = Path(__file__).parents[1] / "fixtures" / "trinity"
+
+
+def filled_in(name: str, folder: Path, model: Path) -> Path:
+    text = (FILES / name).read_text()
+    path = folder / name
+    path.write_text(text.replace("CHECKPOINT_ROOT_DIR", str(folder), 1).replace("/path/to/your/model", str(model)))
+    return path
+
+
+def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    explorer = Service(filled_in("explorer.yaml", tmp_path, model), "explorer")
+    trainer = Service(filled_in("trainer.yaml", tmp_path, model), "trainer")
+    try:
+        explorer.wait_until_ready()
+        assert explorer.url.endswith(":8010")
+        assert httpx.get(f"{explorer.url}/v1/models").json()["data"][0]["id"] == str(model)
+        agent = Agent(explorer.url, str(model), lanes=32)
+        agent.work(16 * 32)
+        ledger = ledger_of(explorer.settings)
+        wait_for(lambda: ledger.champion().version == 1, timeout_s=120, why=trainer.log.read_text())
+        [base, first] = ledger.versions()
+        assert (first.step, first.consumed, base.consumed) == (16, 512, 0)
+        assert first.path == tmp_path / "test" / "test" / "global_step_1"
+        assert agent.failures == []
+        engine = connect(f"sqlite:///{tmp_path}/test/test/buffer/exp_buffer.db")
+        with engine.connect() as connection:
+            temperatures = connection.execute(select(experiences.c.temperature).distinct()).scalars().all()
+        engine.dispose()
+        assert temperatures == [0.7]
+        assert ledger.imbalance() == []
+        ledger.close()
+    finally:
+        assert (explorer.stop(), trainer.stop()) == (0, 0)
+
+
+def test_the_tiny_model_is_long_enough_for_the_files() -> None:
+    assert LONGEST >= 8192

@@ -23,6 +23,9 @@ TRIES = 5
 
 _LONGEST_PAUSE_S = 2.0
 
+#: The database refuses a record, or it cannot even be made a row.
+_REFUSED = (LedgerError, ValueError, OverflowError)
+
 
 class Flusher:
     """One thread that reads the spool behind the writer.
@@ -124,9 +127,9 @@ class Flusher:
                 self._set_aside(folder, payload, error)
         try:
             return not records or self._record(records)
-        except LedgerError as error:
-            log.warning("group_refused", records=len(records), reason=str(error))
-        return all([self._one(folder, payload) for payload in payloads])
+        except _REFUSED as error:
+            log.warning("group_refused", records=len(records), reason=_reason(error))
+        return all(self._one(folder, payload) for payload in payloads)
 
     def _record(self, records: Sequence[Record]) -> bool:
         pause = 0.05
@@ -135,7 +138,7 @@ class Flusher:
                 self._ledger.record(records)
             except LedgerUnavailable as error:
                 if pause == 0.05:
-                    log.warning("database_away", reason=str(error).splitlines()[0])
+                    log.warning("database_away", reason=_reason(error))
                 if self._stop.wait(pause):
                     return False
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -149,12 +152,17 @@ class Flusher:
                 return self._record([decode(payload)])
             except msgspec.MsgspecError:
                 return True  # already set aside
-            except LedgerError as error:
+            except _REFUSED as error:
                 if tries == TRIES:
                     self._set_aside(folder, payload, error)
         return True
 
     def _set_aside(self, folder: Path, payload: bytes, error: Exception) -> None:
-        log.error("record_quarantined", folder=str(folder), reason=str(error).splitlines()[0])
+        log.error("record_quarantined", folder=str(folder), reason=_reason(error))
         spool.quarantine(folder, payload)
         self._quarantined()
+
+
+def _reason(error: Exception) -> str:
+    """In one line: the next ones may quote what a user wrote."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

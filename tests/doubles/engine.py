@@ -1,0 +1,259 @@
+"""A vLLM engine that samples nothing: it replays what vLLM 0.32 said, byte for byte but for ids and model.
+
+`recorded/` holds the answers to one prompt at temperature 0, each once as a client asked for it ("plain") and once with
+what the explorer adds to every request ("captured"). Faults are plain attributes that a test sets.
+"""
+
+import asyncio
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from tests.doubles.serving import reset, serving
+
+MODEL = "t"
+CHAT = "/v1/chat/completions"
+
+_RECORDED = Path(__file__).parent / "recorded"
+_LOAD = "/collective_rpc"
+
+
+def recorded(name: str) -> bytes:
+    """What the real engine said."""
+    return (_RECORDED / name).read_bytes()
+
+
+def pieces(stream: bytes) -> list[bytes]:
+    """The events of a recorded stream, each with its blank line."""
+    return [event + b"\n\n" for event in stream.split(b"\n\n") if event]
+
+
+def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
+    """The log-probability of each id but the first under the weights in a folder: made up, but always the same."""
+    return [
+        -(1 + zlib.crc32(f"{weights}:{position}:{token}".encode()) % 1000 / 250)
+        for position, token in enumerate(prompt_ids[1:])
+    ]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A chat request as it arrived."""
+
+    headers: dict[str, str]
+    body: dict[str, Any]
+    weights: Path
+
+
+@dataclass
+class EngineDouble:
+    """One engine. Set an attribute to change how it behaves from the next request on."""
+
+    weights: Path = Path("/models/tiny")
+    url: str = ""
+
+    piece_pause_s: float = 0.0
+    cut_after: int | None = None  # pieces, then the connection breaks
+    end_after: int | None = None  # pieces, then a clean end without [DONE]
+    hangs: bool = False
+    status: int = 200
+    answer: bytes | None = None  # instead of any reply to a chat
+    answer_to_probe: bytes | None = None
+    no_token_ids: bool = False
+    resets: bool = False
+    dead: bool = False
+    refuses_load_of: set[str] = field(default_factory=set)  # names of checkpoints; their loading is answered with 500
+    dies_of: set[str] = field(default_factory=set)
+    keeps_old_weights: bool = False
+    load_s: float = 0.0
+
+    chats: list[Heard] = field(default_factory=list)
+    posts: list[str] = field(default_factory=list)
+    left: int = 0  # clients that went before their reply had ended
+    loading: int = 0
+    paused: bool = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await _lifespan(receive, send)
+        if self.dead or self.resets:
+            return reset(scope)
+        leaving, body = await _body(receive)
+        gone = asyncio.ensure_future(_gone(receive)) if not leaving else asyncio.ensure_future(asyncio.sleep(0))
+        answering = asyncio.ensure_future(self._answer(scope, body, send))
+        try:
+            await asyncio.wait({gone, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                self.left += 1
+            else:
+                answering.result()
+        except ConnectionAbortedError:
+            reset(scope)
+        finally:
+            for task in (gone, answering):
+                task.cancel()
+            await asyncio.gather(gone, answering, return_exceptions=True)
+
+    async def _answer(self, scope: Any, body: bytes, send: Any) -> None:
+        path = scope["path"]
+        if path == CHAT:
+            return await self._chat(scope, body, send)
+        if path == "/v1/completions":
+            return await self._probe(body, send)
+        if path == "/health":
+            return await _say(send, 200, b"")
+        if path == "/v1/models":
+            return await _say(send, 200, recorded("models.json"))
+        query = {key: values[0] for key, values in parse_qs(scope["query_string"].decode()).items()}
+        await _say(send, *await self._control(path, query, body))
+
+    async def _control(self, path: str, query: dict[str, str], body: bytes) -> tuple[int, bytes]:
+        self.posts.append(path)
+        if path == "/pause":
+            assert query == {"mode": "keep", "clear_cache": "false"}
+            self.paused = True
+            return 200, b'{"status":"paused"}'
+        if path == "/resume":
+            self.paused = False
+            return 200, b'{"status":"resumed"}'
+        if path == "/reset_prefix_cache":
+            assert query == {"reset_running_requests": "true"}
+            return 200, b'{"success":true}'
+        if path == _LOAD:
+            return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
+        return 404, b'{"detail":"Not Found"}'
+
+    async def _load(self, weights: Path) -> tuple[int, bytes]:
+        assert self.paused
+        self.loading += 1
+        await asyncio.sleep(self.load_s)
+        self.loading -= 1
+        if weights.parent.name in self.dies_of:
+            self.dead = True
+            raise ConnectionAbortedError
+        if weights.parent.name in self.refuses_load_of:
+            return 500, b'{"error":{"message":"no","type":"InternalServerError","param":null,"code":500}}'
+        if not self.keeps_old_weights:
+            self.weights = weights
+        return 200, b'{"results":[null]}'
+
+    async def _probe(self, body: bytes, send: Any) -> None:
+        asked = json.loads(body)
+        said = json.loads(recorded("completions_probe.json"))
+        rows = [
+            {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}}
+            for token, logprob in zip(asked["prompt"][1:], logprobs_of(self.weights, asked["prompt"]), strict=True)
+        ]
+        said["choices"][0]["prompt_logprobs"] = [None, *rows]
+        await _say(send, 200, self.answer_to_probe or json.dumps(said).encode())
+
+    async def _chat(self, scope: Any, body: bytes, send: Any) -> None:
+        headers = {key.decode(): value.decode("latin-1") for key, value in scope["headers"]}
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            return await _say(send, 400, recorded("error_json.json"))
+        if refusal := _refusal(asked):
+            return await _say(send, *refusal)
+        self.chats.append(Heard(headers, asked, self.weights))
+        while self.hangs or self.paused:
+            await asyncio.sleep(0.005)
+        if self.status != 200 or self.answer is not None:
+            return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
+        said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)
+        if asked.get("stream"):
+            return await self._stream(pieces(said), send)
+        await asyncio.sleep(self.piece_pause_s)
+        await _say(send, 200, said, cut=self.cut_after is not None)
+
+    def _substituted(self, said: bytes, headers: dict[str, str]) -> bytes:
+        return said.replace(b"chatcmpl-recorded", b"chatcmpl-" + headers.get("x-request-id", "own").encode())
+
+    async def _stream(self, said: list[bytes], send: Any) -> None:
+        await send(_start(200, b"text/event-stream; charset=utf-8"))
+        for number, piece in enumerate(said):
+            if number == self.cut_after:
+                raise ConnectionAbortedError
+            if number == self.end_after:
+                break
+            await asyncio.sleep(self.piece_pause_s)
+            while self.paused:
+                await asyncio.sleep(0.005)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+
+def _name(asked: dict[str, Any], *, captured: bool) -> str:
+    """Which recording answers a request."""
+    stem, kind = ("stream", "sse") if asked.get("stream") else ("whole", "json")
+    if isinstance(asked.get("tool_choice"), dict):
+        stem += "_tools"
+    elif asked.get("n") == 2:
+        stem += "_n2"
+    elif asked.get("top_logprobs"):
+        stem += "_logprobs"
+    elif asked.get("stream") and not (asked.get("stream_options") or {}).get("include_usage"):
+        stem += "_nousage"
+    wants = captured and asked.get("return_token_ids"), asked.get("logprobs")
+    if all(wants):
+        return f"{stem}_captured.{kind}"
+    if wants[0]:
+        return f"{stem}_ids.{kind}"
+    return f"{stem}.{kind}" if stem.endswith("logprobs") else f"{stem}_plain.{kind}"
+
+
+def _refusal(asked: Any) -> tuple[int, bytes] | None:
+    """vLLM's answer to what is no chat request."""
+    messages = asked.get("messages") if isinstance(asked, dict) else None
+    if not (isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)):
+        return 400, recorded("error_nomsg.json")
+    return (404, recorded("error_model.json")) if asked.get("model") != MODEL else None
+
+
+async def _body(receive: Any) -> tuple[bool, bytes]:
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return True, body
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return False, body
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _lifespan(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+def _start(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *more]}
+
+
+async def _say(send: Any, status: int, body: bytes, *, cut: bool = False) -> None:
+    await send(_start(status, b"application/json", (b"content-length", str(len(body)).encode())))
+    if cut:
+        await send({"type": "http.response.body", "body": body[:10], "more_body": True})
+        raise ConnectionAbortedError
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def engine_double() -> Iterator[EngineDouble]:
+    """An engine that is up until the block ends."""
+    double = EngineDouble()
+    with serving(double) as double.url:
+        yield double

@@ -1,0 +1,45 @@
+"""What the explorer's tests share: engine doubles, and explorers attached to them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles.engine import EngineDouble, engine_double
+from tests.explorer.running import RunningExplorer, explorer_running, settings_for
+
+Run = Callable[..., RunningExplorer]
+
+
+@pytest.fixture
+def double() -> Iterator[EngineDouble]:
+    """An engine."""
+    with engine_double() as double:
+        yield double
+
+
+@pytest.fixture
+def doubles() -> Iterator[list[EngineDouble]]:
+    """Two engines."""
+    with engine_double() as first, engine_double() as second:
+        yield [first, second]
+
+
+@pytest.fixture
+def running_explorer(tmp_path: Path) -> Iterator[Run]:
+    """Start an explorer over engine doubles; its keyword arguments are settings of `explorer`."""
+    with ExitStack() as stack:
+
+        def run(*engines: EngineDouble, **explorer: Any) -> RunningExplorer:
+            settings = settings_for(tmp_path, [each.url for each in engines], **explorer)
+            return stack.enter_context(explorer_running(settings))
+
+        yield run
+
+
+@pytest.fixture
+def explorer(running_explorer: Run, double: EngineDouble) -> RunningExplorer:
+    """An explorer with one engine."""
+    return running_explorer(double)

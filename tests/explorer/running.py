@@ -1,0 +1,167 @@
+"""A whole explorer, under a real uvicorn in a thread, attached to engine doubles."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from openai import AsyncOpenAI, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import create_engine, text
+
+from explorer import spool
+from explorer.app import Road, create_app
+from explorer.spool import Position
+from shared.config import Settings
+from shared.database import connect
+from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
+from shared.experience import Exchange, Feedback, Record, State, decode
+from shared.ledger import Ledger
+from shared.schema import metadata
+from tests.doubles.engine import MODEL
+from tests.doubles.serving import serving
+from tests.explorer.checkpoints import write_model
+
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12, "temperature": 1.0}
+
+
+class MoodyLedger(Ledger):
+    """A ledger whose database goes away and comes back as the test wants, or refuses some records."""
+
+    away = False
+    refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
+
+    def record(self, records: Sequence[Record]) -> None:
+        if self.away:
+            raise LedgerUnavailable("away")
+        if any(self.refuses(each) for each in records):
+            raise LedgerError("refused")
+        super().record(records)
+
+    def commit(self, tenant: str, **which: Any) -> int:
+        if self.away:
+            raise LedgerUnavailable("away")
+        return super().commit(tenant, **which)
+
+
+def settings_for(tmp_path: Path, urls: Sequence[str] = (), **explorer: Any) -> Settings:
+    """Settings of an experiment below `tmp_path`, with a tiny model there."""
+    return Settings.model_validate(
+        {
+            "checkpoint_root_dir": tmp_path / "checkpoints",
+            "model": {"model_path": write_model(tmp_path / "model"), "served_model_name": MODEL},
+            "explorer": {
+                "rollout_model": {"engine_urls": list(urls), "dtype": "float32"},
+                "listen_address": "127.0.0.1",
+                "proxy_port": 0,
+                "service_status_check_interval": 0.1,
+                "durability": "write",
+                "request_timeout": 30,
+            }
+            | explorer,
+        }
+    )
+
+
+def open_ledger(settings: Settings) -> MoodyLedger:
+    """The ledger of the experiment, made if need be."""
+    settings.job_dir.mkdir(parents=True, exist_ok=True)
+    engine = connect(f"sqlite:///{settings.job_dir}/ledger.db")
+    metadata.create_all(engine)
+    ledger = MoodyLedger(engine)
+    ledger.ensure_base(settings.model.model_path.absolute())
+    return ledger
+
+
+@dataclass
+class RunningExplorer:
+    """An explorer that is up, and what a test wants to know of it."""
+
+    url: str
+    app: FastAPI
+    settings: Settings
+    ledger: MoodyLedger
+    http: httpx.Client
+    failures: list[TuneloopError] = field(default_factory=list)
+
+    @property
+    def road(self) -> Road:
+        found: Road = self.app.state.road
+        return found
+
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="dummy", max_retries=0)
+
+    def openai_async(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="dummy", max_retries=0)
+
+    def chat(self, **but: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json=HELLO | but)
+
+    def feedback(self, *msg_ids: str, reward: float = 1.0, **more: Any) -> httpx.Response:
+        return self.http.post("/feedback", json={"msg_ids": list(msg_ids), "reward": reward, **more})
+
+    def commit(self, **body: Any) -> httpx.Response:
+        return self.http.post("/commit", json=body)
+
+    def records(self) -> list[Record]:
+        """Everything on disk that was not forgotten, oldest first."""
+        return [decode(payload) for payload, _ in spool.read(self.road.spool.folder, Position(0, 0))]
+
+    def exchanges(self) -> list[Exchange]:
+        return [each for each in self.records() if isinstance(each, Exchange)]
+
+    def feedbacks(self) -> list[Feedback]:
+        return [each for each in self.records() if isinstance(each, Feedback)]
+
+    def until_flushed(self) -> None:
+        eventually(lambda: self.road.spool.flushed.position >= self.road.spool.end)
+
+    def counts(self) -> dict[State, int]:
+        """Experiences per state, after all that was acknowledged has reached the database."""
+        self.until_flushed()
+        return self.ledger.counts()
+
+    def rows(self, statement: str) -> list[Any]:
+        self.until_flushed()
+        engine = create_engine(f"sqlite:///{self.settings.job_dir}/ledger.db")
+        with engine.connect() as connection:
+            found = list(connection.execute(text(statement)).all())
+        engine.dispose()
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics by name, summed over their labels."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+
+    def version(self) -> int:
+        """The version that answers a request now."""
+        return int(self.chat().headers["x-tuneloop-version"])
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+@contextmanager
+def explorer_running(settings: Settings) -> Iterator[RunningExplorer]:
+    """An explorer, ready, until the block ends."""
+    ledger = open_ledger(settings)
+    failures: list[TuneloopError] = []
+    app = create_app(settings, ledger, on_failure=failures.append)
+    with serving(app) as url, httpx.Client(base_url=url, timeout=30) as http:
+        eventually(lambda: http.get("/health/ready").status_code == 200)
+        yield RunningExplorer(url, app, settings, ledger, http, failures)
+    ledger.close()

@@ -42,7 +42,7 @@ def run(settings: Settings, stop: Event) -> None:
     ledger = Ledger(database.connect(settings.database_url, schema=buffer.name))
     try:
         ledger.own(settings.project, settings.name)
-        ledger.ensure_base(settings.model.model_path)
+        ledger.ensure_base(settings.model.model_path.absolute())
         TrainingLoop(settings, ledger, stop).run()
     finally:
         ledger.close()

@@ -271,6 +271,7 @@ class Stream(Response):
         except (aiohttp.ClientError, TimeoutError, EngineError) as error:
             self._spoken.transcript.broken = True
             log.warning("stream_broken", msg_id=self._spoken.call.msg_id, reason=repr(error))
+            await self._keep_the_rest()
             yield _error_event("the engine broke off its reply", code="engine_error")
 
 

@@ -7,7 +7,7 @@ what the explorer adds to every request ("captured"). Faults are plain attribute
 import asyncio
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,8 +161,7 @@ class EngineDouble:
         if refusal := _refusal(asked):
             return await _say(send, *refusal)
         self.chats.append(Heard(headers, asked, self.weights))
-        while self.hangs or self.paused:
-            await asyncio.sleep(0.005)
+        await _until(lambda: not (self.hangs or self.paused))
         if self.status != 200 or self.answer is not None:
             return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
         said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)
@@ -182,8 +181,7 @@ class EngineDouble:
             if number == self.end_after:
                 break
             await asyncio.sleep(self.piece_pause_s)
-            while self.paused:
-                await asyncio.sleep(0.005)
+            await _until(lambda: not self.paused)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})
 
@@ -213,6 +211,11 @@ def _refusal(asked: Any) -> tuple[int, bytes] | None:
     if not (isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)):
         return 400, recorded("error_nomsg.json")
     return (404, recorded("error_model.json")) if asked.get("model") != MODEL else None
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - the test changes it from another thread
+        await asyncio.sleep(0.005)
 
 
 async def _body(receive: Any) -> tuple[bool, bytes]:
@@ -251,9 +254,25 @@ async def _say(send: Any, status: int, body: bytes, *, cut: bool = False) -> Non
     await send({"type": "http.response.body", "body": body})
 
 
+class EnginePlace:
+    """Where an engine is served, one after the other: a server takes longer to stop than most tests."""
+
+    def __init__(self) -> None:
+        self.double = EngineDouble()
+        self.url = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.double(scope, receive, send)
+
+    def fresh(self) -> EngineDouble:
+        """A new engine at this place, instead of the one before it."""
+        self.double = EngineDouble(url=self.url)
+        return self.double
+
+
 @contextmanager
-def engine_double() -> Iterator[EngineDouble]:
-    """An engine that is up until the block ends."""
-    double = EngineDouble()
-    with serving(double) as double.url:
-        yield double
+def engine_place() -> Iterator[EnginePlace]:
+    """A place for engines, up until the block ends."""
+    place = EnginePlace()
+    with serving(place) as place.url:
+        yield place

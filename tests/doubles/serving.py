@@ -27,14 +27,23 @@ def reset(scope: Any) -> None:
     transport.abort()
 
 
+class _Prompt(uvicorn.Server):
+    """Looks more often than ten times a second whether it shall end."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.01)
+
+
 @contextmanager
-def serving(app: Any, *, port: int = 0) -> Iterator[str]:
+def serving(app: Any, *, drain_s: int = 5) -> Iterator[str]:
     """The URL at which `app` is served until the block ends; its lifespan runs."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
-        config = uvicorn.Config(app, log_level="critical", http=Resettable, timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_level="critical", http=Resettable, timeout_graceful_shutdown=drain_s)
+        server = _Prompt(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -7,24 +7,29 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.engine import EngineDouble, engine_double
+from tests.doubles.engine import EngineDouble, EnginePlace, engine_place
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 
 Run = Callable[..., RunningExplorer]
 
 
-@pytest.fixture
-def double() -> Iterator[EngineDouble]:
-    """An engine."""
-    with engine_double() as double:
-        yield double
-
-
-@pytest.fixture
-def doubles() -> Iterator[list[EngineDouble]]:
-    """Two engines."""
-    with engine_double() as first, engine_double() as second:
+@pytest.fixture(scope="session")
+def places() -> Iterator[list[EnginePlace]]:
+    """Two places for engines."""
+    with engine_place() as first, engine_place() as second:
         yield [first, second]
+
+
+@pytest.fixture
+def doubles(places: list[EnginePlace]) -> list[EngineDouble]:
+    """Two engines."""
+    return [place.fresh() for place in places]
+
+
+@pytest.fixture
+def double(doubles: list[EngineDouble]) -> EngineDouble:
+    """An engine, the first of the two."""
+    return doubles[0]
 
 
 @pytest.fixture

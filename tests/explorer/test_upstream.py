@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 from collections.abc import Iterable
 
 import aiohttp
@@ -31,7 +32,7 @@ def read(*blocks: bytes) -> list[bytes]:
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_however_a_stream_is_split_its_events_are_the_same(cuts: list[int]) -> None:
     places = sorted({0, len(STREAM), *cuts})
-    assert read(*(STREAM[start:end] for start, end in zip(places, places[1:], strict=False))) == EVENTS
+    assert read(*(STREAM[start:end] for start, end in itertools.pairwise(places))) == EVENTS
 
 
 def test_byte_by_byte_is_the_same() -> None:

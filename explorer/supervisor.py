@@ -14,7 +14,7 @@ log = structlog.get_logger()
 
 _PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 60.0
-_LOOK_S = 2.0
+_LOOK_S = 0.5
 
 
 async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, ledger: Ledger) -> None:

@@ -19,9 +19,10 @@ test: ## install what the tests need and run them
 .PHONY: check
 VENV ?= .venv
 
-check: ## style, types and import contracts
+check: ## style, types, import contracts, and the house's rules: names, sizes, options
 	@test -x $(VENV)/bin/lint-imports || scripts/install dev
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
+	@$(VENV)/bin/python -m pytest -q tests/house

@@ -21,7 +21,9 @@ GROUP = 512
 #: How often a record is offered to the database before it goes to quarantine.
 TRIES = 5
 
+_SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_DISK_PAUSE_S = 0.5
 
 #: The database refuses a record, or it cannot even be made a row.
 _REFUSED = (LedgerError, ValueError, OverflowError)
@@ -39,6 +41,7 @@ class Flusher:
         self._quarantined = quarantined
         self._stop = threading.Event()
         self._moved = threading.Condition()
+        self._away = False
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
     def start(self) -> None:
@@ -46,18 +49,19 @@ class Flusher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Try once more to move everything; what the database does not take stays in the spool for the next start."""
+        """Move what is there, unless the database is away: then it stays in the spool for the next start."""
         self._stop.set()
         self._spool.grown.set()
         self._thread.join()
 
     async def caught_up(self, position: Position, timeout_s: float) -> bool:
-        """Wait until everything before `position` is in the database; False if it is not by then."""
+        """Wait until everything before `position` is in the database; False if that is away, or it is not by then."""
         return await asyncio.to_thread(self._wait, position, timeout_s)
 
     def _wait(self, position: Position, timeout_s: float) -> bool:
         with self._moved:
-            return self._moved.wait_for(lambda: self._spool.flushed.position >= position, timeout_s)
+            self._moved.wait_for(lambda: self._away or self._spool.flushed.position >= position, timeout_s)
+            return self._spool.flushed.position >= position
 
     def _run(self) -> None:
         for folder in spool.slots(self._spool.folder.parent):
@@ -76,7 +80,7 @@ class Flusher:
             return self._drain(folder, mark)
         except OSError as error:  # such as no place for the quarantine: what is not marked is read again
             log.error("spool_not_drained", folder=str(folder), reason=str(error))
-            self._stop.wait(_LONGEST_PAUSE_S)
+            self._stop.wait(_DISK_PAUSE_S)
             self._spool.grown.set()
             return False
 
@@ -132,18 +136,26 @@ class Flusher:
         return all(self._one(folder, payload) for payload in payloads)
 
     def _record(self, records: Sequence[Record]) -> bool:
-        pause = 0.05
+        pause = _SHORTEST_PAUSE_S
         while True:
             try:
                 self._ledger.record(records)
             except LedgerUnavailable as error:
-                if pause == 0.05:
+                if pause == _SHORTEST_PAUSE_S:
                     log.warning("database_away", reason=_reason(error))
+                else:
+                    self._say(away=True)  # not at the first failure, which may be no more than a broken connection
                 if self._stop.wait(pause):
                     return False
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
+                self._say(away=False)
                 return True
+
+    def _say(self, *, away: bool) -> None:
+        with self._moved:
+            self._away = away
+            self._moved.notify_all()
 
     def _one(self, folder: Path, payload: bytes) -> bool:
         """Find the one record that the database refuses, and keep it from blocking the others."""

@@ -104,7 +104,12 @@ class Reloader:
             str(self._base),
             stdout=asyncio.subprocess.PIPE,
         )
-        said, _ = await process.communicate()
+        try:
+            said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:  # we are told to stop
+                process.kill()
+                await process.wait()
         if process.returncode != 0:
             raise CheckpointRejected(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
         return read_manifest(version.path, sha256=version.manifest_sha256).probe

@@ -53,11 +53,12 @@ class Spool:
     `max_bytes` bounds what the database has not taken yet; `sync` False trusts the page cache (`durability: write`).
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, sync: bool = True) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int, sync: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Raises BlockingIOError if another process owns the slot `folder`."""
         self.folder = folder
         self._max_bytes = max_bytes
         self._sync = sync
+        self._segment_bytes = segment_bytes
         self._lock = take_slot(folder)
         self._torn = False
         self.flushed = FlushedMark(folder / "flushed")
@@ -121,7 +122,7 @@ class Spool:
         data = b"".join(each.data for each in group)
         error: SpoolFull | None = None
         try:
-            if self._torn or self._end.offset > SEGMENT_BYTES:
+            if self._torn or self._end.offset > self._segment_bytes:
                 self._next_segment()
             _write_whole(self._file, data)
             if self._sync:

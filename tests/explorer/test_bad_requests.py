@@ -157,29 +157,20 @@ _anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=8,
 )
-_names = st.sampled_from(
-    [
-        "model",
-        "messages",
-        "stream",
-        "n",
-        "temperature",
-        "metadata",
-        "store",
-        "logprobs",
-        "tools",
-        "tool_choice",
-        "response_format",
-        "msg_ids",
-        "reward",
-        "task_id",
-        "run_id",
-        "time_threshold",
-        "seed",
-        "top_p",
-        "logit_bias",
-    ]
+_OURS = ("msg_ids", "reward", "task_id", "run_id", "time_threshold")
+_PARAMETERS = (
+    "stream",
+    "n",
+    "store",
+    "logprobs",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "seed",
+    "top_p",
+    "metadata",
 )
+_names = st.sampled_from([*HELLO, *_OURS, *_PARAMETERS, "logit_bias"])
 _bodies = st.dictionaries(_names, _anything, max_size=6) | _anything
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from explorer import flusher as module
 from explorer import spool
 from explorer.flusher import Flusher
 from explorer.spool import Position, Spool
@@ -52,6 +51,13 @@ def own(tmp_path: Path) -> Iterator[Spool]:
     found.close()
 
 
+async def until_caught_up(flusher: Flusher, position: Position) -> None:
+    """The flusher notices only at its next try that the database is back."""
+    async with asyncio.timeout(5):
+        while not await flusher.caught_up(position, 5):  # noqa: ASYNC110 - it is the flusher's thread that moves on
+            await asyncio.sleep(0.02)
+
+
 async def append(own: Spool, *records: Record) -> Position:
     return await own.append([encode(each) for each in records])
 
@@ -73,7 +79,7 @@ async def test_what_was_spooled_while_the_database_was_away_comes_later(own: Spo
             await append(own, each)
         assert not await flusher.caught_up(own.end, 0.2)
         notebook.away = False
-        assert await flusher.caught_up(own.end, 5)
+        await until_caught_up(flusher, own.end)
     assert notebook.records == said
 
 
@@ -134,8 +140,7 @@ async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: 
     assert set_aside == [1]
 
 
-async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.05)
+async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) -> None:
     notebook, said = Notebook(), [exchange(), exchange()]
     notebook.refuses = lambda record: record.msg_id == said[0].msg_id
     blocker = own.folder / "quarantine.seg"
@@ -185,8 +190,8 @@ async def test_an_idle_spool_is_caught_up_at_once(own: Spool) -> None:
         assert not await flusher.caught_up(Position(position.segment, position.offset + 1), 0.05)
 
 
-async def test_the_end_is_reached_across_a_change_of_segment(own: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "SEGMENT_BYTES", 300)
+async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> None:
+    own = Spool(tmp_path / "0", max_bytes=1 << 30, sync=False, segment_bytes=300)
     notebook, said = Notebook(), [exchange() for _ in range(20)]
     with flushing(own, notebook) as (flusher, _):
         for each in said:
@@ -194,6 +199,7 @@ async def test_the_end_is_reached_across_a_change_of_segment(own: Spool, monkeyp
             assert await flusher.caught_up(own.end, 0)
     assert notebook.records == said
     assert len(spool.segments(own.folder)) <= 2
+    own.close()
 
 
 async def test_an_empty_segment_at_the_end_is_reached_with_records_before_it(own: Spool) -> None:
@@ -203,7 +209,7 @@ async def test_an_empty_segment_at_the_end_is_reached_with_records_before_it(own
         await append(own, exchange())
         own._next_segment()
         notebook.away = False
-        assert await flusher.caught_up(own.end, 5)
+        await until_caught_up(flusher, own.end)
 
 
 async def test_many_wait_and_are_all_told(own: Spool) -> None:
@@ -212,9 +218,10 @@ async def test_many_wait_and_are_all_told(own: Spool) -> None:
     with flushing(own, notebook) as (flusher, _):
         end = await append(own, exchange())
         waiting = [asyncio.ensure_future(flusher.caught_up(end, 5)) for _ in range(4)]
-        await asyncio.sleep(0.05)
+        assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
         notebook.away = False
-        assert await asyncio.gather(*waiting) == [True] * 4
+        await until_caught_up(flusher, end)
+        assert await asyncio.gather(*(flusher.caught_up(end, 5) for _ in range(4))) == [True] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
 
 

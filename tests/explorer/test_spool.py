@@ -89,8 +89,8 @@ async def test_bytes_that_changed_on_disk_are_no_record(tmp_path: Path) -> None:
     assert payloads(found.folder) == [b"first"]
 
 
-async def test_segments_rotate_and_are_forgotten(own: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "SEGMENT_BYTES", 100)
+async def test_segments_rotate_and_are_forgotten(tmp_path: Path) -> None:
+    own = Spool(tmp_path / "0", max_bytes=1 << 30, sync=False, segment_bytes=100)
     ends = [await own.append([b"%02d" % number * 20]) for number in range(12)]
     assert len(spool.segments(own.folder)) == 4
     assert payloads(own.folder) == [b"%02d" % number * 20 for number in range(12)]
@@ -99,6 +99,7 @@ async def test_segments_rotate_and_are_forgotten(own: Spool, monkeypatch: pytest
     assert payloads(own.folder, ends[5]) == [b"%02d" % number * 20 for number in range(6, 12)]
     assert len(spool.segments(own.folder)) == 3
     assert own.backlog_bytes() == 6 * 48
+    own.close()
 
 
 async def test_the_bound_is_kept_until_the_database_has_caught_up(tmp_path: Path) -> None:

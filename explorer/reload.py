@@ -43,13 +43,13 @@ class Reloader:
     async def run(self) -> None:
         """Look for a new version every `service_status_check_interval` seconds, for ever."""
         while True:
-            await asyncio.sleep(self._interval_s)
             try:
                 await self.turn()
             except LedgerUnavailable as error:
                 log.warning("database_away", reason=str(error))
             except Exception:
                 log.exception("reload_failed")
+            await asyncio.sleep(self._interval_s)
 
     async def turn(self) -> None:
         """Take up the newest candidate, if there is one; bring engines that missed a turn to the champion."""
@@ -57,7 +57,7 @@ class Reloader:
             champion = await asyncio.to_thread(self._ledger.champion)
             self._metrics.version_served.set(champion.version)
             candidate = await asyncio.to_thread(self._ledger.candidate)
-            if candidate is not None:
+            if candidate is not None and any(engine.state is EngineState.READY for engine in self._fleet.engines):
                 await self._take_up(candidate, champion)
             else:
                 await self._align(champion)

@@ -68,6 +68,7 @@ def listen(settings: Settings) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((explorer.listen_address, explorer.proxy_port))
+        listening.listen()  # else another that starts at this moment could bind it too
     except OSError as error:
         listening.close()
         raise EnvironmentRefused(

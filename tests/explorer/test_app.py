@@ -1,0 +1,168 @@
+"""What only the parts put together by hand, or another database, can show."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from explorer import envelope
+from explorer.app import create_app
+from explorer.chat import Chat
+from explorer.fleet import Engine, EngineState, Fleet
+from explorer.metrics import Metrics
+from explorer.msg_id import Mint
+from explorer.recorder import Recorder
+from explorer.spool import Spool
+from explorer.upstream import open_session
+from explorer.vllm_api import Control
+from shared.database import connect
+from shared.experience import State
+from shared.ledger import Ledger
+from shared.schema import metadata
+from tests.doubles import postgres
+from tests.doubles.engine import CHAT, EngineDouble
+from tests.doubles.serving import serving
+from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
+
+
+@asynccontextmanager
+async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: float = 1.0) -> AsyncIterator[Any]:
+    """The chat route alone, with an engine that counts as one of our own, on the CPU."""
+    spool, metrics = Spool.open(tmp_path / "spool", max_bytes=1 << 20, sync=False), Metrics()
+    async with open_session(url=double.url, socket=None, key=None, timeout_s=5) as session:
+        engine = Engine(0, session, Control(session, model_name="t"))
+        fleet = Fleet([engine], patience_s=patience_s)
+        recorder = Recorder(spool, metrics)
+        chat = Chat(settings_for(tmp_path), fleet, mint=Mint(b"k" * 32), recorder=recorder, metrics=metrics)
+        app = FastAPI()
+        envelope.install(app)
+
+        @app.post(CHAT)
+        async def route(request: Request) -> Response:
+            return await chat.answer(request)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://explorer") as http:
+            yield http, fleet
+    spool.close()
+
+
+async def test_on_the_cpu_a_seed_is_left_out_and_that_is_said(tmp_path: Path, double: EngineDouble) -> None:
+    async with chat_by_hand(tmp_path, double) as (http, fleet):
+        await fleet.set(fleet.engines[0], EngineState.READY)
+        reply = await http.post(CHAT, json=HELLO | {"seed": 5})
+        assert (reply.status_code, reply.headers["x-tuneloop-ignored"]) == (200, "seed")
+        assert "seed" not in double.chats[0].body
+        assert "x-tuneloop-ignored" not in (await http.post(CHAT, json=HELLO)).headers
+
+
+async def test_on_engines_of_others_a_seed_is_passed_on(tmp_path: Path, double: EngineDouble) -> None:
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        reply = await asyncio.to_thread(explorer.chat, seed=5)
+    assert "x-tuneloop-ignored" not in reply.headers
+    assert double.chats[0].body["seed"] == 5
+
+
+async def test_requests_wait_for_an_engine_that_will_be_ready(tmp_path: Path, double: EngineDouble) -> None:
+    async with chat_by_hand(tmp_path, double) as (http, fleet):
+        await fleet.set(fleet.engines[0], EngineState.RELOADING)
+        asking = asyncio.ensure_future(http.post(CHAT, json=HELLO))
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        await fleet.set(fleet.engines[0], EngineState.READY)
+        assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize("state", [EngineState.RELOADING, EngineState.DOWN, EngineState.STARTING])
+async def test_requests_do_not_wait_for_ever(tmp_path: Path, double: EngineDouble, state: EngineState) -> None:
+    async with chat_by_hand(tmp_path, double, patience_s=0.2) as (http, fleet):
+        await fleet.set(fleet.engines[0], state)
+        reply = await http.post(CHAT, json=HELLO)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert reply.headers["retry-after"] == "2"
+
+
+async def test_a_waiting_request_is_told_when_the_last_engine_goes(tmp_path: Path, double: EngineDouble) -> None:
+    async with chat_by_hand(tmp_path, double, patience_s=30) as (http, fleet):
+        await fleet.set(fleet.engines[0], EngineState.RELOADING)
+        asking = asyncio.ensure_future(http.post(CHAT, json=HELLO))
+        await asyncio.sleep(0.05)
+        await fleet.set(fleet.engines[0], EngineState.DOWN)
+        assert (await asyncio.wait_for(asking, 1)).status_code == 503
+
+
+def test_a_stream_longer_than_the_last_deadline_is_kept_as_cut_off(tmp_path: Path, double: EngineDouble) -> None:
+    settings = settings_for(tmp_path, [double.url])
+    engine = connect(f"sqlite:///{tmp_path}/ledger.db")
+    metadata.create_all(engine)
+    ledger = Ledger(engine)
+    ledger.ensure_base(settings.model.model_path)
+    double.piece_pause_s = 0.5
+
+    def ask(url: str) -> None:
+        with (
+            pytest.raises(httpx.TransportError),
+            httpx.stream("POST", url + CHAT, json=HELLO | {"stream": True}) as reply,
+        ):
+            list(reply.iter_raw())
+
+    with serving(create_app(settings, ledger, on_failure=lambda _: None), drain_s=1) as url:
+        eventually(lambda: httpx.get(url + "/health/ready").status_code == 200)
+        asking = threading.Thread(target=ask, args=(url,))
+        asking.start()
+        eventually(lambda: len(double.chats) == 1)
+        time.sleep(1.2)
+    asking.join()
+    eventually(lambda: double.left == 1)
+    assert ledger.counts()[State.DROPPED] == 1
+    ledger.close()
+
+
+@pytest.mark.postgres
+def test_through_a_real_outage_of_postgres_nothing_is_lost(tmp_path: Path, double: EngineDouble) -> None:
+    server = postgres.started()
+    engine = connect(server.url)
+    metadata.create_all(engine)
+    ledger = Ledger(engine)
+    settings = settings_for(tmp_path, [double.url])
+    ledger.ensure_base(settings.model.model_path)
+    with (
+        serving(create_app(settings, ledger, on_failure=lambda _: None)) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+        eventually(lambda: http.get("/health/ready").status_code == 200)
+        said = [http.post(CHAT, json=HELLO).json()["id"] for _ in range(5)]
+        server.stop()
+        said += [http.post(CHAT, json=HELLO).json()["id"] for _ in range(5)]
+        assert http.post("/feedback", json={"msg_ids": said, "reward": 1}).status_code == 200
+        assert http.post("/commit").status_code == 503
+        assert http.get("/health/ready").status_code == 200
+        server.start()
+        eventually(lambda: http.post("/commit").status_code == 200)
+        assert ledger.counts()[State.COMMITTED] == 10
+        assert ledger.imbalance() == []
+    ledger.close()
+    server.close()
+
+
+def test_a_task_that_ends_by_a_bug_is_told_and_ends_the_service(tmp_path: Path, double: EngineDouble) -> None:
+    class Broken(Ledger):
+        def counts(self) -> dict[State, int]:
+            raise KeyError("a bug")
+
+    engine = connect(f"sqlite:///{tmp_path}/ledger.db")
+    metadata.create_all(engine)
+    ledger, failures = Broken(engine), []
+    ledger.ensure_base(tmp_path)
+    with serving(create_app(settings_for(tmp_path, [double.url]), ledger, on_failure=failures.append)) as url:
+        eventually(lambda: bool(failures))
+        assert httpx.get(url + "/health").status_code == 200
+    assert "a bug" in str(failures[0])
+    ledger.close()

@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -22,6 +23,8 @@ import msgspec
 from shared.errors import CheckpointRejected
 
 _MANIFEST = "manifest.json"
+#: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
+_SEALERS = 8
 _VERSION = "global_step_"
 _STAGING = ".staging-"
 _GARBAGE = ".garbage-"
@@ -84,7 +87,8 @@ class CheckpointStore:
 
     def seal(self, staging: Path) -> tuple[File, ...]:
         """Bring every staged file to disk and list them. A link is refused: what it names may change later."""
-        files = tuple(_sealed(path, staging) for path in _leaves(staging))
+        with ThreadPoolExecutor(_SEALERS) as pool:
+            files = tuple(pool.map(lambda path: _sealed(path, staging), _leaves(staging)))
         for folder in (path for path in staging.rglob("*") if path.is_dir()):
             _sync(folder)
         return files

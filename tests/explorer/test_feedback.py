@@ -147,7 +147,8 @@ def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, do
     assert "spool" in ready.json()["reason"]
     assert explorer.http.get("/health/live").status_code == 200
     explorer.ledger.away = False
-    eventually(lambda: explorer.chat().status_code == 200)
+    explorer.until_flushed()
+    assert explorer.chat().status_code == 200
     assert explorer.http.get("/health/ready").json() == {"status": "ready", "reason": None}
 
 

@@ -40,8 +40,10 @@ def flushing(own: Spool, ledger: object) -> Iterator[tuple[Flusher, list[int]]]:
     set_aside: list[int] = []
     flusher = Flusher(own, ledger, quarantined=lambda: set_aside.append(1))  # type: ignore[arg-type]
     flusher.start()
-    yield flusher, set_aside
-    flusher.stop()
+    try:
+        yield flusher, set_aside
+    finally:
+        flusher.stop()
 
 
 @pytest.fixture
@@ -208,6 +210,7 @@ async def test_an_empty_segment_at_the_end_is_reached_with_records_before_it(own
     with flushing(own, notebook) as (flusher, _):
         await append(own, exchange())
         own._next_segment()
+        own.grown.set()
         notebook.away = False
         await until_caught_up(flusher, own.end)
 

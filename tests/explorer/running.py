@@ -147,7 +147,7 @@ class RunningExplorer:
         return int(self.chat().headers["x-tuneloop-version"])
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + within_s
     while not holds():

@@ -55,8 +55,8 @@ def own(tmp_path: Path) -> Iterator[Spool]:
 
 async def until_caught_up(flusher: Flusher, position: Position) -> None:
     """The flusher notices only at its next try that the database is back."""
-    async with asyncio.timeout(5):
-        while not await flusher.caught_up(position, 5):  # noqa: ASYNC110 - it is the flusher's thread that moves on
+    async with asyncio.timeout(60):
+        while not await flusher.caught_up(position, 60):  # noqa: ASYNC110 - it is the flusher's thread that moves on
             await asyncio.sleep(0.02)
 
 
@@ -68,7 +68,7 @@ async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:
     notebook, said = Notebook(), [exchange() for _ in range(2000)]
     with flushing(own, notebook) as (flusher, _):
         await asyncio.gather(*(append(own, each) for each in said))
-        assert await flusher.caught_up(own.end, 5)
+        assert await flusher.caught_up(own.end, 60)
     assert notebook.records == said
     assert own.backlog_bytes() == 0
 
@@ -94,11 +94,11 @@ async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tm
         await asyncio.sleep(0.3)
         started = time.monotonic()
     own.close()
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2
     notebook.away = False
     again = Spool.open(tmp_path, max_bytes=1 << 30, sync=False)
     with flushing(again, notebook) as (flusher, _):
-        assert await flusher.caught_up(again.end, 5)
+        assert await flusher.caught_up(again.end, 60)
     again.close()
     assert notebook.records == said
 
@@ -117,7 +117,7 @@ async def test_a_refused_record_goes_aside_and_the_others_through(own: Spool, er
     notebook.refuses, notebook.error = lambda record: record.msg_id == said[4].msg_id, error
     with flushing(own, notebook) as (flusher, set_aside):
         await append(own, *said)
-        assert await flusher.caught_up(own.end, 5)
+        assert await flusher.caught_up(own.end, 60)
     assert notebook.records == said[:4] + said[5:]
     assert set_aside == [1]
     assert _quarantined(own.folder) == [encode(said[4])]
@@ -127,7 +127,7 @@ async def test_bytes_that_are_no_record_go_aside(own: Spool) -> None:
     notebook, said = Notebook(), exchange()
     with flushing(own, notebook) as (flusher, set_aside):
         await own.append([b"nonsense", encode(said)])
-        assert await flusher.caught_up(own.end, 5)
+        assert await flusher.caught_up(own.end, 60)
     assert (notebook.records, set_aside) == ([said], [1])
 
 
@@ -137,7 +137,7 @@ async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: 
     mangled = exchange(experiences=(experience(logprobs=b"\0\0"),))
     with flushing(own, ledger) as (flusher, set_aside):
         await append(own, said, mangled, feedback(msg_id=said.msg_id))
-        assert await flusher.caught_up(own.end, 5)
+        assert await flusher.caught_up(own.end, 60)
     assert ledger.counts()[State.REWARDED] == 1
     assert set_aside == [1]
 
@@ -151,7 +151,7 @@ async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) ->
         await append(own, *said)
         assert not await flusher.caught_up(own.end, 0.3)
         blocker.rmdir()
-        assert await flusher.caught_up(own.end, 5)
+        assert await flusher.caught_up(own.end, 60)
     assert notebook.records[-1] == said[1]
     assert _quarantined(own.folder) == [encode(said[0])]
 
@@ -164,7 +164,7 @@ async def test_slots_of_dead_processes_are_adopted_before_ours(tmp_path: Path) -
     notebook, said = Notebook(), exchange()
     with flushing(first, notebook) as (flusher, _):
         end = await append(first, said)
-        assert await flusher.caught_up(end, 5)
+        assert await flusher.caught_up(end, 60)
     assert notebook.records == [*left, said]
     with flushing(first, notebook):
         pass
@@ -177,7 +177,7 @@ async def test_slots_of_living_processes_are_left_alone(tmp_path: Path) -> None:
     await append(second, exchange())
     notebook = Notebook()
     with flushing(first, notebook) as (flusher, _):
-        assert await flusher.caught_up(first.end, 5)
+        assert await flusher.caught_up(first.end, 60)
     assert notebook.records == []
     first.close()
     second.close()
@@ -185,9 +185,9 @@ async def test_slots_of_living_processes_are_left_alone(tmp_path: Path) -> None:
 
 async def test_an_idle_spool_is_caught_up_at_once(own: Spool) -> None:
     with flushing(own, Notebook()) as (flusher, _):
-        assert await flusher.caught_up(own.end, 5)
+        assert await flusher.caught_up(own.end, 60)
         position = await append(own, exchange())
-        assert await flusher.caught_up(position, 5)
+        assert await flusher.caught_up(position, 60)
         assert await flusher.caught_up(position, 0)
         assert not await flusher.caught_up(Position(position.segment, position.offset + 1), 0.05)
 
@@ -197,7 +197,7 @@ async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> 
     notebook, said = Notebook(), [exchange() for _ in range(20)]
     with flushing(own, notebook) as (flusher, _):
         for each in said:
-            assert await flusher.caught_up(await append(own, each), 5)
+            assert await flusher.caught_up(await append(own, each), 60)
             assert await flusher.caught_up(own.end, 0)
     assert notebook.records == said
     assert len(spool.segments(own.folder)) <= 2
@@ -220,11 +220,11 @@ async def test_many_wait_and_are_all_told(own: Spool) -> None:
     notebook.away = True
     with flushing(own, notebook) as (flusher, _):
         end = await append(own, exchange())
-        waiting = [asyncio.ensure_future(flusher.caught_up(end, 5)) for _ in range(4)]
+        waiting = [asyncio.ensure_future(flusher.caught_up(end, 60)) for _ in range(4)]
         assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
         notebook.away = False
         await until_caught_up(flusher, end)
-        assert await asyncio.gather(*(flusher.caught_up(end, 5) for _ in range(4))) == [True] * 4
+        assert await asyncio.gather(*(flusher.caught_up(end, 60) for _ in range(4))) == [True] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
 
 

@@ -52,7 +52,7 @@ def guarded(*command: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-m", "explorer.guard", *command], stdin=subprocess.PIPE)
 
 
-@pytest.mark.parametrize(("how", "within_s"), [((), 3.0), (("stubborn",), guard.GRACE_S + 3)])
+@pytest.mark.parametrize(("how", "within_s"), [((), guard.GRACE_S), (("stubborn",), 60.0)])
 def test_a_command_dies_with_its_owner(tmp_path: Path, how: tuple[str, ...], within_s: float) -> None:
     command = [sys.executable, "-c", OWNER, *family(tmp_path / "pids", *how)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
@@ -69,7 +69,7 @@ def test_a_command_dies_when_its_owner_closes_the_pipe_or_ends_the_guard(tmp_pat
         with guarded(*family(place)) as running:
             all_of_them = pids(place)
             end(running)
-            assert running.wait(5) == 128 + signal.SIGTERM
+            assert running.wait(60) == 128 + signal.SIGTERM
         eventually(lambda all_of_them=all_of_them: not any(map(lives, all_of_them)))
 
 
@@ -84,12 +84,12 @@ def test_a_command_dies_when_the_guard_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 1, 3, 77])
 def test_the_exit_code_is_passed_on(code: int) -> None:
     with guarded(sys.executable, "-c", f"raise SystemExit({code})") as running:
-        assert running.wait(10) == code
+        assert running.wait(60) == code
 
 
 def test_a_command_that_dies_of_a_signal_is_told_as_a_shell_does() -> None:
     with guarded(sys.executable, "-c", "import os; os.abort()") as running:
-        assert running.wait(10) == 128 + signal.SIGABRT
+        assert running.wait(60) == 128 + signal.SIGABRT
 
 
 def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
@@ -97,6 +97,6 @@ def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
     script = "import subprocess, sys; open(sys.argv[1], 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
     with guarded(sys.executable, "-c", script, str(place)) as running:
         started = time.monotonic()
-        assert running.wait(10) == 0
+        assert running.wait(60) == 0
     assert not lives(int(place.read_text()))
     assert time.monotonic() - started < guard.GRACE_S

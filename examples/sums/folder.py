@@ -15,8 +15,8 @@ from shared.settings_file import load_settings
 
 BATCH = 64
 MODEL_NAME = "sums"
-MARK = "tuneloop.yaml"
-_OURS = ("model", "logs", "checkpoints", "summary.json", MARK)
+_MARK = ".tuneloop-demo"
+_OURS = ("model", "logs", "checkpoints", "tuneloop.yaml", "summary.json")
 
 
 class FolderRefused(Exception):
@@ -37,7 +37,7 @@ class Folder:
     @property
     def settings(self) -> Path:
         """The settings file."""
-        return self.root / MARK
+        return self.root / "tuneloop.yaml"
 
     @property
     def summary(self) -> Path:
@@ -50,16 +50,16 @@ class Folder:
 
     def start_afresh(self) -> TextIO:
         """Delete what an earlier demo left here, and nothing else. Keep the file returned open: it is the lock."""
+        mark = self.root / _MARK
+        if not mark.exists() and any((self.root / name).exists() for name in _OURS):
+            raise FolderRefused(f"{self.root} holds something that is not this demo's: choose another --dir")
         self.root.mkdir(parents=True, exist_ok=True)
-        lock = (self.root / ".lock").open("w")
+        lock = mark.open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderRefused(
-                f"another demo is running in {self.root}: wait for it, or choose another --dir"
-            ) from None
-        if not self.settings.exists() and any((self.root / name).exists() for name in _OURS):
-            raise FolderRefused(f"{self.root} holds something that is not this demo's: choose another --dir")
+            lock.close()
+            raise FolderRefused(f"another demo is running in {self.root}: wait, or choose another --dir") from None
         for name in _OURS:
             path = self.root / name
             if path.is_dir() and not path.is_symlink():
@@ -99,7 +99,7 @@ def _settings(root: Path, *, seed: int, port: int) -> dict[str, object]:
         },
         "algorithm": {
             "algorithm_type": "ppo",
-            "optimizer": {"lr": 5e-4, "betas": [0.9, 0.99]},
+            "optimizer": {"lr": 2e-4, "betas": [0.9, 0.99]},
             "critic_optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]},
             "mini_batches": 2,
             "kl_coef": 0.0,

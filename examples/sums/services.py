@@ -93,12 +93,16 @@ class Services:
         """The ends of all logs."""
         return "\n".join(f"{service.name}: {service.last_words()}" for service in self._running)
 
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        for service in self._running:
+            service.wait()
+
     def _stop(self) -> None:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave orphans
         try:
             for service in self._running:
                 service.ask_to_stop()
-            for service in self._running:
-                service.wait()
+            self.wait()
         finally:
             signal.signal(signal.SIGINT, before)

@@ -1,0 +1,106 @@
+"""The demo's summary and folder: the keys, the verdict, the settings, and what is never deleted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.sums.folder import BATCH, Folder, FolderRefused
+from examples.sums.summary import Summary
+
+
+def summary(**changes: object) -> Summary:
+    values: dict[str, object] = {
+        "seed": 0,
+        "reward": "judge",
+        "reward_before": 0.3,
+        "reward_after": 0.9,
+        "versions": 60,
+        "steps": 60,
+        "trained": 3840,
+        "requests": 9000,
+        "requests_failed": 0,
+        "last_failure": "",
+        "feedback_to_served_s": 1.5,
+        "seconds": 95.0,
+        "curve": [(0, 0.3, 64)],
+    }
+    return Summary(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_the_json_has_the_promised_keys() -> None:
+    written = json.loads(summary().to_json())
+    promised = {
+        "reward_before",
+        "reward_after",
+        "versions",
+        "requests",
+        "requests_failed",
+        "feedback_to_served_s",
+        "seconds",
+    }
+    assert promised <= written.keys()
+    assert written["curve"] == [[0, 0.3, 64]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, True),
+        ({"reward_after": 0.69}, False),
+        ({"requests_failed": 1}, False),
+        ({"reward": "random", "reward_after": 0.34}, True),
+        ({"reward": "random", "reward_after": 0.1}, True),
+        ({"reward": "random", "reward_after": 0.36}, False),
+        ({"reward": "random", "reward_after": 0.3, "requests_failed": 1}, False),
+    ],
+)
+def test_the_verdict(changes: dict[str, object], verdict: bool) -> None:
+    assert summary(**changes).as_hoped is verdict
+
+
+def test_the_page_says_where_everything_is_and_what_to_try(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "demo")
+    folder.start_afresh().close()
+    settings = folder.write_settings(seed=3)
+    page = summary(feedback_to_served_s=None).page(settings, folder.settings)
+    for said in (
+        str(settings.job_dir),
+        f"tensorboard --logdir {settings.tensorboard_dir}",
+        settings.database_url,
+        f"tuneloop run --config {folder.settings}",
+        f"curl http://127.0.0.1:{settings.explorer.proxy_port}/v1/chat/completions",
+    ):
+        assert said in page
+
+
+def test_the_settings_are_those_of_one_small_machine(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.start_afresh().close()
+    settings = folder.write_settings(seed=3)
+    assert (settings.mode, settings.served_model_name, settings.trainer.seed) == ("both", "sums", 3)
+    assert settings.explorer.listen_address == "127.0.0.1"
+    assert settings.buffer.train_batch_size == BATCH
+    assert settings.job_dir.is_relative_to(tmp_path)
+
+
+def test_a_new_demo_deletes_its_own_leavings_only(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.start_afresh().close()
+    (folder.model / "old").mkdir(parents=True)
+    (tmp_path / "mine.txt").write_text("keep")
+    folder.start_afresh().close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tuneloop-demo", "logs", "mine.txt"]
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for _ in range(2):
+        with pytest.raises(FolderRefused, match="not this demo's"):
+            Folder(tmp_path).start_afresh()
+    assert (tmp_path / "model").exists()
+
+
+def test_two_demos_never_share_a_folder(tmp_path: Path) -> None:
+    with Folder(tmp_path).start_afresh(), pytest.raises(FolderRefused, match="another demo"):
+        Folder(tmp_path).start_afresh()

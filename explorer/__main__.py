@@ -167,9 +167,12 @@ def main(
     configure_logging()
     try:
         serve(on_this_machine(load_settings(config, overrides or ()), gpus_here=gpus()))
-    except StartupError as error:
+    except TuneloopError as error:
         sys.stderr.write(f"{error}\n")
-        os._exit(error.exit_code)
+        os._exit(error.exit_code if isinstance(error, StartupError) else 1)
+    except OSError as error:
+        sys.stderr.write(f"checkpoint_root_dir: {error}; make room, or choose another folder\n")
+        os._exit(EnvironmentRefused.exit_code)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: Callable[[Tune
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.road, tasks = await _open(settings, ledger, stack)
+            app.state.road, tasks = await _open(settings, ledger, stack, on_failure)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(_report(task, on_failure)) for task in tasks]
                 yield
@@ -139,13 +139,13 @@ def _why_not_ready(road: Road) -> str | None:
 
 
 async def _open(
-    settings: Settings, ledger: Ledger, stack: AsyncExitStack
+    settings: Settings, ledger: Ledger, stack: AsyncExitStack, on_failure: Callable[[TuneloopError], None]
 ) -> tuple[Road, list[Coroutine[Any, Any, None]]]:
     """Everything the app consists of, closed by `stack`, and what must run beside the requests."""
     explorer, metrics = settings.explorer, Metrics()
     spool = Spool.open(settings.spool_dir, max_bytes=explorer.spool_max_bytes, sync=explorer.durability == "fsync")
     stack.callback(spool.close)
-    flusher = Flusher(spool, ledger, quarantined=metrics.quarantined.inc)
+    flusher = Flusher(spool, ledger, quarantined=metrics.quarantined.inc, failed=on_failure)
     flusher.start()
     stack.push_async_callback(asyncio.to_thread, flusher.stop)
     watch = Watch(
@@ -187,11 +187,11 @@ async def _open_fleet(
         tolerance = vllm_api.TOLERANCE[rollout.dtype]
         control = vllm_api.Control(session, model_name=settings.served_model_name, tolerance=tolerance)
         engines.append(Engine(number, session, control))
-    fleet = Fleet(engines)
+    fleet, base = Fleet(engines, patience_s=settings.explorer.request_timeout), settings.model.model_path.absolute()
     runs = [
         stay_attached(engine, fleet=fleet, ledger=ledger)
         if socket is None
-        else keep_running(engine, EngineProcess(settings, engine, socket=socket), fleet=fleet, ledger=ledger)
+        else keep_running(engine, EngineProcess(settings, engine, socket=socket), fleet=fleet, ledger=ledger, base=base)
         for engine, (_, socket) in zip(engines, places, strict=True)
     ]
     return fleet, runs

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from shared.errors import RequestRefused
 
@@ -15,10 +16,13 @@ async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, A
     NaN, Infinity, numbers beyond a double, lone surrogates and broken UTF-8 are not JSON.
     """
     data = bytearray()
-    async for block in request.stream():
-        data += block
-        if len(data) > max_bytes:
-            raise RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
+    try:
+        async for block in request.stream():
+            data += block
+            if len(data) > max_bytes:
+                raise RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
+    except ClientDisconnect:
+        raise RequestRefused("the client left", status=499, code="client_left") from None
     if not data and empty_is is not None:
         return empty_is
     try:

@@ -87,6 +87,9 @@ class Chat:
         self._max_body_bytes = settings.explorer.max_body_bytes
         on_cpu = not settings.cluster.gpu_per_node and not settings.explorer.rollout_model.engine_urls
         self._unsafe = vllm_api.BREAKS_CPU_ENGINES if on_cpu else frozenset()
+        # Engines of others may have defaults of their own, and then a reply would not be what we take it for.
+        defaults = vllm_api.NEUTRAL | {"temperature": settings.model.temperature}
+        self._defaults = defaults if settings.explorer.rollout_model.engine_urls else {}
 
     async def answer(self, request: Request) -> Response:
         """The reply to one request, whole or streamed."""
@@ -126,7 +129,7 @@ class Chat:
         msg_id = self._mint.mint(TENANT, choices)
         return Call(
             body=body,
-            upstream=forwarded | vllm_api.CAPTURE,
+            upstream=self._defaults | forwarded | vllm_api.CAPTURE,
             msg_id=msg_id,
             sampling=sampling,
             ignored=ignored,

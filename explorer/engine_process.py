@@ -42,6 +42,8 @@ class EngineProcess:
                 stdout=output,
                 stderr=output,
                 env=vllm_api.environment(self._settings, self._engine.number),
+                # A signal to our whole group must not kill the guard: nobody would end the engine's own children.
+                start_new_session=True,
             )
         log.info("engine_starting", engine=self._engine.number, model=str(model), log=str(self._log))
         try:

@@ -44,7 +44,7 @@ class Engine:
 class Fleet:
     """All engines. Requests wait while none is ready, for at most `patience_s`."""
 
-    def __init__(self, engines: Iterable[Engine], *, patience_s: float = 60.0) -> None:
+    def __init__(self, engines: Iterable[Engine], *, patience_s: float) -> None:
         self.engines = list(engines)
         self._patience_s = patience_s
         self._changed = asyncio.Condition()

@@ -10,7 +10,7 @@ import structlog
 
 from explorer import spool
 from explorer.spool import FlushedMark, Position, Spool
-from shared.errors import LedgerError, LedgerUnavailable
+from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Record, decode
 from shared.ledger import Ledger
 
@@ -32,13 +32,22 @@ _REFUSED = (LedgerError, ValueError, OverflowError)
 class Flusher:
     """One thread that reads the spool behind the writer.
 
-    `quarantined` is called once for each record that the database refuses again and again.
+    `quarantined` is called once for each record that the database refuses again and again, `failed` if the thread
+    cannot go on.
     """
 
-    def __init__(self, own: Spool, ledger: Ledger, *, quarantined: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        own: Spool,
+        ledger: Ledger,
+        *,
+        quarantined: Callable[[], None],
+        failed: Callable[[TuneloopError], None],
+    ) -> None:
         self._spool = own
         self._ledger = ledger
         self._quarantined = quarantined
+        self._failed = failed
         self._stop = threading.Event()
         self._moved = threading.Condition()
         self._away = False
@@ -64,6 +73,13 @@ class Flusher:
             return self._spool.flushed.position >= position
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:
+            log.exception("flusher_failed")
+            self._failed(LedgerError(f"the spool cannot be moved into the database: {error!r}"))
+
+    def _follow(self) -> None:
         for folder in spool.slots(self._spool.folder.parent):
             if folder != self._spool.folder and not self._stop.is_set():
                 self._adopt(folder)
@@ -87,13 +103,14 @@ class Flusher:
     def _adopt(self, folder: Path) -> None:
         """Drain the spool of a process that is no more."""
         try:
-            lock = spool.take_slot(folder)
+            with spool.take_slot(folder):
+                mark = FlushedMark(folder / "flushed")
+                self._drained(folder, mark)
+                mark.close()
         except BlockingIOError:
             return
-        with lock:
-            mark = FlushedMark(folder / "flushed")
-            self._drained(folder, mark)
-            mark.close()
+        except OSError as error:
+            log.error("spool_not_adopted", folder=str(folder), reason=str(error))
 
     def _drain(self, folder: Path, mark: FlushedMark) -> bool:
         """Move what there is; False if we were told to stop while the database was away."""

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from shared.checkpoint import sync_folder
 from shared.config import Settings
 from shared.errors import EnvironmentRefused
 
@@ -87,6 +88,8 @@ def load_key(path: Path) -> bytes:
         pass
     finally:
         fresh.unlink()
+    sync_folder(path.parent)
+    sync_folder(path.parent.parent)
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:
         raise EnvironmentRefused(

@@ -17,13 +17,13 @@ from explorer.fleet import Engine, EngineState, Fleet
 from explorer.metrics import Metrics
 from shared.checkpoint import Probe, read_manifest
 from shared.config import Settings
-from shared.errors import CheckpointRejected, EngineError, LedgerUnavailable
+from shared.errors import CheckpointRejected, CheckpointUnreadable, EngineError, LedgerUnavailable
 from shared.ledger import Ledger, Version
 
 log = structlog.get_logger()
 
-#: How often a version may take an engine down with it before it is rejected.
-_DEATHS = 2
+#: How often a version may take an engine down with it, or be unreadable, before it is rejected.
+_DEATHS, _UNREADABLE = 2, 5
 
 
 class Reloader:
@@ -38,6 +38,7 @@ class Reloader:
         self._ledger = ledger
         self._metrics = metrics
         self._deaths: Counter[int] = Counter()
+        self._unreadable: Counter[int] = Counter()
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
@@ -70,10 +71,16 @@ class Reloader:
 
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
-            probe = await self._verified(candidate)
+            probe = await verified(candidate, self._base)
             for engine in self._fleet.engines:
                 if engine.state is EngineState.READY and engine.version != candidate.version:
                     await self._swap(engine, candidate, probe, back_to=champion)
+        except CheckpointUnreadable as error:
+            log.warning("version_unreadable", version=candidate.version, reason=str(error))
+            self._unreadable[candidate.version] += 1
+            if self._unreadable[candidate.version] >= _UNREADABLE:
+                await self._reject(candidate, str(error))
+            return
         except CheckpointRejected as error:
             await self._reject(candidate, str(error))
             await self._align(champion)
@@ -92,27 +99,6 @@ class Reloader:
         for seconds in await asyncio.to_thread(self._ledger.feedback_to_served, candidate.version):
             self._metrics.feedback_to_served.observe(seconds)
         log.info("version_served", version=candidate.version, step=candidate.step)
-
-    async def _verified(self, version: Version) -> Probe:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "explorer.verifier",
-            str(version.path),
-            version.manifest_sha256 or "",
-            str(version.version),
-            str(self._base),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            said, _ = await process.communicate()
-        finally:
-            if process.returncode is None:  # we are told to stop
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            raise CheckpointRejected(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
-        return read_manifest(version.path, sha256=version.manifest_sha256).probe
 
     async def _swap(self, engine: Engine, version: Version, probe: Probe, *, back_to: Version) -> None:
         await self._fleet.set(engine, EngineState.RELOADING)
@@ -166,3 +152,28 @@ async def load(engine: Engine, version: Version) -> None:
     await control.forget_prefixes()
     engine.version = version.version
     await control.resume()
+
+
+async def verified(version: Version, base: Path) -> Probe:
+    """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "explorer.verifier",
+        str(version.path),
+        version.manifest_sha256 or "",
+        str(version.version),
+        str(base),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # we are told to stop
+            process.kill()
+            await process.wait()
+    if process.returncode == 1:
+        raise CheckpointRejected(said.decode(errors="replace"))
+    if process.returncode != 0:
+        raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
+    return read_manifest(version.path, sha256=version.manifest_sha256).probe

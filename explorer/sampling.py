@@ -33,7 +33,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "continue_final_message": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
+
+
+#: vLLM decodes greedily below the one, and raises what is between them to the other.
+_GREEDY, _LOWEST = 1e-5, 0.01
 
 
 class Sampling(NamedTuple):
@@ -57,11 +62,11 @@ def _temperature(asked: Any, default: float) -> float:
         temperature = math.nan
     if not 0 <= temperature < math.inf:
         raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
-    return temperature
+    return temperature if temperature < _GREEDY else max(temperature, _LOWEST)
 
 
 def _why_off_policy(request: Mapping[str, Any], temperature: float) -> str | None:
-    if temperature < 1e-5:  # vLLM's bound for greedy decoding
+    if temperature < _GREEDY:
         return "sampling:temperature=0"
     for name, neutral in _NEUTRAL.items():
         value = request.get(name)

@@ -4,6 +4,7 @@
     {spool_dir}/{slot}/flushed        how far the database has them: two 16-byte places, written in turn
     {spool_dir}/{slot}/lock           held by the process that owns the slot
     {spool_dir}/{slot}/quarantine.seg what the database refused again and again
+    {spool_dir}/{slot}/00000001.torn  a segment that could not be read to its end
 
 One fsync serves every record that waits at that moment. A process starts a new segment each time, so bytes torn by a
 crash are always the last of their segment, and were never acknowledged.
@@ -186,6 +187,13 @@ def read(folder: Path, start: Position, end: Position | None = None) -> Iterator
                 yield payload, Position(number, offset)
         if offset < limit:
             log.warning("spool_torn_tail", segment=number, offset=offset, bytes=limit - offset)
+            _keep(folder, number)
+
+
+def _keep(folder: Path, number: int) -> None:
+    """Give a segment that cannot be read to its end a second name, under which it stays: its tail may be whole."""
+    with contextlib.suppress(OSError):
+        os.link(_segment_path(folder, number), folder / f"{number:08d}.torn")
 
 
 def forget(folder: Path, before: Position) -> None:
@@ -248,7 +256,8 @@ def _next_payload(file: BinaryIO) -> bytes | None:
         return None
     length, crc = _HEAD.unpack(head)
     payload = file.read(length)
-    return payload if len(payload) == length and zlib.crc32(payload) == crc else None
+    # A record is never empty, but the zeros that a power cut may leave look like empty ones.
+    return payload if length and len(payload) == length and zlib.crc32(payload) == crc else None
 
 
 def _framed(payload: bytes) -> bytes:

@@ -1,13 +1,14 @@
 """Keeps engines serving the champion: starts them, and again when they die; attaches to those of others."""
 
 import asyncio
+from pathlib import Path
 
 import structlog
 
 from explorer.engine_process import EngineProcess
 from explorer.fleet import Engine, EngineState, Fleet
-from explorer.reload import actor_of, load
-from shared.errors import EngineError, EnvironmentRefused, LedgerUnavailable
+from explorer.reload import actor_of, load, verified
+from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from shared.ledger import Ledger, Version
 
 log = structlog.get_logger()
@@ -17,13 +18,16 @@ _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.5
 
 
-async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, ledger: Ledger) -> None:
+async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, ledger: Ledger, base: Path) -> None:
     """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
     pause, was_up = _PAUSE_S, False
     while True:
         try:
             champion = await asyncio.to_thread(ledger.champion)
+            probe = await verified(champion, base) if champion.version else None
             await process.start(actor_of(champion))
+            if probe:
+                await engine.control.prove(probe)
             engine.version, engine.loads = champion.version, engine.loads + 1
             await fleet.set(engine, EngineState.READY)
             log.info("engine_ready", engine=engine.number, version=champion.version)
@@ -32,15 +36,25 @@ async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, 
             log.error("engine_down", engine=engine.number)
         except LedgerUnavailable as error:
             log.warning("database_away", reason=str(error))
-        except EnvironmentRefused as error:
+        except (EnvironmentRefused, CheckpointRejected, EngineError) as error:
             if not was_up:
-                raise
+                raise _refused(error, champion) from error
             log.error("engine_not_restarted", engine=engine.number, reason=str(error))
         finally:
             await fleet.set(engine, EngineState.DOWN)
             await process.stop()
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _refused(error: TuneloopError, champion: Version) -> EnvironmentRefused:
+    """Why the service cannot start."""
+    if isinstance(error, EnvironmentRefused):
+        return error
+    return EnvironmentRefused(
+        f"checkpoint_root_dir: version {champion.version}, which is to be served, cannot be: {error}; restore "
+        f"{champion.path} from a copy"
+    )
 
 
 async def _until_it_ends(engine: Engine, process: EngineProcess, fleet: Fleet) -> None:

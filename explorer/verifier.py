@@ -2,7 +2,7 @@
 
     python -m explorer.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL
 
-Ends with 0, or with 1 and the reason on standard output.
+Ends with 0, or with the reason on standard output: with 1 if it must not be served, with UNREADABLE if that may pass.
 """
 
 import json
@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shared.checkpoint import check_files, read_manifest
-from shared.errors import CheckpointRejected
+from shared.errors import CheckpointRejected, CheckpointUnreadable
 
 _ACTOR = "actor"
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _LONGEST_HEADER = 100_000_000
+
+UNREADABLE = 75
 
 #: Exponent bits of the types that may be served, as unsigned integers: all ones means infinite or not a number.
 _EXPONENTS: Mapping[str, tuple[str, int]] = {
@@ -172,7 +174,7 @@ def main() -> int:
         verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
     except CheckpointRejected as error:
         sys.stdout.write(str(error))
-        return 1
+        return UNREADABLE if isinstance(error, CheckpointUnreadable) else 1
     return 0
 
 

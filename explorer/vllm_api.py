@@ -16,10 +16,13 @@ import orjson
 
 from shared.checkpoint import Probe
 from shared.config import Settings
-from shared.errors import CheckpointRejected, EngineError
+from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 
 #: Asked of every reply, and taken out again where the client did not ask.
 CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
+
+#: Sampling that leaves the policy's distribution alone.
+NEUTRAL: dict[str, object] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 #: How far an engine's log-probabilities may lie from exact ones (mean, nats), by its dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
@@ -79,10 +82,24 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
     }
     if gpus:
         size = rollout.tensor_parallel_size
-        ours["CUDA_VISIBLE_DEVICES"] = ",".join(str(number * size + each) for each in range(size))
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
     else:
         ours |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ours}
+
+
+def _gpus_from(first: int, size: int) -> list[str]:
+    """`size` of the GPUs that we were given: all of this machine, or what CUDA_VISIBLE_DEVICES names."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(first + each) for each in range(size)]
+    named = [each.strip() for each in given.split(",") if each.strip()]
+    if len(named) < first + size:
+        raise EnvironmentRefused(
+            f"cluster.gpu_per_node: the engines need {first + size} GPUs or more, CUDA_VISIBLE_DEVICES names "
+            f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
+        )
+    return named[first : first + size]
 
 
 def installed() -> str | None:

@@ -4,11 +4,11 @@ import asyncio
 from pathlib import Path
 
 import structlog
-from tensorboardX import SummaryWriter
 
 from explorer.metrics import Metrics
+from shared.curves import Curves
 from shared.errors import LedgerError
-from shared.ledger import Ledger
+from shared.ledger import Ledger, VersionReward
 
 log = structlog.get_logger()
 
@@ -19,7 +19,7 @@ class Watch:
     def __init__(self, ledger: Ledger, metrics: Metrics, *, folder: Path, interval_s: float) -> None:
         self._ledger = ledger
         self._metrics = metrics
-        self._curves = SummaryWriter(str(folder))
+        self._curves = Curves(folder)
         self._interval_s = interval_s
         self._written: dict[int, tuple[int, int, float]] = {}
 
@@ -28,7 +28,7 @@ class Watch:
         while True:
             try:
                 await asyncio.to_thread(self.look)
-            except (LedgerError, OSError) as error:  # the database is away, or the disk of the curves full
+            except LedgerError as error:  # the database is away
                 log.warning("not_looked", reason=str(error))
             await asyncio.sleep(self._interval_s)
 
@@ -42,14 +42,16 @@ class Watch:
         self._metrics.ledger_imbalance.set(len(imbalance))
         for served in self._ledger.rewards():
             now = (served.replies, served.rewarded, served.reward_sum)
-            if self._written.get(served.version) != now:
+            if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
                 self._written[served.version] = now
-                self._curves.add_scalar("served/requests", served.replies, served.version)
-                self._curves.add_scalar("served/rewarded", served.rewarded, served.version)
-                if served.rewarded:
-                    self._curves.add_scalar("served/reward_mean", served.reward_sum / served.rewarded, served.version)
-        self._curves.flush()
 
     def close(self) -> None:
         """Close the curves."""
         self._curves.close()
+
+
+def _points(served: VersionReward) -> dict[str, float]:
+    points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
+    if served.rewarded:
+        points["served/reward_mean"] = served.reward_sum / served.rewarded
+    return points

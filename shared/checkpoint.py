@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from shared.errors import CheckpointRejected
+from shared.errors import CheckpointRejected, CheckpointUnreadable
 
 _MANIFEST = "manifest.json"
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
@@ -90,7 +90,7 @@ class CheckpointStore:
         with ThreadPoolExecutor(_SEALERS) as pool:
             files = tuple(pool.map(lambda path: _sealed(path, staging), _leaves(staging)))
         for folder in (path for path in staging.rglob("*") if path.is_dir()):
-            _sync(folder)
+            sync_folder(folder)
         return files
 
     def publish(self, staging: Path, manifest: Manifest) -> tuple[Path, str]:
@@ -103,12 +103,12 @@ class CheckpointStore:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        _sync(staging)
+        sync_folder(staging)
         target = self.path(manifest.version)
         if target.exists():
             self._bin(target)
         staging.rename(target)
-        _sync(self._root)
+        sync_folder(self._root)
         return target, hashlib.sha256(data).hexdigest()
 
     def prune(self, keep: Collection[int]) -> list[int]:
@@ -135,7 +135,7 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     try:
         data = (path / _MANIFEST).read_bytes()
     except OSError as error:
-        raise CheckpointRejected(f"{path.name}: its manifest cannot be read: {error.strerror}") from None
+        raise CheckpointUnreadable(f"{path.name}: its manifest cannot be read: {error.strerror}") from None
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise CheckpointRejected(f"{path.name}: its manifest is not the one that was registered")
     try:
@@ -162,7 +162,7 @@ def check_files(path: Path, manifest: Manifest, *, folder: str | None = None) ->
         try:
             _check(path, file)
         except OSError as error:
-            raise CheckpointRejected(f"{path.name}/{file.path}: {error.strerror}") from None
+            raise CheckpointUnreadable(f"{path.name}/{file.path}: {error.strerror}") from None
     # A loader takes what it finds, so what nobody vouches for must not be there. NFS keeps open files as .nfs*.
     found = {str(leaf.relative_to(path)) for leaf in _leaves(top) if not leaf.name.startswith(".")}
     for extra in sorted(found - {file.path for file in manifest.files} - {_MANIFEST}):
@@ -194,7 +194,7 @@ def _sealed(path: Path, root: Path) -> File:
     name = str(path.relative_to(root))
     if path.is_symlink():
         raise CheckpointRejected(f"{name}: a checkpoint holds files, not links")
-    _sync(path)
+    sync_folder(path)
     return File(path=name, size=path.stat().st_size, sha256=_sha256(path))
 
 
@@ -203,7 +203,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Bring a folder's names to disk (or a file's bytes)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,6 +7,7 @@ and validators pure: nothing is created, asked or connected here.
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -39,6 +40,20 @@ def _one_path_part(value: str) -> str:
 
 
 FolderName = Annotated[str, AfterValidator(_one_path_part)]
+
+
+def _an_address(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        absolute = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:
+        absolute = False
+    if not absolute:
+        raise ValueError("must be an absolute URL, such as http://host:port")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_an_address)]
 
 
 class Section(BaseModel):
@@ -119,7 +134,7 @@ class RolloutModel(Section):
     enforce_eager: bool = False
     single_process: bool = False
     kv_cache_memory_bytes: Positive | None = None
-    engine_urls: tuple[str, ...] = ()
+    engine_urls: tuple[Address, ...] = ()
     engine_key: str | None = None
     engine_args: tuple[str, ...] = ()
     startup_timeout: Seconds = 900.0
@@ -153,7 +168,7 @@ class Trainer(Section):
     seed: NotNegative = 42
     micro_batch_tokens: Positive = 16384
     poll_interval: Seconds = 1.0
-    max_staleness: NotNegative = 8
+    max_staleness: NotNegative | None = None
     total_steps: Positive | None = None
 
 
@@ -210,7 +225,8 @@ class Settings(Section):
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":
         contradictions = [
-            *self._engines_beyond_the_cluster(),
+            *self._engines_beyond_the_machine(),
+            *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
             *self._tools_without_a_parser(),
         ]
@@ -218,15 +234,23 @@ class Settings(Section):
             raise ValueError("\n".join(contradictions))
         return self
 
-    def _engines_beyond_the_cluster(self) -> Iterator[str]:
-        rollout, cluster = self.explorer.rollout_model, self.cluster
-        wanted = rollout.engine_num * rollout.tensor_parallel_size
-        there = cluster.node_num * cluster.gpu_per_node
-        if self.mode != "train" and there and not rollout.engine_urls and wanted > there:
+    def _engines_beyond_the_machine(self) -> Iterator[str]:
+        rollout, there = self.explorer.rollout_model, self.cluster.gpu_per_node
+        if self.mode != "train" and there and self.gpus_of_engines > there:
             yield (
                 f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size}"
-                f" GPUs need {wanted}, the cluster has {there} (mode: {self.mode}). Lower engine_num or"
-                " tensor_parallel_size, or raise cluster.node_num or gpu_per_node"
+                f" GPUs need {self.gpus_of_engines}, this machine has {there} (mode: {self.mode}); engines are started"
+                " on one machine only. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node, or name"
+                " engines elsewhere in engine_urls"
+            )
+
+    def _engines_in_the_trainers_way(self) -> Iterator[str]:
+        share, there = self.explorer.rollout_model.gpu_memory_utilization, self.cluster.gpu_per_node
+        shares = self.mode == "both" and self.trainer.device != "cpu" and 0 < there <= self.gpus_of_engines
+        if shares and share > 0.5:
+            yield (
+                f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that it"
+                f" shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
             )
 
     def _response_beyond_the_model(self) -> Iterator[str]:
@@ -244,6 +268,12 @@ class Settings(Section):
                 "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
                 " hermes"
             )
+
+    @property
+    def gpus_of_engines(self) -> int:
+        """GPUs that engines of our own take."""
+        rollout = self.explorer.rollout_model
+        return 0 if rollout.engine_urls else rollout.engine_num * rollout.tensor_parallel_size
 
     @property
     def job_dir(self) -> Path:

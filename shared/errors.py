@@ -9,6 +9,7 @@ TuneloopError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
+│   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
 ├── EngineError             an engine answered wrongly or not at all
 └── SpoolFull               the local spool has reached its bound
 """
@@ -73,6 +74,10 @@ class LedgerUnavailable(LedgerError):
 
 class CheckpointRejected(TuneloopError):
     """A checkpoint that must not be served; the message is the reason."""
+
+
+class CheckpointUnreadable(CheckpointRejected):
+    """A checkpoint whose files cannot be read at the moment; a shared file system may come back."""
 
 
 class EngineError(TuneloopError):

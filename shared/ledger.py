@@ -21,11 +21,11 @@ from shared.schema import epochs, exchanges, experiences, experiment, feedback, 
 
 __all__ = ["LEASE_S", "Ledger", "Version", "VersionReward"]
 
-#: Seconds that a lease lasts without being extended. Who took it under an older epoch loses it at once.
-LEASE_S = 120.0
+#: Seconds that a lease lasts without being extended, which is longer than any step takes. Who took it under an older
+#: epoch loses it at once.
+LEASE_S = 3600.0
 
-_STALE_IN = (State.RECORDED, State.REWARDED, State.COMMITTED)
-_REWARDABLE = (*_STALE_IN, State.DROPPED)
+_REWARDABLE = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DROPPED)
 
 
 class Ledger(VersionLedger, Reports):
@@ -72,8 +72,9 @@ class Ledger(VersionLedger, Reports):
     ) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many.
 
-        `until` (seconds since 1970) leaves out what was received later.
+        `until` (seconds since 1970) leaves out what was received later. Leases that have run out end here too.
         """
+        now = self._clock()
         wanted = select(exchanges.c.msg_id).where(
             exchanges.c.msg_id == experiences.c.msg_id,
             exchanges.c.tenant == tenant,
@@ -85,8 +86,9 @@ class Ledger(VersionLedger, Reports):
             done = connection.execute(
                 update(experiences)
                 .where(experiences.c.state == State.REWARDED, wanted.exists())
-                .values(state=State.COMMITTED, committed_at=self._clock())
+                .values(state=State.COMMITTED, committed_at=now)
             )
+            connection.execute(_release(experiences.c.lease_until < now))
             return done.rowcount
 
     # The trainer's verbs.
@@ -99,15 +101,16 @@ class Ledger(VersionLedger, Reports):
             connection.execute(_release(experiences.c.lease_epoch < epoch))
             return epoch
 
-    def lease(self, epoch: int, size: int, *, max_staleness: int) -> list[Sample]:
+    def lease(self, epoch: int, size: int, *, max_staleness: int | None) -> list[Sample]:
         """The oldest `size` committed experiences, claimed for `epoch`; none unless there are that many.
 
-        Those sampled more than `max_staleness` versions ago expire first.
+        Committed ones that were sampled more than `max_staleness` versions ago (None: no bound) expire first.
         """
         now = self._clock()
         with self._write() as connection:
             _fence(connection, epoch)
-            connection.execute(_expire(_newest_version(connection), max_staleness))
+            if max_staleness is not None:
+                connection.execute(_expire(_newest_version(connection), max_staleness))
             ids = connection.execute(oldest_committed(size)).scalars().all()
             if len(ids) < size:
                 return []
@@ -222,7 +225,7 @@ def _newest_version(connection: Connection) -> int:
 def _expire(newest: int, max_staleness: int) -> Any:
     return (
         update(experiences)
-        .where(experiences.c.state.in_(_STALE_IN), experiences.c.version_min < newest - max_staleness)
+        .where(experiences.c.state == State.COMMITTED, experiences.c.version_min < newest - max_staleness)
         .values(state=State.EXPIRED, reason=f"sampled more than {max_staleness} versions before {newest}")
     )
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Executable, and_, func, or_, select, update
 
-from shared.errors import LedgerError
+from shared.errors import EnvironmentRefused, LedgerError
 from shared.experience import VersionState
 from shared.ledger_transactions import Transactions, alone, ignoring
 from shared.schema import versions
@@ -31,12 +31,21 @@ class VersionLedger(Transactions):
     """The states of the versions."""
 
     def ensure_base(self, path: Path) -> None:
-        """Register the base model as version 0, served, if no version is registered."""
+        """Register the base model as version 0, served, if no version is registered.
+
+        Raises EnvironmentRefused if the experiment began with another one.
+        """
         now = self._clock()
         base = {"version": 0, "state": VersionState.CHAMPION, "step": 0, "path": str(path)}
         with self._write() as connection:
             connection.execute(
                 ignoring(connection, versions), base | {"consumed": 0, "created_at": now, "served_at": now}
+            )
+            began_with = connection.execute(select(versions.c.path).where(versions.c.version == 0)).scalar()
+        if began_with != str(path):
+            raise EnvironmentRefused(
+                f"model.model_path: this experiment began with {began_with}, and its versions come from that model; "
+                "keep that path, or give the new model an experiment of its own (another name)"
             )
 
     def champion(self) -> Version:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from shared.checkpoint import read_manifest
 from tests.doubles.serving import reset, serving
 
 MODEL = "t"
@@ -70,6 +71,7 @@ class EngineDouble:
     refuses_load_of: set[str] = field(default_factory=set)  # names of checkpoints; their loading is answered with 500
     dies_of: set[str] = field(default_factory=set)
     keeps_old_weights: bool = False
+    answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
 
     chats: list[Heard] = field(default_factory=list)
@@ -145,9 +147,12 @@ class EngineDouble:
     async def _probe(self, body: bytes, send: Any) -> None:
         asked = json.loads(body)
         said = json.loads(recorded("completions_probe.json"))
+        logprobs = logprobs_of(self.weights, asked["prompt"])
+        if self.answers_probes_by_manifest and (self.weights.parent / "manifest.json").exists():
+            logprobs = list(read_manifest(self.weights.parent).probe.logprobs)
         rows = [
             {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}}
-            for token, logprob in zip(asked["prompt"][1:], logprobs_of(self.weights, asked["prompt"]), strict=True)
+            for token, logprob in zip(asked["prompt"][1:], logprobs, strict=True)
         ]
         said["choices"][0]["prompt_logprobs"] = [None, *rows]
         await _say(send, 200, self.answer_to_probe or json.dumps(said).encode())

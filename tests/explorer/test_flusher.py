@@ -38,7 +38,7 @@ class Notebook:
 @contextmanager
 def flushing(own: Spool, ledger: object) -> Iterator[tuple[Flusher, list[int]]]:
     set_aside: list[int] = []
-    flusher = Flusher(own, ledger, quarantined=lambda: set_aside.append(1))  # type: ignore[arg-type]
+    flusher = Flusher(own, ledger, quarantined=lambda: set_aside.append(1), failed=pytest.fail)  # type: ignore[arg-type]
     flusher.start()
     try:
         yield flusher, set_aside

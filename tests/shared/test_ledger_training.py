@@ -119,7 +119,7 @@ def test_what_is_too_old_expires_with_a_reason(ledger: Ledger, engine: Engine) -
     rewarded(ledger, 1, experiences=(old,))
     samples = ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=1)
     assert [sample.version_min for sample in samples] == [2]
-    assert ledger.counts() == only(trained=3, leased=1, expired=3)
+    assert ledger.counts() == only(trained=3, leased=1, expired=1, recorded=1, rewarded=1)
     assert {row.reason for row in rows(engine) if row.state == State.EXPIRED} == {
         "sampled more than 1 versions before 3"
     }
@@ -139,13 +139,30 @@ def test_a_rejected_version_makes_nothing_older(ledger: Ledger) -> None:
     assert len(ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=0)) == 1
 
 
-def test_feedback_for_what_is_expired_changes_nothing(ledger: Ledger, engine: Engine) -> None:
+def test_without_a_bound_nothing_is_too_old(ledger: Ledger) -> None:
+    for _ in range(20):
+        trained(ledger)
+    committed(ledger, 1)
+    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=None)) == 1
+
+
+def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Ledger, engine: Engine) -> None:
     trained(ledger)
-    said = exchange()
-    ledger.record([said])
+    [said] = committed(ledger, 1)
     ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=0)
-    ledger.record([feedback(msg_id=said.msg_id)])
-    assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", None)]
+    ledger.record([feedback(msg_id=said.msg_id, reward=0.25)])
+    assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", 0.25)]
+
+
+def test_a_lease_that_has_run_out_ends_with_the_next_commit(engine: Engine) -> None:
+    now = [1000.0]
+    ledger = Ledger(engine, clock=lambda: now[0])
+    leased(ledger, 2)
+    ledger.commit("acme")
+    assert ledger.counts() == only(leased=2)
+    now[0] += LEASE_S + 1
+    ledger.commit("acme")
+    assert ledger.counts() == only(committed=2)
 
 
 def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:

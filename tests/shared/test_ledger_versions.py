@@ -25,9 +25,16 @@ def test_the_base_model_is_version_0_and_served(ledger: Ledger) -> None:
 def test_the_base_model_is_registered_once(ledger: Ledger) -> None:
     ledger.ensure_base(Path("/models/base"))
     ledger.promote(trained(ledger))
-    ledger.ensure_base(Path("/models/other"))
+    ledger.ensure_base(Path("/models/base"))
     assert [version.path for version in ledger.versions()] == [Path("/models/base"), published(1)[0]]
     assert ledger.champion().version == 1
+
+
+def test_another_base_model_is_refused(ledger: Ledger) -> None:
+    ledger.ensure_base(Path("/models/base"))
+    with pytest.raises(EnvironmentRefused, match=r"^model\.model_path: this experiment began with /models/base"):
+        ledger.ensure_base(Path("/models/other"))
+    assert ledger.champion().path == Path("/models/base")
 
 
 def test_before_any_version_there_is_none(ledger: Ledger) -> None:

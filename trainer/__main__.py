@@ -5,13 +5,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event
 
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from shared.machine import gpus, on_this_machine
 from shared.settings_file import load_settings
 from shared.telemetry import configure_logging
+from trainer.stop import SignalStop, Stop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
     given = parser.parse_args(arguments)
-    stop = Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = SignalStop(signal.SIGTERM, signal.SIGINT)
     configure_logging()
     try:
         _train(on_this_machine(load_settings(given.config, given.set), gpus_here=gpus()), stop)
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _train(settings: Settings, stop: Event) -> None:
+def _train(settings: Settings, stop: Stop) -> None:
     try:
         # Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra.
         from trainer.loop import run
@@ -42,8 +40,15 @@ def _train(settings: Settings, stop: Event) -> None:
         if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
             raise
         raise EnvironmentRefused(f"the trainer needs {error.name}: pip install 'tuneloop[trainer]'") from None
-    if not stop.is_set():
+    if stop.is_set():
+        return
+    try:
         run(settings, stop)
+    except OSError as error:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: the disk refuses the trainer: {error}; it needs room and the right to write in "
+            f"{settings.job_dir}. Make both so and start it again: nothing is lost"
+        ) from error
 
 
 if __name__ == "__main__":

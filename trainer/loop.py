@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Event
 
 import structlog
 import torch
@@ -19,20 +18,21 @@ from transformers.utils.logging import disable_progress_bar
 from shared import database
 from shared.checkpoint import CheckpointStore, check_files, read_manifest
 from shared.config import Settings
-from shared.errors import EnvironmentRefused, LedgerUnavailable
+from shared.curves import Curves
+from shared.errors import CheckpointRejected, EnvironmentRefused, LedgerUnavailable
 from shared.experience import Sample
 from shared.ledger import Ledger, Version
 from trainer import metrics, snapshot
 from trainer.batch import untrainable
-from trainer.curves import Curves
 from trainer.learner import Learner, NotFinite
 from trainer.model import device_of, require_folders
 from trainer.publication import Publication, prune
+from trainer.stop import Stop
 
 _log = structlog.get_logger()
 
 
-def run(settings: Settings, stop: Event) -> None:
+def run(settings: Settings, stop: Stop) -> None:
     """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over."""
     device_of(settings)
     require_folders(settings)
@@ -54,7 +54,7 @@ class TrainingLoop:
     `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, stop: Event) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop) -> None:
         self._settings, self._ledger, self._stop = settings, ledger, stop
         self._store = CheckpointStore(settings.job_dir)
         self._held: list[Sample] = []
@@ -112,7 +112,7 @@ class TrainingLoop:
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
         if newest.version:
-            check_files(newest.path, read_manifest(newest.path, sha256=newest.manifest_sha256))
+            _require_whole(newest)
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
         snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
@@ -200,3 +200,14 @@ class TrainingLoop:
         for sentence in self._ledger.imbalance():
             _log.error("ledger_out_of_balance", reason=sentence, version=self._version)
         self._waiting_since = time.perf_counter()
+
+
+def _require_whole(version: Version) -> None:
+    try:
+        check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))
+    except CheckpointRejected as error:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: the newest version is damaged, {version.path.parent}/{error}; restore that folder, "
+            f"or mark version {version.version} as rejected in the database's table versions (and the one before it as "
+            "champion, if this one was), and start again"
+        ) from error

@@ -9,7 +9,7 @@ import pytest
 
 from shared import database
 from shared.checkpoint import check_files, read_manifest
-from shared.errors import CheckpointRejected, EnvironmentRefused, LedgerUnavailable, StaleEpoch
+from shared.errors import EnvironmentRefused, LedgerUnavailable, StaleEpoch
 from shared.experience import State
 from shared.ledger import Ledger
 from tests.trainer.factories import commit, points, sample
@@ -253,7 +253,10 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(CheckpointRejected, match=r"critic\.safetensors: its sha256"):
+    refusal = (
+        rf"^checkpoint_root_dir: .*{ledger.newest().path}/trainer_state/critic\.safetensors: its sha256 .* restore"
+    )
+    with pytest.raises(EnvironmentRefused, match=refusal):
         run(settings(trainer={"total_steps": 2}), Event())
 
 

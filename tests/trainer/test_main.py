@@ -60,6 +60,15 @@ def test_what_it_cannot_start_with_is_one_sentence_and_an_exit_code(start, tmp_p
     assert said.count("\n") == 1
 
 
+def test_what_the_disk_refuses_is_one_sentence_and_an_exit_code(start, tmp_path):
+    process = start(model={"model_path": tmp_path / ("long" * 100)})
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert said.startswith("trainer: checkpoint_root_dir: ")
+    assert str(tmp_path / "tuneloop" / "default") in said
+    assert said.count("\n") == 1
+
+
 def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
     process = start()
     _read_until(process, "trainer_ready")

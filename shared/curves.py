@@ -1,0 +1,119 @@
+"""Curves for TensorBoard, written at once and by the caller: a disk that is full costs points, never the service.
+
+TensorBoard's own writers are threads behind a bounded queue, which blocks for ever once its thread has met a full disk;
+and they load torch. A file of scalars is little: TFRecords, each an `Event` in protobuf.
+"""
+
+import errno
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger()
+
+
+def _crc32c_of(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRC32C = tuple(_crc32c_of(byte) for byte in range(256))
+
+
+class Curves:
+    """One TensorBoard run: a file of its own in `folder`, made anew if it goes away.
+
+    With `after`, points of earlier runs in this folder that come after that step are purged, not drawn twice.
+    """
+
+    def __init__(self, folder: Path, *, after: int | None = None) -> None:
+        # Without the nanoseconds, two runs begun in the same second would write into the same file.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
+        self._path = folder / name
+        self._head = _record(_text(3, b"brain.Event:2"))
+        if after is not None:
+            self._head += _record(_number(2, after + 1) + _text(7, _number(1, 1)))  # SessionLog.START
+        self._size = 0  # of what is whole in the file
+        self._failing = self._closed = False
+        self._append(b"")
+
+    def add(self, step: int, values: Mapping[str, float]) -> bool:
+        """Write the values as points at `step`; whether they were. Never raises: a warning tells the first failure."""
+        return self._append(b"".join(_point(step, name, value) for name, value in values.items()))
+
+    def close(self) -> None:
+        """No more points: later ones are dropped."""
+        self._closed = True
+
+    def _append(self, records: bytes) -> bool:
+        if self._closed:
+            return False
+        try:
+            self._write(records)
+        except OSError as error:
+            if not self._failing:
+                log.warning("curves_not_written", folder=str(self._path.parent), reason=str(error))
+            self._failing = True
+            return False
+        self._failing = False
+        return True
+
+    def _write(self, records: bytes) -> None:
+        """The file is opened for each write, so that none is held, and a folder that was deleted comes back."""
+        if self._size and not self._path.exists():
+            self._size = 0
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("r+b" if self._size else "wb", buffering=0) as file:
+            file.truncate(self._size)  # Half a record of a write that failed; no reader gets past one.
+            file.seek(self._size)
+            data = records if self._size else self._head + records
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += len(data)
+
+
+def _point(step: int, name: str, value: float) -> bytes:
+    try:
+        number = struct.pack("<f", value)
+    except OverflowError:
+        number = struct.pack("<f", math.copysign(math.inf, value))
+    point = _text(1, name.encode()) + b"\x15" + number  # Summary.Value: tag, simple_value
+    return _record(_number(2, step) + _text(5, _text(1, point)))
+
+
+def _record(event: bytes) -> bytes:
+    """A TFRecord of the event, at the present time."""
+    event = b"\x09" + struct.pack("<d", time.time()) + event
+    length = struct.pack("<Q", len(event))
+    return length + _checksum(length) + event + _checksum(event)
+
+
+def _checksum(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC32C[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+# The two kinds of protobuf fields that are needed.
+
+
+def _number(field: int, value: int) -> bytes:
+    return bytes([field << 3]) + _varint(value)
+
+
+def _text(field: int, value: bytes) -> bytes:
+    return bytes([field << 3 | 2]) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 0x7F, value >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])

@@ -1,0 +1,60 @@
+"""Being told to stop, also a thousand times and at the worst moment."""
+
+import subprocess
+import sys
+
+WAITING = """
+import os, signal, sys, time
+from trainer.stop import SignalStop
+
+stop = SignalStop(signal.SIGTERM, signal.SIGINT)
+assert not stop.is_set() and not stop.wait(0.01)
+"""
+TOLD = (
+    WAITING
+    + """
+print("waiting", flush=True)
+began = time.monotonic()
+assert stop.wait(60) and stop.is_set() and stop.wait(60)
+print(time.monotonic() - began < 30)
+"""
+)
+FLOODED = (
+    WAITING
+    + """
+import threading
+main, done = threading.get_ident(), False
+def flood():
+    while not done:
+        signal.pthread_kill(main, signal.SIGTERM)
+thread = threading.Thread(target=flood)
+thread.start()
+for _ in range(20_000):
+    stop.wait(0.0001)
+    stop.is_set()
+done = True
+thread.join()
+print(stop.is_set())
+"""
+)
+
+
+def _waiting_then(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", WAITING + code], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_signal_ends_the_wait() -> None:
+    with _waiting_then(TOLD) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.terminate()
+        assert process.communicate(timeout=30)[0] == "True\n"
+    assert process.returncode == 0
+
+
+def test_a_flood_of_signals_does_not_lock_it_up() -> None:
+    with _waiting_then(FLOODED) as process:
+        try:
+            assert process.communicate(timeout=60)[0] == "True\n"
+        finally:
+            process.kill()

@@ -1,0 +1,47 @@
+"""How the trainer is told to stop: by a signal, without a lock.
+
+`threading.Event.set` takes a lock that the main thread may hold inside `wait` when the handler interrupts it there: it
+would wait for itself. Here the handler sets a flag, and the interpreter itself writes a byte that ends the wait.
+"""
+
+import select
+import signal
+import socket
+from typing import Protocol
+
+
+class Stop(Protocol):
+    """What a training loop asks now and then; `threading.Event` is one too."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep for so many seconds, or until told to stop; whether to stop."""
+
+
+class SignalStop:
+    """Set by the first of the signals `numbers`, for good. To be made in the main thread, once a process."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._set = False
+        self._woken, self._waking = socket.socketpair()
+        for end in (self._woken, self._waking):
+            end.setblocking(False)
+        # Written to before the handler runs, so that a signal just before the wait is not slept through.
+        signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
+        for number in numbers:
+            signal.signal(number, self._on_signal)
+
+    def is_set(self) -> bool:
+        """Whether a signal came."""
+        return self._set
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep for so many seconds, or until a signal comes; whether one did."""
+        if not self._set:
+            select.select([self._woken], [], [], timeout)
+        return self._set
+
+    def _on_signal(self, *_: object) -> None:
+        self._set = True

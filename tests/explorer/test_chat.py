@@ -119,7 +119,8 @@ def test_the_engine_is_asked_for_what_we_keep_and_told_nothing_of_the_client(
     asked = HELLO | {"metadata": metadata, "store": True, "user": "me"}
     reply = explorer.http.post(CHAT, json=asked, headers=headers)
     (heard,) = double.chats
-    assert heard.body == HELLO | {"user": "me", "logprobs": True, "return_token_ids": True}
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert heard.body == neutral | HELLO | {"user": "me", "logprobs": True, "return_token_ids": True}
     assert "authorization" not in heard.headers
     assert "x-other" not in heard.headers
     assert heard.headers["x-request-id"] == reply.json()["id"].removeprefix("chatcmpl-")
@@ -256,11 +257,11 @@ def test_a_whole_reply_that_breaks_is_502(explorer: RunningExplorer, double: Eng
 
 
 def test_an_engine_that_hangs_is_504(running_explorer: Run, double: EngineDouble) -> None:
-    explorer = running_explorer(double, request_timeout=0.3)
+    explorer = running_explorer(double, request_timeout=2)
     double.hangs = True
     refused(explorer.chat(), 504, "engine_timeout")
     refused(explorer.chat(stream=True), 504, "engine_timeout")
-    double.hangs, double.piece_pause_s = False, 0.2
+    double.hangs, double.piece_pause_s = False, 0.7
     assert '"code":"engine_error"' in explorer.chat(stream=True).text
     assert explorer.exchanges()[0].experiences[0].drop_reason == "cut_off"
 

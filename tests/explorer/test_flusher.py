@@ -10,7 +10,7 @@ import pytest
 from explorer import spool
 from explorer.flusher import Flusher
 from explorer.spool import Position, Spool
-from shared.errors import LedgerError, LedgerUnavailable
+from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Record, State, encode
 from shared.ledger import Ledger
 from tests.factories import exchange, experience, feedback
@@ -62,6 +62,25 @@ async def until_caught_up(flusher: Flusher, position: Position) -> None:
 
 async def append(own: Spool, *records: Record) -> Position:
     return await own.append([encode(each) for each in records])
+
+
+class Broken:
+    """A ledger with a bug."""
+
+    def record(self, _records: Sequence[Record]) -> None:
+        raise RuntimeError("a bug")
+
+
+async def test_a_flusher_that_cannot_go_on_says_so(own: Spool) -> None:
+    failures: list[TuneloopError] = []
+    flusher = Flusher(own, Broken(), quarantined=pytest.fail, failed=failures.append)  # type: ignore[arg-type]
+    flusher.start()
+    await append(own, exchange())
+    async with asyncio.timeout(60):
+        while not failures:  # noqa: ASYNC110 - another thread fills it
+            await asyncio.sleep(0.01)
+    flusher.stop()
+    assert "a bug" in str(failures[0])
 
 
 async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:

@@ -171,6 +171,24 @@ def test_a_folder_that_was_pruned_is_rejected(running_explorer: Run, double: Eng
     assert double.posts == []
 
 
+def test_a_folder_that_is_out_of_sight_for_a_while_is_taken_up_when_it_is_back(
+    running_explorer: Run, double: EngineDouble
+) -> None:
+    explorer = running_explorer(double, service_status_check_interval=0.5)
+    hidden = explorer.settings.job_dir / "hidden"
+
+    def out_of_sight(number: int) -> tuple[Path, str]:
+        path, sha256 = publish(_store(explorer), number)
+        path.rename(hidden)
+        return path, sha256
+
+    explorer.ledger.register(explorer.ledger.take_epoch("trainer"), [], step=1, publish=out_of_sight)
+    time.sleep(1.2)
+    assert version(explorer, 1).state is VersionState.CANDIDATE
+    hidden.rename(version(explorer, 1).path)
+    until(explorer, 1, VersionState.CHAMPION)
+
+
 def test_an_engine_that_refuses_to_load_gets_its_old_weights_back(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:

@@ -41,11 +41,11 @@ def own(tmp_path: Path) -> Iterator[Spool]:
 
 async def test_what_was_appended_is_read_in_order(own: Spool) -> None:
     await own.append([b"a", b"b"])
-    end = await own.append([b""])
-    assert payloads(own.folder) == [b"a", b"b", b""]
+    end = await own.append([b"c"])
+    assert payloads(own.folder) == [b"a", b"b", b"c"]
     assert end == own.end
     positions = [position for _, position in spool.read(own.folder, START)]
-    assert payloads(own.folder, positions[0]) == [b"b", b""]
+    assert payloads(own.folder, positions[0]) == [b"b", b"c"]
     assert payloads(own.folder, end) == []
 
 
@@ -63,6 +63,28 @@ async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Pa
         found.close()
     assert spool.segments(found.folder) == [1, 2, 3]
     assert payloads(found.folder) == [b"0", b"1", b"2"]
+
+
+async def test_zeros_at_the_end_are_no_records(tmp_path: Path) -> None:
+    found = opened(tmp_path)
+    await found.append([b"whole"])
+    found.close()
+    with (tmp_path / "0" / "00000001.seg").open("ab") as file:
+        file.write(bytes(4096))
+    assert payloads(tmp_path / "0") == [b"whole"]
+
+
+async def test_a_damaged_segment_is_not_forgotten_for_good(tmp_path: Path) -> None:
+    found = opened(tmp_path)
+    await found.append([b"whole", b"damaged", b"behind it"])
+    found.close()
+    path = tmp_path / "0" / "00000001.seg"
+    data = path.read_bytes().replace(b"damaged", b"dAmaged")
+    path.write_bytes(data)
+    assert payloads(tmp_path / "0") == [b"whole"]
+    spool.forget(tmp_path / "0", Position(2, 0))
+    assert spool.segments(tmp_path / "0") == []
+    assert (tmp_path / "0" / "00000001.torn").read_bytes() == data
 
 
 @pytest.mark.parametrize("lost", range(1, 12))

@@ -83,6 +83,7 @@ class Service:
                 [*_COMMANDS.get(what, (sys.executable, "-m", what)), "--config", str(config)],
                 stdout=output,
                 stderr=output,
+                start_new_session=True,
             )
 
     def wait_until_ready(self) -> None:
@@ -104,7 +105,8 @@ class Service:
         return self.process.wait(60)
 
     def kill(self) -> None:
-        self.process.kill()
+        """SIGKILL to the whole process group, as a terminal or a shell would."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

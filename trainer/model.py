@@ -142,7 +142,12 @@ def device_of(settings: Settings) -> torch.device:
         raise EnvironmentRefused(
             f"{cause}: torch {torch.__version__} sees no GPU; set trainer.device to cpu to train without"
         )
-    return torch.device("cuda")
+    return torch.device(f"cuda:{gpu_of(settings, gpus_here=torch.cuda.device_count())}")
+
+
+def gpu_of(settings: Settings, *, gpus_here: int) -> int:
+    """The number of the trainer's GPU: the first that no engine of ours takes, else the last."""
+    return min(settings.gpus_of_engines if settings.mode == "both" else 0, gpus_here - 1)
 
 
 def require_folders(settings: Settings) -> None:

@@ -249,8 +249,8 @@ class Settings(Section):
         shares = self.mode == "both" and self.trainer.device != "cpu" and 0 < there <= self.gpus_of_engines
         if shares and share > 0.5:
             yield (
-                f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that it"
-                f" shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
+                f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that"
+                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
             )
 
     def _response_beyond_the_model(self) -> Iterator[str]:

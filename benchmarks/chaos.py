@@ -1,6 +1,6 @@
 """SIGKILL of explorer and trainer at random moments under load; prints what was lost, which must be nothing.
 
-    .venv/bin/python -m benchmarks.chaos --kills 200 [--seed 0] [--database postgresql://…]
+.venv/bin/python -m benchmarks.chaos --kills 200 [--seed 0] [--database postgresql://…]
 """
 
 import argparse

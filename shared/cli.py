@@ -114,7 +114,7 @@ def understood(settings: Settings) -> list[tuple[str, str]]:
 
 def _understood_of_the_explorer(settings: Settings) -> list[tuple[str, str]]:
     explorer, rollout, cluster = settings.explorer, settings.explorer.rollout_model, settings.cluster
-    engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.node_num * cluster.gpu_per_node}"
+    engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.gpu_per_node}"
     if cluster.gpu_per_node == 0:
         engines = f"{rollout.engine_num}, on the CPU"
     if rollout.engine_urls:

@@ -22,6 +22,7 @@ STEPS = 60
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when the model learnt what it should, and no request failed."""
     options = _options(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     started = time.monotonic()
     console = Console()

@@ -184,8 +184,8 @@ def chart(curve: Sequence[Point]) -> Text:
 
 def binned(curve: Sequence[Point], most: int) -> list[float]:
     """The rewards of the curve in at most `most` bins of neighbouring versions, weighted by replies."""
-    size = -(-len(curve) // most) or 1
-    bins = [curve[start : start + size] for start in range(0, len(curve), size)]
+    count = min(len(curve), most)
+    bins = [curve[bar * len(curve) // count : (bar + 1) * len(curve) // count] for bar in range(count)]
     return [
         sum(point.reward * point.replies for point in each) / max(1, sum(point.replies for point in each))
         for each in bins

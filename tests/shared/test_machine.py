@@ -6,12 +6,12 @@ from shared.machine import on_this_machine
 
 def settings(**but: Any) -> Settings:
     rollout = {"engine_num": 2, "tensor_parallel_size": 2, **but.pop("rollout", {})}
-    values = {"model": {"model_path": "m"}, "cluster": {"gpu_per_node": 4}, "explorer": {"rollout_model": rollout}}
+    values = {"model": {"model_path": "m"}, "cluster": {"gpu_per_node": 5}, "explorer": {"rollout_model": rollout}}
     return Settings.model_validate(values | but)
 
 
 def test_where_there_are_gpus_the_settings_stay_as_they_are() -> None:
-    assert on_this_machine(settings(), gpus_here=4) == settings()
+    assert on_this_machine(settings(), gpus_here=5) == settings()
 
 
 def test_without_a_gpu_everything_runs_on_the_cpu_and_engines_are_one_process_each() -> None:

@@ -178,9 +178,44 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
     engines = "explorer:\n  rollout_model: {engine_num: 3, tensor_parallel_size: 2}\n"
     text = MODEL + "mode: serve\ncluster: {gpu_per_node: 4}\n" + engines
     assert mistakes(tmp_path, text) == [
-        "x.yaml:5:19: explorer.rollout_model.engine_num: 3 engines of 2 GPUs need 6, the cluster has 4 (mode: serve). "
-        "Lower engine_num or tensor_parallel_size, or raise cluster.node_num or gpu_per_node"
+        "x.yaml:5:19: explorer.rollout_model.engine_num: 3 engines of 2 GPUs need 6, this machine has 4 (mode: serve); "
+        "engines are started on one machine only. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node,"
+        " or name engines elsewhere in engine_urls"
     ]
+
+
+def test_more_machines_do_not_make_room_for_engines(tmp_path):
+    text = MODEL + "mode: serve\ncluster: {node_num: 2, gpu_per_node: 1}\nexplorer: {rollout_model: {engine_num: 2}}\n"
+    (found,) = mistakes(tmp_path, text)
+    assert "2 engines of 1 GPUs need 2, this machine has 1" in found
+
+
+def test_an_engine_must_leave_room_for_a_trainer_on_the_same_gpu(tmp_path):
+    text = MODEL + "cluster: {gpu_per_node: 1}\n"
+    (found,) = mistakes(tmp_path, text)
+    assert "explorer.rollout_model.gpu_memory_utilization: 0.9 leaves the trainer too little" in found
+    assert "Write 0.4" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cluster: {gpu_per_node: 1}\nexplorer: {rollout_model: {gpu_memory_utilization: 0.4}}\n",
+        "cluster: {gpu_per_node: 1}\nexplorer: {rollout_model: {engine_urls: ['http://gpu-box:8000']}}\n",
+        "cluster: {gpu_per_node: 1}\ntrainer: {device: cpu}\n",
+        "cluster: {gpu_per_node: 2}\n",
+        "cluster: {gpu_per_node: 1}\nmode: serve\n",
+        "cluster: {gpu_per_node: 0}\n",
+    ],
+)
+def test_an_engine_may_take_most_of_a_gpu_that_no_trainer_shares(tmp_path, text):
+    assert mistakes(tmp_path, MODEL + text) == []
+
+
+@pytest.mark.parametrize("url", ["gpu-box:8000", "localhost", "ftp://gpu-box", "http://", "http://gpu-box:port", "''"])
+def test_an_engine_elsewhere_is_named_by_an_absolute_url(tmp_path, url):
+    (found,) = mistakes(tmp_path, MODEL + f"explorer: {{rollout_model: {{engine_urls: [{url!r}]}}}}\n")
+    assert "explorer.rollout_model.engine_urls[0]: must be an absolute URL, such as http://host:port, not " in found
 
 
 def test_tool_choice_needs_a_parser(tmp_path):
@@ -199,8 +234,8 @@ def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
 
 
 def test_a_contradiction_that_rests_on_a_mistake_is_not_told(tmp_path):
-    text = MODEL + "cluster: {node_num: two, gpu_per_node: 1}\nexplorer: {rollout_model: {engine_num: 2}}\n"
-    assert [each.split(": ")[1] for each in mistakes(tmp_path, text)] == ["cluster.node_num"]
+    text = MODEL + "cluster: {gpu_per_node: one}\nexplorer: {rollout_model: {engine_num: 2}}\n"
+    assert [each.split(": ")[1] for each in mistakes(tmp_path, text)] == ["cluster.gpu_per_node"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Which GPUs an engine gets."""
+
+import pytest
+
+from explorer.vllm_api import environment
+from shared.config import Settings
+from shared.errors import EnvironmentRefused
+
+SETTINGS = Settings.model_validate(
+    {
+        "mode": "serve",
+        "model": {"model_path": "m"},
+        "cluster": {"gpu_per_node": 4},
+        "explorer": {"rollout_model": {"engine_num": 2, "tensor_parallel_size": 2}},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "second"),
+    [(None, "0,1", "2,3"), ("4,5,6,7", "4,5", "6,7"), ("GPU-a, GPU-b,GPU-c,GPU-d,GPU-e", "GPU-a,GPU-b", "GPU-c,GPU-d")],
+)
+def test_engines_share_out_the_gpus_that_were_given(monkeypatch, given, first, second):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert [environment(SETTINGS, each)["CUDA_VISIBLE_DEVICES"] for each in (0, 1)] == [first, second]
+
+
+@pytest.mark.parametrize("given", ["", "0,1,2"])
+def test_too_few_gpus_are_refused(monkeypatch, given):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    with pytest.raises(EnvironmentRefused, match=r"cluster\.gpu_per_node: the engines need 4 GPUs"):
+        environment(SETTINGS, 1)

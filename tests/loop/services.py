@@ -1,5 +1,6 @@
 """The two services as they run in production: processes, a settings file, a port."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -23,6 +24,8 @@ from shared.settings_file import load_settings
 from tests.loop.oracle import Oracle
 
 READY_S = 240
+
+_PR_SET_PDEATHSIG = 1
 
 _COMMANDS = {"both": (str(Path(sys.executable).with_name("tuneloop")), "run")}
 
@@ -60,6 +63,8 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
                 "kv_cache_memory_bytes": 64 << 20,
                 "enable_auto_tool_choice": True,
                 "tool_call_parser": "hermes",
+                # One process less to start: the engine's core is its own worker.
+                "engine_args": ["--distributed-executor-backend", "uni"],
             },
         },
         "buffer": {"train_batch_size": 16},
@@ -68,6 +73,10 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
     path = folder / "tuneloop.yaml"
     path.write_text(yaml.safe_dump(values | but))
     return path
+
+
+def _stop_with_the_tests() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Service:
@@ -84,6 +93,7 @@ class Service:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=_stop_with_the_tests,
             )
 
     def wait_until_ready(self) -> None:

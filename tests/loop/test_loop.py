@@ -43,13 +43,13 @@ def test_one_command_runs_the_whole_loop_and_the_reward_rises(model: Path, tmp_p
     try:
         both.wait_until_ready()
         agent = Agent(both.url, both.settings.served_model_name)
-        agent.work(1600)
+        agent.work(960)
         ledger = ledger_of(both.settings)
         wait_until_idle(ledger, 16)
         wait_for(lambda: ledger.candidate() is None, timeout_s=30)
         assert agent.failures == []
         assert ledger.imbalance() == []
-        assert ledger.champion().version >= 10
+        assert ledger.champion().version >= 8
         assert mean(agent.rewards[-160:]) > mean(agent.rewards[:160]) + 0.1
         delays = ledger.feedback_to_served()
         assert delays

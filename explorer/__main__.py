@@ -30,6 +30,8 @@ from shared.telemetry import configure_logging
 log = structlog.get_logger()
 
 _DRAIN_S = 30
+#: Longer than clients keep idle connections (httpx: 5 s), or a request could meet one that is just being closed.
+_KEEP_ALIVE_S = 75
 
 
 def check_model(settings: Settings) -> None:
@@ -147,6 +149,7 @@ async def _serve(settings: Settings, ledger: Ledger, listening: socket.socket) -
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=_DRAIN_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         server_header=False,
     )
     server = _Server(config)

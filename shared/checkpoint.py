@@ -22,6 +22,8 @@ import msgspec
 
 from shared.errors import CheckpointRejected, CheckpointUnreadable
 
+ACTOR, CRITIC, TRAINER_STATE = "actor", "critic", "trainer_state"
+
 _MANIFEST = "manifest.json"
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
 _SEALERS = 8

@@ -10,12 +10,14 @@ from typing import Annotated, Any, assert_never
 import typer
 import yaml
 
-from shared import VERSION, revisions
+from shared import VERSION, cli_alarms, cli_doctor, cli_export, cli_rewards, revisions
+from shared.cli_options import ConfigOption, SetOption, understood_settings
+from shared.cli_retention import add_to as add_retention
 from shared.config import Settings
-from shared.database import upgrade
-from shared.errors import SettingsError, StartupError, TuneloopError
+from shared.database import shown, upgrade
+from shared.errors import StartupError, TuneloopError
 from shared.ours import refuse_foreign_packages
-from shared.settings_file import Report, check
+from shared.settings_file import check
 from shared.supervisor import supervise
 
 app = typer.Typer(
@@ -28,11 +30,11 @@ db_app = typer.Typer(help="The database that holds the experiences.", no_args_is
 config_app = typer.Typer(help="The settings.", no_args_is_help=True)
 app.add_typer(db_app, name="db")
 app.add_typer(config_app, name="config")
-
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option, such as explorer.proxy_port=80.")
-]
+cli_export.add_to(app)
+app.add_typer(cli_rewards.app, name="rewards")
+app.add_typer(cli_alarms.app, name="alarms")
+add_retention(app)
+app.command()(cli_doctor.doctor)
 
 
 def main() -> None:
@@ -61,7 +63,7 @@ def _options(
 @app.command()
 def run(config: ConfigOption, set_: SetOption = None) -> None:
     """Start what `mode` says: the explorer (serve), the trainer (train), or both side by side."""
-    settings = _settings(check(config, set_ or ()))
+    settings = understood_settings(check(config, set_ or ()))
     match settings.mode:
         case "serve":
             _become(service("explorer", config, set_ or ()))
@@ -88,7 +90,7 @@ def _become(command: list[str]) -> None:
 def validate(config: Annotated[Path, typer.Argument(metavar="X.yaml")], set_: SetOption = None) -> None:
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
     report = check(config, set_ or ())
-    lines = understood(_settings(report))
+    lines = understood(understood_settings(report))
     lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
     typer.echo(f"{config} is valid.")
     for name, value in lines:
@@ -102,7 +104,7 @@ def understood(settings: Settings) -> list[tuple[str, str]]:
     lines = [
         ("mode", settings.mode),
         ("job folder", str(settings.job_dir)),
-        ("database", revisions.shown(settings.database_url)),
+        ("database", shown(settings.database_url)),
         ("model", f"{settings.model.model_path}, {f'{length} tokens' if length else 'full length'}"),
     ]
     if settings.mode != "train":
@@ -138,7 +140,7 @@ def _understood_of_the_trainer(settings: Settings) -> list[tuple[str, str]]:
 @db_app.command("upgrade")
 def db_upgrade(config: ConfigOption, set_: SetOption = None) -> None:
     """Bring the database to the newest schema; one that has it is left alone."""
-    settings = _settings(check(config, set_ or ()))
+    settings = understood_settings(check(config, set_ or ()))
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     db_current(config, set_)
 
@@ -146,7 +148,7 @@ def db_upgrade(config: ConfigOption, set_: SetOption = None) -> None:
 @db_app.command("current")
 def db_current(config: ConfigOption, set_: SetOption = None) -> None:
     """Say which schema the database has, and which is the newest."""
-    settings = _settings(check(config, set_ or ()))
+    settings = understood_settings(check(config, set_ or ()))
     schema = settings.buffer.trainer_input.experience_buffer.name
     there = revisions.current(settings.database_url, schema=schema)
     typer.echo(f"{there or 'empty'} (newest: {revisions.newest()})")
@@ -155,7 +157,7 @@ def db_current(config: ConfigOption, set_: SetOption = None) -> None:
 @config_app.command("show")
 def config_show(config: ConfigOption, set_: SetOption = None) -> None:
     """Print every option as it will be used, as YAML. Secrets are hidden."""
-    values = _settings(check(config, set_ or ())).model_dump(mode="json")
+    values = understood_settings(check(config, set_ or ())).model_dump(mode="json")
     typer.echo(yaml.safe_dump(_without_secrets(values), sort_keys=False, allow_unicode=True), nl=False)
 
 
@@ -167,14 +169,10 @@ def config_schema() -> None:
 
 def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     rollout, buffer = values["explorer"]["rollout_model"], values["buffer"]["trainer_input"]["experience_buffer"]
-    if rollout["engine_key"]:
-        rollout["engine_key"] = "***"
+    keys = (rollout, "engine_key"), (values["judge"], "key"), (values["algorithm"]["distill"], "teacher_key")
+    for section, key in keys:
+        if section[key]:
+            section[key] = "***"
     if buffer["path"]:
-        buffer["path"] = revisions.shown(buffer["path"])
+        buffer["path"] = shown(buffer["path"])
     return values
-
-
-def _settings(report: Report) -> Settings:
-    if report.settings is None:
-        raise SettingsError("\n".join(report.mistakes))
-    return report.settings

@@ -6,60 +6,27 @@ and validators pure: nothing is created, asked or connected here.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.fields import FieldInfo
 
-
-def _not_a_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")
-    return value
-
-
-# The bounds come first: only then do they stand in the JSON schema.
-_Number = BeforeValidator(_not_a_bool)
-Positive = Annotated[int, Field(gt=0), _Number]
-NotNegative = Annotated[int, Field(ge=0), _Number]
-Port = Annotated[int, Field(ge=0, le=65535), _Number]
-Real = Annotated[float, Field(allow_inf_nan=False), _Number]
-PositiveReal = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
-NotNegativeReal = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
-AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False), _Number]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _Number]
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _Number]
-Seconds = PositiveReal
-
-
-def _one_path_part(value: str) -> str:
-    if not value or value in {".", ".."} or "/" in value or "\0" in value:
-        raise ValueError("must be one folder name, without '/'")
-    return value
-
-
-FolderName = Annotated[str, AfterValidator(_one_path_part)]
-
-
-def _an_address(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-        absolute = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError:
-        absolute = False
-    if not absolute:
-        raise ValueError("must be an absolute URL, such as http://host:port")
-    return value
-
-
-Address = Annotated[str, AfterValidator(_an_address)]
-
-
-class Section(BaseModel):
-    """A part of the settings: frozen, and unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+from shared.config_algorithm import OF_GROUPS, Algorithm
+from shared.config_judge import Judge
+from shared.config_kinds import (
+    Address,
+    AtLeastTwo,
+    FolderName,
+    NotNegative,
+    NotNegativeReal,
+    Port,
+    Positive,
+    Real,
+    Seconds,
+    Section,
+    Share,
+)
+from shared.config_monitor import Monitor
 
 
 class Model(Section):
@@ -72,43 +39,6 @@ class Model(Section):
     max_response_tokens: Positive | None = None
     temperature: NotNegativeReal = 1.0
     trust_remote_code: bool = False
-
-
-class Optimizer(Section):
-    """AdamW and what surrounds it."""
-
-    lr: PositiveReal = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    weight_decay: NotNegativeReal = 0.0
-    lr_warmup_steps: NotNegative = 0
-
-
-class CriticOptimizer(Optimizer):
-    """The same for the critic, which learns faster."""
-
-    lr: PositiveReal = 1e-5
-
-
-class Algorithm(Section):
-    """How rewards become gradients."""
-
-    algorithm_type: Literal["ppo"] = "ppo"
-    optimizer: Optimizer = Optimizer()
-    critic_optimizer: CriticOptimizer = CriticOptimizer()
-    gamma: Fraction = 1.0
-    lam: Fraction = 1.0
-    clip_range: Fraction = 0.2
-    clip_range_high: NotNegativeReal | None = None
-    dual_clip: AboveOne | None = 3.0
-    value_clip_range: PositiveReal = 0.5
-    kl_coef: NotNegativeReal = 0.001
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    entropy_coef: Real = 0.0
-    whiten_advantages: bool = True
-    epochs: Positive = 1
-    mini_batches: Positive = 1
-    max_grad_norm: PositiveReal = 1.0
-    critic_warmup_steps: NotNegative = 0
 
 
 class Cluster(Section):
@@ -146,12 +76,17 @@ class Explorer(Section):
     rollout_model: RolloutModel = RolloutModel()
     listen_address: str = "0.0.0.0"  # Trinity's default: apps on other hosts reach the proxy
     proxy_port: Port = 8010
+    workers: Positive = 1
     service_status_check_interval: Seconds = 60.0
     request_timeout: Seconds = 3600.0
+    max_in_flight: Positive = 1024
+    max_waiting: NotNegative = 1024
+    wait_timeout: Seconds = 60.0
     on_reload: Literal["keep", "wait"] = "keep"
     durability: Literal["fsync", "write"] = "fsync"
     spool_dir: Path | None = None
     spool_max_bytes: Positive = 1 << 30
+    spool_max_age: Seconds = 86400.0
     max_body_bytes: Positive = 16 << 20
 
 
@@ -169,7 +104,36 @@ class Trainer(Section):
     micro_batch_tokens: Positive = 16384
     poll_interval: Seconds = 1.0
     max_staleness: NotNegative | None = None
+    max_age: Seconds | None = None
     total_steps: Positive | None = None
+
+
+class RewardRule(Section):
+    """How feedback becomes the reward that training uses."""
+
+    weights: dict[str, Real] = Field(default_factory=lambda: {"reward": 1.0})
+    boolean_values: tuple[Real, Real] = (0.0, 1.0)
+    label_values: dict[str, Real] = Field(default_factory=dict)
+    clip: tuple[Real, Real] | None = None
+    attribution_window: Seconds | None = None
+    default: Real | None = None
+    demonstration_value: Real | None = None
+
+
+class Feedback(Section):
+    """What is done with feedback beside the reward."""
+
+    compensate_late: bool = False
+
+
+class Retention(Section):
+    """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
+
+    recorded: Seconds | None = None
+    rewarded: Seconds | None = None
+    trained: Seconds | None = None
+    expired: Seconds | None = None
+    dropped: Seconds | None = None
 
 
 class ExperienceBuffer(Section):
@@ -190,6 +154,11 @@ class Buffer(Section):
     """The batch and its source."""
 
     train_batch_size: Positive = 32
+    order: Literal["oldest", "freshest", "priority"] = "oldest"
+    fair_share: bool = True
+    group_by: Literal["none", "run", "task", "preference"] = "none"
+    group_size: AtLeastTwo = 8
+    group_timeout: Seconds = 3600.0
     trainer_input: TrainerInput = TrainerInput()
 
 
@@ -198,12 +167,6 @@ class Synchronizer(Section):
 
     sync_method: Literal["checkpoint"] = "checkpoint"
     sync_interval: Positive = 1
-
-
-class Monitor(Section):
-    """Where curves are written."""
-
-    monitor_type: Literal["tensorboard"] = "tensorboard"
 
 
 class Settings(Section):
@@ -219,6 +182,10 @@ class Settings(Section):
     explorer: Explorer = Explorer()
     trainer: Trainer = Trainer()
     buffer: Buffer = Buffer()
+    reward: RewardRule = RewardRule()
+    feedback: Feedback = Feedback()
+    judge: Judge = Judge()
+    retention: Retention = Retention()
     synchronizer: Synchronizer = Synchronizer()
     monitor: Monitor = Monitor()
 
@@ -229,6 +196,14 @@ class Settings(Section):
             *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
             *self._tools_without_a_parser(),
+            *self._reward_without_a_window(),
+            *self._groups_out_of_order(),
+            *self.algorithm.contradictions(),
+            *self._groups_missing(),
+            *self._runs_torn_apart(),
+            *self.monitor.contradictions(),
+            *self.judge.contradictions(),
+            *self._verdicts_too_late(),
         ]
         if contradictions:
             raise ValueError("\n".join(contradictions))
@@ -267,6 +242,51 @@ class Settings(Section):
             yield (
                 "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
                 " hermes"
+            )
+
+    def _reward_without_a_window(self) -> Iterator[str]:
+        rule = self.reward
+        if rule.default is not None and rule.attribution_window is None:
+            yield (
+                "reward.default: needs reward.attribution_window: a reply gets the default when the window closes and"
+                " no feedback has come"
+            )
+        if rule.clip is not None and rule.clip[0] >= rule.clip[1]:
+            yield f"reward.clip: {list(rule.clip)} is no range; write the smaller number first"
+
+    def _groups_out_of_order(self) -> Iterator[str]:
+        if self.buffer.order == "priority" and self.buffer.group_by != "none":
+            yield (
+                "buffer.order: priority orders single experiences; with buffer.group_by write oldest or freshest, or"
+                " write group_by: none"
+            )
+
+    def _groups_missing(self) -> Iterator[str]:
+        kind, group_by = self.algorithm.algorithm_type, self.buffer.group_by
+        if self.mode != "serve" and kind in OF_GROUPS and group_by != "task":
+            yield (
+                f"buffer.group_by: {kind} compares the runs of a task with each other; write task, and"
+                " buffer.group_size: how many runs a task has"
+            )
+        if self.mode != "serve" and kind == "dpo" and group_by not in {"preference", "task"}:
+            yield (
+                "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
+                " which of two is better, or task, where rewards do"
+            )
+
+    def _runs_torn_apart(self) -> Iterator[str]:
+        if self.mode != "serve" and self.algorithm.credit != "call" and self.buffer.group_by not in {"run", "task"}:
+            yield (
+                f"algorithm.credit: {self.algorithm.credit} needs whole trajectories; write buffer.group_by: run, or"
+                " task"
+            )
+
+    def _verdicts_too_late(self) -> Iterator[str]:
+        window, after = self.reward.attribution_window, self.judge.after
+        if self.judge.url and window is not None and after >= window:
+            yield (
+                f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
+                " Lower the one or raise the other"
             )
 
     @property

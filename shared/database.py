@@ -10,10 +10,10 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.schema import CreateSchema
 
-from shared.errors import EnvironmentRefused, SettingsError
+from shared.errors import DatabaseAway, EnvironmentRefused, SettingsError
 
 _SETTING = "buffer.trainer_input.experience_buffer.path"
 _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
@@ -76,7 +76,10 @@ def _let_us_begin(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def _on_connect(connection, _record):  # type: ignore[no-untyped-def]
         connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        # secure_delete from the first write on: a row that is changed leaves its older bytes behind as well.
+        # A page that many transactions change is copied from the log into the file once for all of them.
+        larger_steps = "wal_autocheckpoint=4000"
+        for pragma in (larger_steps, "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
@@ -85,26 +88,46 @@ def _let_us_begin(engine: Engine) -> None:
 
 
 def upgrade(url: str, *, schema: str | None = None) -> None:
-    """Bring the database to the newest schema, or leave it alone if it is. Raises EnvironmentRefused if that fails."""
+    """Bring the database to the newest schema, or leave it alone if it is.
+
+    Raises EnvironmentRefused if that fails, DatabaseAway if it may go well later.
+    """
     engine = connect(url, schema=schema)
-    shown = engine.url.difference_update_query(["password", "sslpassword"]).render_as_string()
+    place = shown(url)
     try:
         with _only_one(engine):
             _run_migrations(engine, schema)
     except DBAPIError as error:
-        reason = (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
-        raise EnvironmentRefused(
-            f"{_SETTING}: cannot use the database {shown}: {reason}; start it, or correct the URL"
+        passes = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
+        raise (DatabaseAway if passes else EnvironmentRefused)(
+            f"{_SETTING}: cannot use the database {place}: {first_line(error)}; start it, or correct the URL"
         ) from None
     except OSError as error:
-        raise EnvironmentRefused(f"{_SETTING}: cannot make the file of {shown}: {error.strerror}") from None
+        raise EnvironmentRefused(f"{_SETTING}: cannot make the file of {place}: {error.strerror}") from None
     except CommandError as error:
         raise EnvironmentRefused(
-            f"{_SETTING}: the database {shown} is not of this release of tuneloop ({error}): install the release that "
+            f"{_SETTING}: the database {place} is not of this release of tuneloop ({error}): install the release that "
             "wrote it, or a newer one"
         ) from None
     finally:
         engine.dispose()
+
+
+def shown(url: str) -> str:
+    """The URL without its passwords."""
+    return parse_url(url).difference_update_query(["password", "sslpassword"]).render_as_string()
+
+
+def first_line(error: DBAPIError) -> str:
+    """What the database says; its next lines would quote the row, and with it what a user wrote."""
+    return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
+
+
+def migrations() -> Config:
+    """Where Alembic finds the steps of the schema."""
+    config = Config()
+    config.set_main_option("script_location", "migrations:")
+    return config
 
 
 @contextmanager
@@ -126,8 +149,7 @@ def _only_one(engine: Engine) -> Iterator[None]:
 
 
 def _run_migrations(engine: Engine, schema: str | None) -> None:
-    config = Config()
-    config.set_main_option("script_location", "migrations:")
+    config = migrations()
     with engine.begin() as connection:
         # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
         if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):

@@ -4,9 +4,12 @@ TuneloopError
 ├── StartupError            the service cannot start: one sentence naming the setting and the cure
 │   ├── SettingsError       the YAML is wrong (exit code 2)
 │   └── EnvironmentRefused  the machine is: port, disk, database, engine (exit code 3)
+│       └── DatabaseAway    the database cannot be reached; that may pass
 ├── RequestRefused          a client's request is wrong or cannot be served now
+├── FileRefused             a file that a command was given cannot be read or written
 ├── LedgerError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop
+│   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
@@ -35,6 +38,10 @@ class EnvironmentRefused(StartupError):
     """The settings are fine, but the machine does not allow what they ask."""
 
 
+class DatabaseAway(EnvironmentRefused):
+    """The database cannot be reached, or does not let us in; that may pass."""
+
+
 class RequestRefused(TuneloopError):
     """A request that gets a 4xx or 503 answer.
 
@@ -60,12 +67,20 @@ class RequestRefused(TuneloopError):
         self.retry_after_s = retry_after_s
 
 
+class FileRefused(TuneloopError):
+    """A file cannot be read or written; the message lists its mistakes, one a line."""
+
+
 class LedgerError(TuneloopError):
     """The ledger refused a step."""
 
 
 class StaleEpoch(LedgerError):
     """A trainer with a newer epoch has taken over."""
+
+
+class LeaseLost(LedgerError):
+    """Rows that a version was trained on are leased no more."""
 
 
 class LedgerUnavailable(LedgerError):
@@ -82,6 +97,10 @@ class CheckpointUnreadable(CheckpointRejected):
 
 class EngineError(TuneloopError):
     """An engine answered wrongly or not at all."""
+
+
+class EngineUnreachable(EngineError):
+    """An engine's connection failed or ended before anything was answered."""
 
 
 class SpoolFull(TuneloopError):

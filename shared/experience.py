@@ -14,16 +14,47 @@ Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
 
+#: Larger rewards are refused at the door and by the trainer: their square is not safe in float32, and one of them would
+#: spoil its whole batch.
+MAX_REWARD = 1e6
+
+
+#: Characters of a task_id, run_id, user, source or metric: an index of PostgreSQL's holds no more of two at once.
+MAX_NAME = 256
+
+
 class State(StrEnum):
     """Where an experience stands. The arrows are the only legal transitions."""
 
-    RECORDED = "recorded"  # -> rewarded, dropped, expired
-    REWARDED = "rewarded"  # -> committed, expired (the reward may still be corrected)
-    COMMITTED = "committed"  # -> leased, expired
+    RECORDED = "recorded"  # -> rewarded
+    REWARDED = "rewarded"  # -> committed; -> recorded when its feedback is retracted
+    COMMITTED = "committed"  # -> leased, expired; -> recorded as above
     LEASED = "leased"  # -> trained, dropped; -> committed when the lease ends
     TRAINED = "trained"  # final: contained in exactly one registered version
     EXPIRED = "expired"  # final: older than the staleness bound
     DROPPED = "dropped"  # final: not trainable, with the reason
+
+
+class Kind(StrEnum):
+    """What somebody says of a reply."""
+
+    NUMBER = "number"
+    BOOLEAN = "boolean"  # a thumb: value 1 is up, 0 is down
+    LABEL = "label"
+    COMMENT = "comment"
+    DEMONSTRATION = "demonstration"  # the answer as it should have been
+    PREFERENCE = "preference"  # this reply rather than another one
+    RETRACTION = "retraction"  # takes back what the same source said under the same metric
+
+
+class Outcome(StrEnum):
+    """What became of a feedback event."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"  # said already, so it is not stored a second time
+    UNKNOWN = "unknown"  # about no reply of ours, so it is not stored
+    LATE = "late"  # stored, but the reply has been trained on, has expired, or its attribution window has closed
+    PENDING = "pending"  # on disk, to be applied when the reply's row, or the database, is there
 
 
 class VersionState(StrEnum):
@@ -35,12 +66,21 @@ class VersionState(StrEnum):
     RETIRED = "retired"
 
 
+class AlarmState(StrEnum):
+    """Where an alarm stands."""
+
+    RAISED = "raised"  # -> cleared
+    CLEARED = "cleared"
+
+
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a reply, as it was sampled.
 
     `prompt_ids` and `completion_ids` are little-endian int32 bytes, `logprobs` float32 bytes (natural log, one per
     completion id, under the distribution that was sampled from). Weights may change while a reply is being sampled:
-    `version_min` and `version_max` say which versions wrote it. `drop_reason` is set when it must not be trained on.
+    `version_min` and `version_max` say which versions wrote it. `tool_calls` is the JSON list of the reply's message.
+    `drop_reason` is set when it must not be trained on; `unsampled` when `logprobs` are not those of a sample of the
+    policy, so that only what needs no ratio of probabilities can learn from it.
     """
 
     choice: int
@@ -52,11 +92,17 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     finish_reason: str | None
     text: str
+    tool_calls: bytes | None = None
     drop_reason: str | None = None
+    unsampled: str | None = None
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
-    """One request and its reply. `request` is the client's JSON body; times are seconds since 1970, UTC."""
+    """One request and its reply.
+
+    `request` is the client's JSON body, `user` the person it was asked for; times are seconds since 1970, UTC. A higher
+    `priority` is trained on first where `buffer.order` says so.
+    """
 
     msg_id: str
     tenant: str
@@ -67,19 +113,37 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     experiences: tuple[Experience, ...]
     task_id: str | None = None
     run_id: str | None = None
+    user: str | None = None
+    priority: float = 0.0
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
-    """One feedback event about one reply. `choice` None means every choice of it."""
+    """One feedback event about one reply, or, where `msg_id` is None, about every reply of one `task_id` and `run_id`.
+
+    `choice` None means every choice of the reply. `value` is the number, the thumb (1 up, 0 down); `text` the label,
+    the comment, or the edited answer. A preference names the reply that came off worse in `other_msg_id` and
+    `other_choice`. With a `msg_id`, `task_id` and `run_id` name the reply's own where its request did not.
+
+    Of two events with one `event_id` the first is stored: `call_id` says which request brought it. `occurred_at` is
+    when it happened, by the client's clock.
+    """
 
     event_id: str
-    msg_id: str
-    choice: int | None
+    call_id: str
     tenant: str
-    reward: float
+    msg_id: str | None
+    choice: int | None
     received_at: float
+    kind: Kind = Kind.NUMBER
+    metric: str = "reward"
+    value: float | None = None
+    text: str | None = None
+    other_msg_id: str | None = None
+    other_choice: int | None = None
     task_id: str | None = None
     run_id: str | None = None
+    source: str | None = None
+    occurred_at: float | None = None
 
 
 Record = Exchange | Feedback
@@ -109,7 +173,11 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A leased experience as the trainer sees it: `completion_ids` and `logprobs` have the same length, at least 1."""
+    """A leased experience as the trainer sees it: `completion_ids` and `logprobs` have the same length, at least 1.
+
+    `unsampled` says why `logprobs` are not those of a sample of the policy, None where they are. `demonstration` is the
+    reply as it should have been, by the latest edited answer that was not retracted: text, or a message as JSON.
+    """
 
     id: int
     prompt_ids: Int32s
@@ -119,7 +187,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     temperature: float
     version_min: int
     version_max: int
+    tenant: str
     task_id: str | None
     run_id: str | None
+    group_id: int | None
     rewarded_at: float
     committed_at: float
+    msg_id: str = ""
+    choice: int = 0
+    finish_reason: str | None = None
+    demonstration: str | None = None
+    unsampled: str | None = None
+    sampled_at: float = 0.0

@@ -5,7 +5,7 @@ from importlib.metadata import packages_distributions
 
 from shared.errors import EnvironmentRefused
 
-PACKAGES = ("shared", "explorer", "trainer", "migrations")
+PACKAGES = ("shared", "explorer", "trainer", "runner", "migrations")
 
 
 def refuse_foreign_packages(owners: Mapping[str, Sequence[str]] | None = None) -> None:

@@ -2,20 +2,17 @@
 
 from pathlib import Path
 
-from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import DBAPIError
 
-from shared.database import connect, parse_url
+from shared.database import connect, first_line, migrations, parse_url, shown
 from shared.errors import EnvironmentRefused
 
 
 def newest() -> str | None:
     """The revision that this release of tuneloop works with."""
-    config = Config()
-    config.set_main_option("script_location", "migrations:")
-    return ScriptDirectory.from_config(config).get_current_head()
+    return ScriptDirectory.from_config(migrations()).get_current_head()
 
 
 def current(url: str, *, schema: str) -> str | None:
@@ -28,14 +25,8 @@ def current(url: str, *, schema: str) -> str | None:
         with engine.connect() as connection:
             return MigrationContext.configure(connection).get_current_revision()
     except DBAPIError as error:
-        reason = (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
         raise EnvironmentRefused(
-            f"cannot use the database {shown(url)}: {reason}; start it, or correct the URL"
+            f"cannot use the database {shown(url)}: {first_line(error)}; start it, or correct the URL"
         ) from None
     finally:
         engine.dispose()
-
-
-def shown(url: str) -> str:
-    """The URL without its passwords."""
-    return parse_url(url).difference_update_query(["password", "sslpassword"]).render_as_string()

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shared import trinity_keys
-from shared.config import Section, Settings, inner_section
+from shared.config import Settings, inner_section
+from shared.config_kinds import Section
 from shared.database import parse_url
 from shared.errors import SettingsError
 from shared.settings_mistakes import ENV_PREFIX, mistakes_of, nearest_name

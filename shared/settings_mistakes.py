@@ -14,14 +14,22 @@ from shared.yaml_tree import Keys, Mistake, Tree, dotted
 
 ENV_PREFIX = "TUNELOOP__"
 
-_SECRETS = {"buffer.trainer_input.experience_buffer.path", "explorer.rollout_model.engine_key"}
+_SECRETS = {
+    "algorithm.distill.teacher_key",
+    "buffer.trainer_input.experience_buffer.path",
+    "explorer.rollout_model.engine_key",
+    "judge.key",
+}
 _OTHER_ALGORITHMS = (
-    "asymre cispo cpt dapo dpo gigpo grpo grpo_verl gspo jsd mix mix_chord multi_step_grpo on_policy_distill opmd raft "
-    "rec reinforceplusplus rloo sapo sft sppo topr"
+    "asymre cispo cpt dapo gigpo grpo_verl gspo jsd mix mix_chord on_policy_distill opmd rec reinforceplusplus sapo"
+    " sppo topr"
 )
 _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
     "mode": (("explore", "bench", "colocate"), "tuneloop serves, trains or does both: write 'both'"),
-    "algorithm.algorithm_type": (_OTHER_ALGORITHMS.split(), "tuneloop trains with PPO: write 'ppo'"),
+    "algorithm.algorithm_type": (
+        _OTHER_ALGORITHMS.split(),
+        "tuneloop's names are reinforce++, grpo (with DAPO's options too), distill, and those of docs/methods.md",
+    ),
     "algorithm.optimizer.lr_warmup_steps": ((-1,), "Trinity's -1 means no warm-up: write 0"),
     "buffer.trainer_input.experience_buffer.storage_type": (
         ("queue", "file"),

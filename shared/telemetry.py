@@ -1,9 +1,26 @@
 """How the services log: one line per state change, `key=value`, on stderr."""
 
+import contextlib
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+
+class _Undisturbed:
+    """A stream whose disk may be full, or its reader gone: that must not stop who only wants to say something."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 def configure_logging() -> None:
@@ -17,5 +34,5 @@ def configure_logging() -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Undisturbed(sys.stderr))),
     )

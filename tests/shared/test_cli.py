@@ -75,8 +75,11 @@ def pids(process: subprocess.Popen[str]) -> dict[str, int]:
 def ended(pid: int) -> bool:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if status.rpartition(")")[2].split()[0] == "Z":
             return True
         time.sleep(0.02)
     return False
@@ -199,10 +202,10 @@ def test_a_folder_named_as_a_service_where_we_are_started_is_not_run(tmp_path, s
 
 def test_the_database_is_brought_up_to_date_once_asked(tmp_path):
     file = settings_file(tmp_path)
-    assert tuneloop("db", "current", "-c", file) == (0, "empty (newest: 0001)\n", "")
+    assert tuneloop("db", "current", "-c", file) == (0, "empty (newest: 0004)\n", "")
     assert not (tmp_path / "checkpoints").exists()
-    assert tuneloop("db", "upgrade", "--config", file) == (0, "0001 (newest: 0001)\n", "")
-    assert tuneloop("db", "current", "-c", file) == (0, "0001 (newest: 0001)\n", "")
+    assert tuneloop("db", "upgrade", "--config", file) == (0, "0004 (newest: 0004)\n", "")
+    assert tuneloop("db", "current", "-c", file) == (0, "0004 (newest: 0004)\n", "")
 
 
 def test_a_database_out_of_reach_is_a_sentence_without_its_password(tmp_path):
@@ -226,6 +229,8 @@ def test_the_resolved_settings_are_shown_without_secrets_and_load_again(tmp_path
         url,
         "--set",
         "explorer.rollout_model.engine_key=secret",
+        "--set",
+        "judge.key=secret",
         "--set",
         "name=n",
     )

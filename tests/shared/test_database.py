@@ -11,6 +11,7 @@ from sqlalchemy import text
 from shared import database
 from shared.errors import EnvironmentRefused, SettingsError
 from shared.ledger import Ledger
+from shared.schema import metadata
 from tests.conftest import Place
 from tests.factories import exchange, rewarded
 
@@ -28,7 +29,7 @@ def tables(place: Place) -> set[str]:
     return found
 
 
-ALL = {"experiment", "epochs", "versions", "exchanges", "experiences", "feedback", "alembic_version"}
+ALL = {table.name for table in metadata.sorted_tables} | {"alembic_version"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A database that goes away, fills up or turns read-only."""
 
+import os
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -118,7 +119,7 @@ def test_a_full_disk_is_unavailable_and_stores_nothing(sqlite_place: Place) -> N
     with engine.connect() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
-    said = [exchange(request=b"x" * 100_000) for _ in range(3)]
+    said = [exchange(request=os.urandom(100_000)) for _ in range(3)]
     with pytest.raises(LedgerUnavailable, match="full"):
         ledger.record([*said, feedback(msg_id=said[0].msg_id)])
     assert sum(ledger.counts().values()) == 0
@@ -127,5 +128,5 @@ def test_a_full_disk_is_unavailable_and_stores_nothing(sqlite_place: Place) -> N
 
 def test_a_refused_record_is_no_outage(ledger: Ledger) -> None:
     with pytest.raises(LedgerError) as caught:
-        ledger.record([feedback(reward=float("nan"))])
+        ledger.record([feedback(value=float("nan"))])
     assert not isinstance(caught.value, LedgerUnavailable)

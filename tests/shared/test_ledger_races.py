@@ -11,7 +11,7 @@ from sqlalchemy import Engine, text
 
 from shared.errors import LedgerError, StaleEpoch
 from shared.experience import State, VersionState
-from shared.ledger import Ledger
+from shared.ledger import BatchPolicy, Ledger
 from tests.factories import committed, exchange, feedback, fill, ids, leased, published, trained
 
 
@@ -33,7 +33,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 def test_two_leasers_never_share_a_row(ledger: Ledger, engine: Engine) -> None:
     fill(engine, 400)
     epoch = ledger.take_epoch("trainer")
-    batches = at_once(*[lambda: [ledger.lease(epoch, 20, max_staleness=8) for _ in range(5)]] * 4)
+    batches = at_once(*[lambda: [ledger.lease(epoch, 20, BatchPolicy()) for _ in range(5)]] * 4)
     taken = [sample.id for each in batches for batch in each for sample in batch]
     assert sorted(taken) == list(range(1, 401))
 
@@ -51,7 +51,7 @@ def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> 
     def live() -> None:
         epoch = ledger.take_epoch("trainer")
         try:
-            while ledger.lease(epoch, 1, max_staleness=8):
+            while ledger.lease(epoch, 1, BatchPolicy()):
                 pass
         except StaleEpoch:
             pass
@@ -75,7 +75,7 @@ def test_a_lease_waits_while_a_new_epoch_is_being_taken(ledger: Ledger, engine: 
 
     def lease() -> Any:
         taking.wait()
-        return ledger.lease(old, 1, max_staleness=8)
+        return ledger.lease(old, 1, BatchPolicy())
 
     epoch, stale = at_once(lambda: Ledger(engine, clock=clock).take_epoch("successor"), lease)
     assert epoch == old + 1
@@ -112,7 +112,7 @@ def test_a_reply_and_its_feedback_recorded_at_once_find_each_other(ledger: Ledge
 def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger) -> None:
     said = exchange()
     ledger.record([said])
-    events = [feedback(msg_id=said.msg_id, reward=float(number)) for number in range(40)]
+    events = [feedback(msg_id=said.msg_id, value=float(number)) for number in range(40)]
     at_once(*[lambda some=events[start::4]: [ledger.record([event]) for event in some] for start in range(4)])  # type: ignore[misc]
     assert [row.reward_sum for row in ledger.rewards()] == [39.0]
 
@@ -120,9 +120,9 @@ def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger) -> Non
 def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
     said = committed(ledger, 40)
     epoch = ledger.take_epoch("trainer")
-    corrections = [feedback(msg_id=each.msg_id, reward=-1.0) for each in said]
+    corrections = [feedback(msg_id=each.msg_id, value=-1.0) for each in said]
     leases, _ = at_once(
-        lambda: [ledger.lease(epoch, 1, max_staleness=8) for _ in said],
+        lambda: [ledger.lease(epoch, 1, BatchPolicy()) for _ in said],
         lambda: [ledger.record([correction]) for correction in corrections],
     )
     seen = {sample.id: sample.reward for batch in leases for sample in batch}

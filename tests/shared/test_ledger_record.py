@@ -1,13 +1,12 @@
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, event, select
 
 from shared.errors import LedgerError
-from shared.experience import State, pack_ids, pack_logprobs
+from shared.experience import MAX_NAME, State, pack_ids, pack_logprobs
 from shared.ledger import Ledger
 from shared.schema import exchanges, experiences
 from shared.schema import feedback as feedback_table
@@ -29,7 +28,7 @@ def only(**counts: int) -> dict[State, int]:
 
 def test_a_replayed_spool_changes_nothing(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=(experience(choice=0), experience(choice=1)))
-    heard = feedback(msg_id=said.msg_id, choice=1, reward=0.5)
+    heard = feedback(msg_id=said.msg_id, choice=1, value=0.5)
     ledger.record([said, heard])
     before = rows(engine)
     ledger.record([said, heard])
@@ -60,61 +59,61 @@ def test_nothing_to_record_is_fine(ledger: Ledger) -> None:
 
 
 def test_feedback_that_comes_first_waits_for_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([feedback(msg_id="chatcmpl-x", reward=0.25)])
+    ledger.record([feedback(msg_id="chatcmpl-x", value=0.25)])
     ledger.record([exchange(msg_id="chatcmpl-x")])
     assert rewards(engine) == [0.25]
     assert ledger.counts() == only(rewarded=1)
 
 
 def test_feedback_in_the_same_group_may_stand_before_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([feedback(msg_id="chatcmpl-x", reward=0.25), exchange(msg_id="chatcmpl-x")])
+    ledger.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
     assert rewards(engine) == [0.25]
 
 
 def test_the_last_feedback_is_the_reward(ledger: Ledger, engine: Engine) -> None:
     [said] = rewarded(ledger)
-    ledger.record([feedback(msg_id=said.msg_id, reward=0.1), feedback(msg_id=said.msg_id, reward=0.2)])
+    ledger.record([feedback(msg_id=said.msg_id, value=0.1), feedback(msg_id=said.msg_id, value=0.2)])
     assert rewards(engine) == [0.2]
 
 
 def test_the_last_is_the_one_that_was_received_last(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
-    ledger.record([said, feedback(msg_id=said.msg_id, reward=0.9, received_at=20.0)])
-    ledger.record([feedback(msg_id=said.msg_id, reward=0.1, received_at=10.0)])
+    ledger.record([said, feedback(msg_id=said.msg_id, value=0.9, received_at=20.0)])
+    ledger.record([feedback(msg_id=said.msg_id, value=0.1, received_at=10.0)])
     assert [(row.reward, row.rewarded_at) for row in rows(engine)] == [(0.9, 20.0)]
 
 
 def test_of_two_received_at_once_the_one_recorded_later_counts(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
-    both = [feedback(msg_id=said.msg_id, reward=reward, received_at=10.0) for reward in (0.1, 0.9)]
+    both = [feedback(msg_id=said.msg_id, value=reward, received_at=10.0) for reward in (0.1, 0.9)]
     ledger.record([said, *both])
     assert rewards(engine) == [0.9]
 
 
 def test_feedback_for_one_choice_leaves_the_others_alone(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
-    ledger.record([said, feedback(msg_id=said.msg_id, choice=1, reward=0.5)])
+    ledger.record([said, feedback(msg_id=said.msg_id, choice=1, value=0.5)])
     assert rewards(engine) == [None, 0.5, None]
 
 
 def test_feedback_without_a_choice_is_for_all_and_a_later_one_for_one(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
-    ledger.record([said, feedback(msg_id=said.msg_id, reward=0.5)])
-    ledger.record([feedback(msg_id=said.msg_id, choice=2, reward=-1.0)])
+    ledger.record([said, feedback(msg_id=said.msg_id, value=0.5)])
+    ledger.record([feedback(msg_id=said.msg_id, choice=2, value=-1.0)])
     assert rewards(engine) == [0.5, 0.5, -1.0]
 
 
 def test_feedback_for_all_overrules_an_earlier_one_for_one(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(2)))
-    ledger.record([said, feedback(msg_id=said.msg_id, choice=1, reward=-1.0)])
-    ledger.record([feedback(msg_id=said.msg_id, reward=0.5)])
+    ledger.record([said, feedback(msg_id=said.msg_id, choice=1, value=-1.0)])
+    ledger.record([feedback(msg_id=said.msg_id, value=0.5)])
     assert rewards(engine) == [0.5, 0.5]
 
 
 def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engine) -> None:
     [said] = rewarded(ledger)
     ledger.commit("acme")
-    ledger.record([feedback(msg_id=said.msg_id, reward=-0.5)])
+    ledger.record([feedback(msg_id=said.msg_id, value=-0.5)])
     assert rewards(engine) == [-0.5]
     assert ledger.counts() == only(committed=1)
 
@@ -122,17 +121,17 @@ def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engin
 def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
     _epoch, samples = leased(ledger)
     msg_id = rows(engine)[0].msg_id
-    ledger.record([feedback(msg_id=msg_id, reward=-0.5)])
+    ledger.record([feedback(msg_id=msg_id, value=-0.5)])
     assert rewards(engine) == [samples[0].reward] == [1.0]
     with engine.connect() as connection:
-        kept = connection.execute(select(feedback_table.c.reward).order_by(feedback_table.c.id)).scalars().all()
+        kept = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
     assert kept == [1.0, -0.5]
 
 
 def test_feedback_after_training_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger)
     ledger.register(epoch, ids(samples), step=1, publish=lambda _: (Path("/c"), "0" * 64))
-    ledger.record([feedback(msg_id=rows(engine)[0].msg_id, reward=-0.5)])
+    ledger.record([feedback(msg_id=rows(engine)[0].msg_id, value=-0.5)])
     assert rewards(engine) == [1.0]
 
 
@@ -140,7 +139,7 @@ def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_
     ledger: Ledger, engine: Engine
 ) -> None:
     said = exchange(experiences=(experience(drop_reason="cut off"),))
-    ledger.record([said, feedback(msg_id=said.msg_id, reward=0.5)])
+    ledger.record([said, feedback(msg_id=said.msg_id, value=0.5)])
     assert [(row.state, row.reason, row.reward) for row in rows(engine)] == [("dropped", "cut off", 0.5)]
     assert ledger.commit("acme") == 0
 
@@ -149,7 +148,7 @@ def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_
 def test_a_reward_that_is_no_number_is_refused_whole(ledger: Ledger, reward: float) -> None:
     said = exchange()
     with pytest.raises(LedgerError, match="refuses"):
-        ledger.record([said, feedback(msg_id=said.msg_id, reward=reward)])
+        ledger.record([said, feedback(msg_id=said.msg_id, value=reward)])
     assert ledger.counts() == only()
 
 
@@ -162,11 +161,11 @@ def test_what_no_database_can_hold_is_replaced(ledger: Ledger, engine: Engine) -
     with engine.connect() as connection:
         stored = connection.execute(select(exchanges)).one()
     assert stored.request == b"\0\xff"
-    assert stored.task_id == stored.run_id == row.text
+    assert row.task_id == row.run_id == row.text
 
 
 def test_a_task_of_any_name_is_committed_by_that_name(ledger: Ledger) -> None:
-    for name in ("a\0b\ud800", "x" * 100_000, "", "%_'\"", "\N{GRINNING FACE}"):
+    for name in ("a\0b\ud800", "\N{GRINNING FACE}" * MAX_NAME, "", "%_'\"", "\N{GRINNING FACE}"):
         rewarded(ledger, task_id=name)
         assert ledger.commit("acme", task_id=name) == 1
 
@@ -185,20 +184,21 @@ def test_numbers_that_do_not_fit_together_are_refused_before_the_database_is_ask
     assert ledger.counts() == only()
 
 
-def test_seventy_thousand_messages_are_one_verb(ledger: Ledger, engine: Engine) -> None:
+def test_more_messages_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine) -> None:
     """More than either database takes parameters in a statement."""
-    ledger.record([feedback(msg_id=f"chatcmpl-x{number}", reward=0.5) for number in range(70_000)])
-    ledger.record([exchange(msg_id="chatcmpl-x69999")])
+    ledger.record([feedback(msg_id=f"chatcmpl-x{number}", value=0.5) for number in range(66_000)])
+    ledger.record([exchange(msg_id="chatcmpl-x65999")])
     assert rewards(engine) == [0.5]
 
 
-def test_ten_thousand_feedbacks_take_no_more_than_seconds(ledger: Ledger) -> None:
-    said = [exchange() for _ in range(10_000)]
+def test_the_feedback_of_one_call_takes_few_statements(ledger: Ledger, engine: Engine) -> None:
+    said = [exchange() for _ in range(5_000)]
     ledger.record(said)
-    start = time.monotonic()
-    ledger.record([feedback(msg_id=each.msg_id) for each in said])
-    assert time.monotonic() - start < 10
-    assert ledger.counts() == only(rewarded=10_000)
+    statements: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *about: statements.append(about[2]))
+    ledger.record([feedback(msg_id=each.msg_id, received_at=9e9) for each in said])
+    assert len(statements) < 20
+    assert ledger.counts() == only(rewarded=5_000)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, select
 
 from shared.errors import LedgerError, StaleEpoch
 from shared.experience import State, pack_ids, pack_logprobs
-from shared.ledger import LEASE_S, Ledger, oldest_committed
+from shared.ledger import LEASE_S, BatchPolicy, Ledger
 from shared.schema import experiences
 from tests.factories import (
     SHA256,
@@ -52,9 +52,9 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     )
     clocked = Ledger(engine, clock=lambda: 50.0)
     told = exchange(task_id="task", run_id="run", experiences=(said,))
-    clocked.record([told, feedback(msg_id=told.msg_id, reward=0.75, received_at=40.0)])
+    clocked.record([told, feedback(msg_id=told.msg_id, value=0.75, received_at=40.0)])
     clocked.commit("acme")
-    [sample] = clocked.lease(clocked.take_epoch("trainer"), 1, max_staleness=8)
+    [sample] = clocked.lease(clocked.take_epoch("trainer"), 1, BatchPolicy())
     assert sample.prompt_ids.tolist() == [7, 8]
     assert sample.completion_ids.tolist() == [9]
     assert sample.logprobs.tolist() == [-0.125]
@@ -66,47 +66,49 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
 
 def test_the_oldest_are_leased_first(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 5)
-    samples = ledger.lease(ledger.take_epoch("trainer"), 3, max_staleness=8)
+    samples = ledger.lease(ledger.take_epoch("trainer"), 3, BatchPolicy())
     assert ids(samples) == [row.id for row in rows(engine)][:3]
 
 
 def test_only_full_batches_are_leased(ledger: Ledger) -> None:
     committed(ledger, 3)
     epoch = ledger.take_epoch("trainer")
-    assert ledger.lease(epoch, 4, max_staleness=8) == []
+    assert ledger.lease(epoch, 4, BatchPolicy()) == []
     assert ledger.counts() == only(committed=3)
-    assert len(ledger.lease(epoch, 3, max_staleness=8)) == 3
-    assert ledger.lease(epoch, 1, max_staleness=8) == []
+    assert len(ledger.lease(epoch, 3, BatchPolicy())) == 3
+    assert ledger.lease(epoch, 1, BatchPolicy()) == []
 
 
 def test_only_what_is_committed_is_leased(ledger: Ledger) -> None:
     rewarded(ledger)
     ledger.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    assert ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=8) == []
+    assert ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy()) == []
 
 
 def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 1)
-    early, late = (Ledger(engine, clock=lambda now=now: now) for now in (1000.0, 1060.0))
+    early, soon, late = (Ledger(engine, clock=lambda now=now: now) for now in (1000.0, 1001.0, 1001.0 + LEASE_S / 2))
     epoch = early.take_epoch("trainer")
-    early.lease(epoch, 1, max_staleness=8)
+    early.lease(epoch, 1, BatchPolicy())
     assert [(row.lease_epoch, row.lease_until) for row in rows(engine)] == [(epoch, 1000.0 + LEASE_S)]
+    soon.extend(epoch)
+    assert [row.lease_until for row in rows(engine)] == [1000.0 + LEASE_S]
     late.extend(epoch)
-    assert [row.lease_until for row in rows(engine)] == [1060.0 + LEASE_S]
+    assert [row.lease_until for row in rows(engine)] == [1001.0 + 1.5 * LEASE_S]
 
 
 def test_a_released_lease_is_committed_again(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 2)
     ledger.release(epoch)
     assert ledger.counts() == only(committed=2)
-    assert ids(ledger.lease(epoch, 2, max_staleness=8)) == ids(samples)
+    assert ids(ledger.lease(epoch, 2, BatchPolicy())) == ids(samples)
 
 
 def test_a_new_epoch_ends_the_leases_of_older_ones(ledger: Ledger) -> None:
     _old, samples = leased(ledger, 2)
     new = ledger.take_epoch("successor")
     assert ledger.counts() == only(committed=2)
-    assert ids(ledger.lease(new, 2, max_staleness=8)) == ids(samples)
+    assert ids(ledger.lease(new, 2, BatchPolicy())) == ids(samples)
 
 
 def test_what_is_too_old_expires_with_a_reason(ledger: Ledger, engine: Engine) -> None:
@@ -117,7 +119,7 @@ def test_what_is_too_old_expires_with_a_reason(ledger: Ledger, engine: Engine) -
         committed(ledger, 1, experiences=(each,))
     ledger.record([exchange(experiences=(old,))])
     rewarded(ledger, 1, experiences=(old,))
-    samples = ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=1)
+    samples = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=1))
     assert [sample.version_min for sample in samples] == [2]
     assert ledger.counts() == only(trained=3, leased=1, expired=1, recorded=1, rewarded=1)
     assert {row.reason for row in rows(engine) if row.state == State.EXPIRED} == {
@@ -129,28 +131,28 @@ def test_what_is_too_old_expires_even_without_a_full_batch(ledger: Ledger) -> No
     for _ in range(3):
         trained(ledger)
     committed(ledger, 1)
-    assert ledger.lease(ledger.take_epoch("trainer"), 5, max_staleness=2) == []
+    assert ledger.lease(ledger.take_epoch("trainer"), 5, BatchPolicy(max_staleness=2)) == []
     assert ledger.counts() == only(trained=3, expired=1)
 
 
 def test_a_rejected_version_makes_nothing_older(ledger: Ledger) -> None:
     ledger.reject(trained(ledger), "worse")
     committed(ledger, 1)
-    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=0)) == 1
+    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))) == 1
 
 
 def test_without_a_bound_nothing_is_too_old(ledger: Ledger) -> None:
     for _ in range(20):
         trained(ledger)
     committed(ledger, 1)
-    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=None)) == 1
+    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=None))) == 1
 
 
 def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Ledger, engine: Engine) -> None:
     trained(ledger)
     [said] = committed(ledger, 1)
-    ledger.lease(ledger.take_epoch("trainer"), 1, max_staleness=0)
-    ledger.record([feedback(msg_id=said.msg_id, reward=0.25)])
+    ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))
+    ledger.record([feedback(msg_id=said.msg_id, value=0.25)])
     assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", 0.25)]
 
 
@@ -169,7 +171,7 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
     old, samples = leased(ledger, 2)
     ledger.take_epoch("successor")
     with pytest.raises(StaleEpoch, match=f"holds epoch {old}, but epoch {old + 1} has taken over"):
-        ledger.lease(old, 1, max_staleness=8)
+        ledger.lease(old, 1, BatchPolicy())
     with pytest.raises(StaleEpoch):
         ledger.extend(old)
     with pytest.raises(StaleEpoch):
@@ -183,12 +185,12 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
 
 def test_an_epoch_that_was_never_taken_can_do_nothing(ledger: Ledger) -> None:
     with pytest.raises(StaleEpoch):
-        ledger.lease(7, 1, max_staleness=8)
+        ledger.lease(7, 1, BatchPolicy())
 
 
 def test_a_stale_release_leaves_the_successors_lease_alone(ledger: Ledger) -> None:
     old, _samples = leased(ledger, 2)
-    ledger.lease(ledger.take_epoch("successor"), 2, max_staleness=8)
+    ledger.lease(ledger.take_epoch("successor"), 2, BatchPolicy())
     ledger.release(old)
     assert ledger.counts() == only(leased=2)
 
@@ -263,27 +265,19 @@ def test_an_epoch_and_a_sha_are_needed_for_a_version(ledger: Ledger) -> None:
     assert ledger.versions() == []
 
 
-def test_a_hundred_thousand_experiences_are_one_verb(ledger: Ledger, engine: Engine) -> None:
+def test_more_experiences_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine) -> None:
     """More than either database takes parameters in a statement."""
-    fill(engine, 100_000)
+    fill(engine, 66_000)
     epoch = ledger.take_epoch("trainer")
-    samples = ledger.lease(epoch, 100_000, max_staleness=8)
-    assert ids(samples) == list(range(1, 100_001))
-    ledger.drop(epoch, ids(samples)[:40_000], "bad")
-    ledger.register(epoch, ids(samples)[40_000:], step=1, publish=published)
-    assert ledger.counts() == only(dropped=40_000, trained=60_000)
+    samples = ledger.lease(epoch, 66_000, BatchPolicy())
+    assert ids(samples) == list(range(1, 66_001))
+    ledger.drop(epoch, ids(samples)[:1_000], "bad")
+    ledger.register(epoch, ids(samples)[1_000:], step=1, publish=published)
+    assert ledger.counts() == only(dropped=1_000, trained=65_000)
 
 
-def test_the_next_batch_is_found_by_an_index(ledger: Ledger, engine: Engine) -> None:
-    fill(engine, 20_000)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE experiences SET state = 'dropped', reason = 'old' WHERE id <= 18000")
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.exec_driver_sql("ANALYZE")
-    query = oldest_committed(64).compile(engine, compile_kwargs={"literal_binds": True})
-    explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"
-    with engine.connect() as connection:
-        plan = str(connection.exec_driver_sql(f"{explain} {query}").all())
-    assert "ix_experiences_state_id" in plan
-    assert "Sort" not in plan
-    assert "TEMP B-TREE" not in plan
+def test_a_sample_says_which_reply_it_is(ledger: Ledger) -> None:
+    said = committed(ledger, received_at=50.0, experiences=(experience(choice=1, finish_reason="length"),))[0]
+    (sample,) = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy())
+    assert (sample.msg_id, sample.choice, sample.finish_reason) == (said.msg_id, 1, "length")
+    assert sample.sampled_at == 50.0

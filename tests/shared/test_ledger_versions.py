@@ -5,7 +5,7 @@ from sqlalchemy import Engine
 
 from shared.errors import EnvironmentRefused, LedgerError
 from shared.experience import State, VersionState
-from shared.ledger import Ledger, VersionReward
+from shared.ledger import BatchPolicy, Ledger, VersionReward
 from tests.factories import exchange, experience, feedback, ids, leased, published, trained
 
 
@@ -123,7 +123,7 @@ def test_rewards_are_told_by_version(ledger: Ledger) -> None:
     ledger.ensure_base(Path("/base"))
     trained(ledger)
     told = exchange(experiences=(experience(choice=0, version_min=1, version_max=1), experience(choice=1)))
-    ledger.record([told, feedback(msg_id=told.msg_id, choice=0, reward=-0.5)])
+    ledger.record([told, feedback(msg_id=told.msg_id, choice=0, value=-0.5)])
     assert ledger.rewards() == [VersionReward(0, 2, 1, 1.0), VersionReward(1, 1, 1, -0.5)]
 
 
@@ -140,7 +140,7 @@ def test_the_way_from_feedback_to_served_is_measured(ledger: Ledger, engine: Eng
     ledger.record([said, feedback(msg_id=said.msg_id, received_at=1000.0)])
     ledger.commit("acme")
     epoch = ledger.take_epoch("trainer")
-    version = ledger.register(epoch, ids(ledger.lease(epoch, 1, max_staleness=8)), step=1, publish=published)
+    version = ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
     assert ledger.feedback_to_served() == []
     Ledger(engine, clock=lambda: 1060.0).promote(version)
     assert ledger.feedback_to_served() == [60.0]

@@ -37,7 +37,22 @@ def ddl(engine: Engine) -> dict[str, str]:
 
 def _sqlite(connection: Connection) -> dict[str, str]:
     rows = connection.execute(text("SELECT type || ' ' || name, tbl_name, sql FROM sqlite_master"))
-    return {name: rule or "" for name, table, rule in rows if table != "alembic_version"}
+    return {name: _unordered(rule or "") for name, table, rule in rows if table != "alembic_version"}
+
+
+def _unordered(rule: str) -> str:
+    """The clauses of a table, sorted: SQLite writes a column that was added behind the rules of the table."""
+    if not rule.startswith("CREATE TABLE"):
+        return rule
+    head, _, body = rule.partition("(")
+    clauses, depth = [""], 1
+    for sign in body[: body.rindex(")")]:
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if sign == "," and depth == 1:
+            clauses.append("")
+        else:
+            clauses[-1] += sign
+    return "\n".join([head, *sorted(" ".join(clause.split()) for clause in clauses), body[body.rindex(")") :]])
 
 
 def _postgres(connection: Connection) -> dict[str, str]:

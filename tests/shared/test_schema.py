@@ -69,7 +69,7 @@ OTHERS = [
     "UPDATE experiment SET id = 2",
     "INSERT INTO experiment (id, project, name) VALUES (1, 'another', 'one')",
     "UPDATE feedback SET event_id = 'one'",
-    "UPDATE feedback SET reward = NULL",
+    "UPDATE feedback SET value = NULL",
     "DELETE FROM exchanges",
     "DELETE FROM epochs",
     "DELETE FROM versions",
@@ -114,7 +114,7 @@ def test_the_other_tables_refuse_what_makes_no_sense(full: Engine, statement: st
     refused(full, statement)
 
 
-@pytest.mark.parametrize("table", ["experiences", "feedback"])
-def test_a_reward_is_a_number_that_is_finite(full: Engine, table: str) -> None:
+@pytest.mark.parametrize(("table", "column"), [("experiences", "reward"), ("feedback", "value")])
+def test_a_reward_is_a_number_that_is_finite(full: Engine, table: str, column: str) -> None:
     for value in NO_NUMBERS[full.dialect.name]:
-        refused(full, f"UPDATE {table} SET reward = {value} WHERE reward IS NOT NULL")
+        refused(full, f"UPDATE {table} SET {column} = {value} WHERE {column} IS NOT NULL")

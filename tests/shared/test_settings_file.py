@@ -160,7 +160,7 @@ def test_a_wrong_value_is_told_with_what_is_right(tmp_path, text, told):
     [
         ("mode: explore\n", "write 'both'"),
         ("synchronizer: {sync_method: nccl}\n", "write 'checkpoint'"),
-        ("algorithm: {algorithm_type: grpo}\n", "write 'ppo'"),
+        ("algorithm: {algorithm_type: reinforceplusplus}\n", "reinforce++"),
         ("algorithm: {optimizer: {lr_warmup_steps: -1}}\n", "write 0"),
         ("buffer: {trainer_input: {experience_buffer: {storage_type: queue}}}\n", "write 'sql'"),
         ("monitor: {monitor_type: wandb}\n", "write 'tensorboard'"),

@@ -1,0 +1,56 @@
+"""The kinds of values that settings have, and the section that all parts of the settings are."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _not_a_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+# The bounds come first: only then do they stand in the JSON schema.
+_Number = BeforeValidator(_not_a_bool)
+Positive = Annotated[int, Field(gt=0), _Number]
+NotNegative = Annotated[int, Field(ge=0), _Number]
+Port = Annotated[int, Field(ge=0, le=65535), _Number]
+Real = Annotated[float, Field(allow_inf_nan=False), _Number]
+PositiveReal = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
+NotNegativeReal = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]
+AtLeastTwo = Annotated[int, Field(ge=2), _Number]
+AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False), _Number]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _Number]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _Number]
+Seconds = PositiveReal
+
+
+def _one_path_part(value: str) -> str:
+    if not value or value in {".", ".."} or "/" in value or "\0" in value:
+        raise ValueError("must be one folder name, without '/'")
+    return value
+
+
+FolderName = Annotated[str, AfterValidator(_one_path_part)]
+
+
+def _an_address(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        absolute = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:
+        absolute = False
+    if not absolute:
+        raise ValueError("must be an absolute URL, such as http://host:port")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_an_address)]
+
+
+class Section(BaseModel):
+    """A part of the settings: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -1,6 +1,7 @@
 """Reads request bodies: bounded, strictly JSON, an object."""
 
 import math
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -8,6 +9,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from shared.errors import RequestRefused
+from shared.experience import MAX_NAME
 
 
 async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -15,6 +17,14 @@ async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, A
 
     NaN, Infinity, numbers beyond a double, lone surrogates and broken UTF-8 are not JSON.
     """
+    data = await read_bytes(request, max_bytes=max_bytes)
+    if not data and empty_is is not None:
+        return empty_is
+    return object_of(data)
+
+
+async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
+    """The body. Raises RequestRefused if it is too large."""
     data = bytearray()
     try:
         async for block in request.stream():
@@ -23,8 +33,11 @@ async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, A
                 raise RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
     except ClientDisconnect:
         raise RequestRefused("the client left", status=499, code="client_left") from None
-    if not data and empty_is is not None:
-        return empty_is
+    return bytes(data)
+
+
+def object_of(data: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object that these bytes are. Raises RequestRefused if they are none."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -46,11 +59,45 @@ def text_or_number(body: dict[str, Any], param: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong_type(param, "a string or an integer")
-    if len(str(value)) > 512:
-        raise RequestRefused(f"{param} must have at most 512 characters", code="too_long", param=param)
-    if "\0" in str(value):
+    return _storable(str(value), param)
+
+
+def name(body: dict[str, Any], param: str) -> str | None:
+    """A name of at most MAX_NAME characters; an empty one is none."""
+    value = body.get(param)
+    if not isinstance(value, str | None):
+        raise wrong_type(param, "a string")
+    return _storable(value, param) if value else None
+
+
+def words(body: dict[str, Any], param: str) -> str | None:
+    """Text of any length; where there is none, nothing is said."""
+    value = body.get(param)
+    if not isinstance(value, str | None):
+        raise wrong_type(param, "a string")
+    return value or None
+
+
+def moment(body: dict[str, Any], param: str) -> float | None:
+    """Seconds since 1970 of a time: that number, or ISO 8601 (UTC unless it says otherwise)."""
+    value = body.get(param)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            read = datetime.fromisoformat(value)
+        except ValueError:
+            raise wrong_type(param, "seconds since 1970 or ISO 8601") from None
+        return (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
+    return finite(value, param, bound=1e12)
+
+
+def _storable(value: str, param: str) -> str:
+    if len(value) > MAX_NAME:
+        raise RequestRefused(f"{param} must have at most {MAX_NAME} characters", code="too_long", param=param)
+    if "\0" in value:
         raise RequestRefused(f"{param} must not contain NUL", code="invalid_value", param=param)
-    return str(value)
+    return value
 
 
 def finite(value: object, param: str, *, bound: float) -> float:

@@ -1,6 +1,7 @@
 """Errors as OpenAI clients expect them: one table from exceptions to statuses, one envelope, no traceback."""
 
 import math
+import uuid
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from explorer import messages
 from shared.errors import EngineError, LedgerUnavailable, RequestRefused, SpoolFull, TuneloopError
 
 #: What a client is told of each of our own errors: status, code, seconds after which to try again. First match counts.
@@ -27,45 +29,68 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
+#: The engine has had all the time there is: the same again would most likely take as long again.
+_TIMED_OUT = 504
+
 #: Trinity's two routes: its clients look for `status`.
 _TRINITY_ROUTES = frozenset({"/feedback", "/commit"})
 
+#: Anthropic's routes have Anthropic's envelope.
+_ANTHROPIC = "/v1/messages"
 
-def refusal(request: Request, error: RequestRefused) -> Response:
+
+def refusal_of(error: Exception) -> RequestRefused:
+    """What a client is told of an error, ours or a bug."""
+    if isinstance(error, RequestRefused):
+        return error
+    for kind, (status, code, retry_after_s) in _TABLE.items():
+        if isinstance(error, kind):
+            return RequestRefused(str(error), status=status, code=code, retry_after_s=retry_after_s)
+    return RequestRefused("an internal error; it has been logged", status=500, code="internal")
+
+
+def answer_to(error: RequestRefused, path: str, request_id: str | None) -> Response:
     """The answer to a request that was refused."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     body: dict[str, object] = {
         "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code},
         **error.extra,
     }
-    if request.url.path in _TRINITY_ROUTES:
+    if path in _TRINITY_ROUTES:
         body |= {"status": "error", "message": str(error)}
-    headers = {}
+    headers = {"x-request-id": request_id or f"req_{uuid.uuid4().hex}"}
+    if path.startswith(_ANTHROPIC):
+        body = messages.error_body(str(error), status=error.status)
+        headers["request-id"] = headers["x-request-id"]
     if error.retry_after_s is not None:
-        headers = {
+        headers |= {
             "retry-after": str(math.ceil(error.retry_after_s)),
             "retry-after-ms": str(round(1000 * error.retry_after_s)),
         }
+    if error.status == _TIMED_OUT:
+        headers["x-should-retry"] = "false"
     return Response(orjson.dumps(body), error.status, headers, "application/json")
 
 
 def install(app: FastAPI) -> None:
     """Answer every error of the app by the table."""
 
+    def answered(request: Request, error: Exception) -> Response:
+        return answer_to(refusal_of(error), request.url.path, request.headers.get("x-request-id"))
+
     @app.exception_handler(TuneloopError)
     async def _ours(request: Request, error: TuneloopError) -> Response:
-        if isinstance(error, RequestRefused):
-            return refusal(request, error)
-        status, code, retry_after_s = next(answer for kind, answer in _TABLE.items() if isinstance(error, kind))
-        return refusal(request, RequestRefused(str(error), status=status, code=code, retry_after_s=retry_after_s))
+        return answered(request, error)
 
     @app.exception_handler(HTTPException)
     async def _routing(request: Request, error: HTTPException) -> Response:
         sentence = {404: f"no route {request.url.path}", 405: f"{request.method} is not allowed here"}
         message = sentence.get(error.status_code, str(error.detail))
         code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-        return refusal(request, RequestRefused(message, status=error.status_code, code=code))
+        told = answered(request, RequestRefused(message, status=error.status_code, code=code))
+        told.headers.update(error.headers or {})  # what is allowed instead
+        return told
 
     @app.exception_handler(Exception)
-    async def _bug(request: Request, _error: Exception) -> Response:
-        return refusal(request, RequestRefused("an internal error; it has been logged", status=500, code="internal"))
+    async def _bug(request: Request, error: Exception) -> Response:
+        return answered(request, error)

@@ -1,115 +1,106 @@
 """Takes feedback and commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
 import asyncio
-import time
-import uuid
-from datetime import UTC, datetime
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 
-from explorer.body import finite, read_object, text_or_number, wrong_type
-from explorer.chat import TENANT
-from explorer.flusher import Flusher
-from explorer.msg_id import Mint, ReplyName
+from explorer.backstage import Backstage
+from explorer.body import moment, read_object, text_or_number
+from explorer.hearing import Heard, Hearing
+from explorer.metrics import Metrics
+from explorer.msg_id import Mint
 from explorer.recorder import Recorder
+from explorer.remarks import remarks_of
+from explorer.tenants import TENANT
 from shared.errors import LedgerUnavailable, RequestRefused
-from shared.experience import Feedback
+from shared.experience import Feedback, Outcome
 from shared.ledger import Ledger
 
-#: Ids in one call. More get a 413, and nothing of the call is stored.
-MAX_IDS = 10_000
-#: Rewards beyond it are refused.
-MAX_REWARD = 1e6
+#: Bytes of the largest body: room for MAX_IDS ids, and for some words.
+MAX_BODY_BYTES = 8 << 20
 
-_MAX_BODY_BYTES = 4 << 20
-_FLUSH_PATIENCE_S = 5.0  # the clients of Trinity give up after ten
+#: Of several outcomes about one id, the first of these is told: what the client should know soonest.
+WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
+
+_PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
+_COMMIT_PATIENCE_S = 5.0  # the clients of Trinity give up after ten
 
 
 class FeedbackDesk:
     """The feedback and commit routes."""
 
-    def __init__(self, *, mint: Mint, recorder: Recorder, flusher: Flusher, ledger: Ledger) -> None:
+    def __init__(
+        self, *, mint: Mint, recorder: Recorder, backstage: Backstage, ledger: Ledger, metrics: Metrics
+    ) -> None:
         self._mint = mint
         self._recorder = recorder
-        self._flusher = flusher
+        self._backstage = backstage
         self._ledger = ledger
+        self._metrics = metrics
 
     async def feedback(self, request: Request) -> dict[str, object]:
-        """Store one reward for the replies named; an id that we never minted refuses them all."""
-        body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
-        names = self._names(body)
-        reward = self._reward(body)
-        task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
-        now = time.time()
-        await self._recorder.take(
-            [
-                Feedback(
-                    event_id=uuid.uuid4().hex,
-                    msg_id=name.msg_id,
-                    choice=name.choice,
-                    tenant=TENANT,
-                    reward=reward,
-                    received_at=now,
-                    task_id=task_id,
-                    run_id=run_id,
-                )
-                for name in names
-            ]
-        )
-        return {"status": "success", "accepted": len(names)}
+        """Store what is said of the replies named, and tell what became of it."""
+        body = await read_object(request, max_bytes=MAX_BODY_BYTES)
+        # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
+        heard = await asyncio.to_thread(self._hear, body, request.headers.get("idempotency-key"))
+        events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
+        outcomes = await self._store(events) if events else {}
+        told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
+        pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
+        for (kind, outcome), count in pairs.items():
+            self._metrics.feedback.labels(kind, outcome).inc(count)
+        answer = _answer(heard, told)
+        if not events:
+            raise RequestRefused(
+                "none of them is an id of our replies; nothing was stored",
+                status=404,
+                code="unknown_msg_id",
+                param="msg_ids",
+                extra=answer,
+            )
+        return {"status": "success", **answer}
 
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
-        body = await read_object(request, max_bytes=_MAX_BODY_BYTES, empty_is={})
+        body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
         task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
-        until = _time(body.get("time_threshold"))
-        if not await self._flusher.caught_up(self._recorder.end, _FLUSH_PATIENCE_S):
+        until = moment(body, "time_threshold")
+        if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
             raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: commit again later")
         committed = await asyncio.to_thread(self._ledger.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
         return {"status": "success", "committed": committed}
 
-    def _names(self, body: dict[str, Any]) -> list[ReplyName]:
-        ids = body.get("msg_ids")
-        if ids is None:
-            raise RequestRefused("msg_ids and reward are required", code="missing", param="msg_ids")
-        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
-            raise wrong_type("msg_ids", "a list of strings")
-        if not ids:
-            raise RequestRefused("msg_ids must name at least one reply", code="missing", param="msg_ids")
-        if len(ids) > MAX_IDS:
-            raise RequestRefused(
-                f"msg_ids has {len(ids)} ids, {MAX_IDS} are allowed in one call",
-                status=413,
-                code="too_many_ids",
-                param="msg_ids",
-            )
-        read = {each: self._mint.read(each, TENANT) for each in ids}
-        unknown = [each for each, name in read.items() if name is None]
-        if unknown:
-            raise RequestRefused(
-                f"{len(unknown)} of {len(read)} msg_ids are not ids of our replies; nothing was stored",
-                status=404,
-                code="unknown_msg_id",
-                param="msg_ids",
-                extra={"unknown": unknown[:100]},
-            )
-        return list(dict.fromkeys(name for name in read.values() if name is not None))
+    def _hear(self, body: dict[str, object], key: str | None) -> list[Heard]:
+        return Hearing(self._mint, TENANT).hear(remarks_of(body, key))
 
-    def _reward(self, body: dict[str, Any]) -> float:
-        if body.get("reward") is None:
-            raise RequestRefused("msg_ids and reward are required", code="missing", param="reward")
-        return finite(body["reward"], "reward", bound=MAX_REWARD)
+    async def _store(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
+        """Bring events to disk, and say what became of each as far as that is known soon."""
+        await self._recorder.take(events)
+        ids = [event.event_id for event in events]
+        if await self._backstage.caught_up(_PATIENCE_S):
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    return await asyncio.to_thread(self._outcomes, events)
+            except (LedgerUnavailable, TimeoutError):
+                pass  # it went away again; the events are on disk all the same
+        return dict.fromkeys(ids, Outcome.PENDING)
+
+    def _outcomes(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
+        told = self._ledger.outcomes(events[0].call_id, [event.event_id for event in events])
+        absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
+        return told | dict.fromkeys(self._ledger.about_deleted(absent), Outcome.UNKNOWN)
 
 
-def _time(value: object) -> float | None:
-    """Seconds since 1970 of a time threshold: that number, or ISO 8601 (UTC unless it says otherwise)."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
-            raise wrong_type("time_threshold", "seconds since 1970 or ISO 8601") from None
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    return finite(value, "time_threshold", bound=1e12)
+def _answer(heard: Sequence[Heard], told: Sequence[Outcome]) -> dict[str, object]:
+    """The outcome by what the client named, and how many there are of each."""
+    outcomes: dict[str, Outcome] = {}
+    for each, outcome in zip(heard, told, strict=True):
+        outcomes[each.about] = min(outcome, outcomes.get(each.about, outcome), key=WEAKEST_FIRST.index)
+    counts = Counter(outcomes.values())
+    return {
+        "accepted": counts[Outcome.ACCEPTED],
+        "outcomes": outcomes,
+        "counts": {outcome.value: counts[outcome] for outcome in Outcome},
+    }

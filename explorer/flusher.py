@@ -1,18 +1,23 @@
 """Moves what the spool holds into the ledger, in order, as soon as the database takes it."""
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import structlog
 
 from explorer import spool
-from explorer.spool import FlushedMark, Position, Spool
+from explorer.slots import Slot, Slots
+from explorer.spool import FlushedMark
 from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Record, decode
 from shared.ledger import Ledger
+from shared.spool_files import Position, segments, slots
 
 log = structlog.get_logger()
 
@@ -21,6 +26,12 @@ GROUP = 512
 #: How often a record is offered to the database before it goes to quarantine.
 TRIES = 5
 
+#: How often we look for what processes that died meanwhile have left.
+ADOPT_S = 2.0
+
+#: How often we look whether our writers have written: what comes meanwhile goes into the database together. Who waits
+#: for it is not kept waiting.
+_LOOK_S = 0.1
 _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _DISK_PAUSE_S = 0.5
@@ -29,8 +40,17 @@ _DISK_PAUSE_S = 0.5
 _REFUSED = (LedgerError, ValueError, OverflowError)
 
 
+class _Waiter(NamedTuple):
+    ends: Sequence[tuple[Slot, Position]]
+    told: "asyncio.Future[None]"
+
+    @property
+    def reached(self) -> bool:
+        return all(slot.flushed.position >= end for slot, end in self.ends)
+
+
 class Flusher:
-    """One thread that reads the spool behind the writer.
+    """One thread that reads the slots behind their writers, in this process or in others of ours.
 
     `quarantined` is called once for each record that the database refuses again and again, `failed` if the thread
     cannot go on.
@@ -38,104 +58,143 @@ class Flusher:
 
     def __init__(
         self,
-        own: Spool,
+        slots: Slots,
         ledger: Ledger,
         *,
         quarantined: Callable[[], None],
         failed: Callable[[TuneloopError], None],
     ) -> None:
-        self._spool = own
+        self._slots = slots
         self._ledger = ledger
         self._quarantined = quarantined
         self._failed = failed
         self._stop = threading.Event()
-        self._moved = threading.Condition()
+        self._wake = threading.Event()
+        self._moved = threading.Lock()
+        self._adopted_once = False
+        self._waiting: list[_Waiter] = []
         self._away = False
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
     def start(self) -> None:
-        """Begin with what dead processes left behind, oldest first, then follow the writer."""
+        """Begin with what dead processes left behind, then follow the writers."""
         self._thread.start()
 
     def stop(self) -> None:
         """Move what is there, unless the database is away: then it stays in the spool for the next start."""
         self._stop.set()
-        self._spool.grown.set()
+        self._wake.set()
         self._thread.join()
 
-    async def caught_up(self, position: Position, timeout_s: float) -> bool:
-        """Wait until everything before `position` is in the database; False if that is away, or it is not by then."""
-        return await asyncio.to_thread(self._wait, position, timeout_s)
+    @property
+    def away(self) -> bool:
+        """Whether the database did not take what it was last given."""
+        return self._away
 
-    def _wait(self, position: Position, timeout_s: float) -> bool:
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database; False if that is away, or it is not by then."""
+        ends = [(slot, slot.end) for slot in self._slots.ours]
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future())
         with self._moved:
-            self._moved.wait_for(lambda: self._away or self._spool.flushed.position >= position, timeout_s)
-            return self._spool.flushed.position >= position
+            self._waiting.append(waiter)
+            self._tell()
+        self._wake.set()
+        try:
+            # Not in a thread: a slow database would soon have all of the pool's waiting for it.
+            await asyncio.wait([waiter.told], timeout=timeout_s)
+        finally:
+            with self._moved, contextlib.suppress(ValueError):
+                self._waiting.remove(waiter)
+        return self._adopted_once and waiter.reached
+
+    def _tell(self) -> None:
+        for waiter in [each for each in self._waiting if self._away or (self._adopted_once and each.reached)]:
+            self._waiting.remove(waiter)
+            waiter.told.get_loop().call_soon_threadsafe(_settle, waiter.told)
 
     def _run(self) -> None:
         try:
             self._follow()
+        except TuneloopError as error:
+            self._failed(error)
         except Exception as error:
             log.exception("flusher_failed")
             self._failed(LedgerError(f"the spool cannot be moved into the database: {error!r}"))
 
     def _follow(self) -> None:
-        for folder in spool.slots(self._spool.folder.parent):
-            if folder != self._spool.folder and not self._stop.is_set():
-                self._adopt(folder)
+        adopt_at = time.monotonic()
         while True:
-            self._spool.grown.clear()
             stopping = self._stop.is_set()
-            all_moved = self._drained(self._spool.folder, self._spool.flushed)
+            self._wake.clear()
+            if stopping or time.monotonic() >= adopt_at:
+                self._adopt_all()
+                adopt_at = time.monotonic() + ADOPT_S
+            all_moved = all([self._drained_ours(slot) for slot in self._slots.ours])
             if stopping or (self._stop.is_set() and not all_moved):
                 return
-            self._spool.grown.wait()
+            self._wake.wait(_LOOK_S)
 
-    def _drained(self, folder: Path, mark: FlushedMark) -> bool:
+    def _drained_ours(self, slot: Slot) -> bool:
+        adopted = not self._slots.lives(slot.folder) and self._adopt(slot.folder)
+        return adopted or self._drained(slot.folder, slot.flushed, slot.end)
+
+    def _drained(self, folder: Path, mark: FlushedMark, end: Position | None) -> bool:
         try:
-            return self._drain(folder, mark)
+            return self._drain(folder, mark, end)
         except OSError as error:  # such as no place for the quarantine: what is not marked is read again
             log.error("spool_not_drained", folder=str(folder), reason=str(error))
             self._stop.wait(_DISK_PAUSE_S)
-            self._spool.grown.set()
             return False
 
-    def _adopt(self, folder: Path) -> None:
-        """Drain the spool of a process that is no more."""
+    def _adopt_all(self) -> None:
+        for folder in slots(self._slots.root):
+            if not self._slots.lives(folder) and not self._stop.is_set() and segments(folder):
+                self._adopt(folder)
+        with self._moved:
+            self._adopted_once = True
+            self._tell()
+
+    def _adopt(self, folder: Path) -> bool:
+        """Drain the slot of a process that is no more, and leave no segment of it. False if that cannot be yet."""
         try:
-            with spool.take_slot(folder):
-                mark = FlushedMark(folder / "flushed")
-                self._drained(folder, mark)
-                mark.close()
-        except BlockingIOError:
-            return
+            with spool.take_slot(folder), contextlib.closing(FlushedMark(folder / "flushed")) as mark:
+                left = segments(folder)
+                if not self._drained(folder, mark, None):
+                    return False
+                if left:
+                    self._mark(folder, mark, Position(left[-1] + 1, 0))
+                self._slots.adopted(folder)
+                return True
+        except BlockingIOError:  # somebody writes there again
+            return False
         except OSError as error:
             log.error("spool_not_adopted", folder=str(folder), reason=str(error))
+            return False
 
-    def _drain(self, folder: Path, mark: FlushedMark) -> bool:
-        """Move what there is; False if we were told to stop while the database was away."""
-        end = self._spool.end if folder == self._spool.folder else None
+    def _drain(self, folder: Path, mark: FlushedMark, end: Position | None) -> bool:
+        """Move what there is before `end` (None: all); False if we were told to stop while the database was away."""
         group: list[bytes] = []
-        position = mark.position
-        for payload, position in spool.read(folder, mark.position, end):
-            group.append(payload)
-            if len(group) == GROUP:
-                if not self._move(folder, group):
-                    return False
-                self._mark(folder, mark, position)
-                group = []
+        start = position = mark.position
+        if end is None or end > start:
+            for payload, position in spool.read(folder, start, end):
+                group.append(payload)
+                if len(group) == GROUP:
+                    if not self._move(folder, group):
+                        return False
+                    self._mark(folder, mark, position)
+                    group = []
         if group and not self._move(folder, group):
             return False
         # What lies between the last record and the end was torn by a crash, or is a segment still empty.
-        reached = max(end or mark.position, position)
-        if reached > mark.position:
-            self._mark(folder, mark, reached)
+        self._mark(folder, mark, max(end or start, position))
         return True
 
     def _mark(self, folder: Path, mark: FlushedMark, position: Position) -> None:
+        if position <= mark.position:
+            return
         with self._moved:
             mark.move(position)
-            self._moved.notify_all()
+            self._tell()
         spool.forget(folder, position)
 
     def _move(self, folder: Path, payloads: Sequence[bytes]) -> bool:
@@ -172,7 +231,7 @@ class Flusher:
     def _say(self, *, away: bool) -> None:
         with self._moved:
             self._away = away
-            self._moved.notify_all()
+            self._tell()
 
     def _one(self, folder: Path, payload: bytes) -> bool:
         """Find the one record that the database refuses, and keep it from blocking the others."""
@@ -195,3 +254,8 @@ class Flusher:
 def _reason(error: Exception) -> str:
     """In one line: the next ones may quote what a user wrote."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _settle(told: "asyncio.Future[None]") -> None:
+    if not told.done():
+        told.set_result(None)

@@ -1,5 +1,7 @@
 """The explorer's Prometheus metrics. Names here are the names in docs/metrics.md; no ids or users as labels."""
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -26,21 +28,46 @@ class Metrics:
         )
         self.recorded = Counter(
             "tuneloop_experiences_recorded",
-            "Experiences brought to disk; reason is empty for those that can be trained on",
+            "Experiences brought to disk; reason is empty for samples of the policy",
             ["reason"],
             registry=registry,
         )
-        self.feedback = Counter("tuneloop_feedback", "Feedback events brought to disk", registry=registry)
-        self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
-        self.ledger_imbalance = Gauge(
-            "tuneloop_ledger_imbalance", "Sentences of the ledger that do not add up; 0 is right", registry=registry
+        self.feedback = Counter(
+            "tuneloop_feedback", "Feedback events, by what became of them", ["kind", "outcome"], registry=registry
         )
+        self._of_the_ledger(registry)
         self.spool_bytes = Gauge(
-            "tuneloop_spool_bytes", "Bytes in the spool that the database has not taken", registry=registry
+            "tuneloop_spool_bytes", "Bytes in all spools that the database has not taken", registry=registry
         )
+        self.spool_oldest_seconds = Gauge(
+            "tuneloop_spool_oldest_seconds", "How long the oldest of them have waited for it", registry=registry
+        )
+        self.database_up = Gauge("tuneloop_database_up", "1 while the database answers, else 0", registry=registry)
         self.quarantined = Counter(
             "tuneloop_spool_quarantined", "Records that the database refused again and again", registry=registry
         )
+        self.purged = Counter(
+            "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
+        )
+        self._of_the_engines(registry)
+        self._of_the_judge(registry)
+        self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
+        self.waiting = Gauge(
+            "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
+        )
+        self._answered = cache(self._counters_of)
+
+    def answered(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
+        """Count a request that has been answered; `version` None: no engine was asked."""
+        count, duration = self._answered(endpoint, status, version)
+        count.inc()
+        duration.observe(seconds)
+
+    def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
+        named = "" if version is None else str(version)
+        return self.requests.labels(endpoint, status, named), self.request_seconds.labels(endpoint)
+
+    def _of_the_engines(self, registry: CollectorRegistry) -> None:
         self.engines = Gauge("tuneloop_engines", "Engines by what they are doing", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
         self.reload_seconds = Histogram(
@@ -57,3 +84,35 @@ class Metrics:
             buckets=_LONG_SECONDS,
             registry=registry,
         )
+
+    def _of_the_ledger(self, registry: CollectorRegistry) -> None:
+        self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
+        self.waiting_seconds = Gauge(
+            "tuneloop_waiting_seconds", "Since when the oldest experience waits", ["state"], registry=registry
+        )
+        self.no_step = Gauge(
+            "tuneloop_no_step", "1 for the reasons why no training step is happening", ["reason"], registry=registry
+        )
+        self.trainer_up = Gauge("tuneloop_trainer_up", "1 if a trainer was seen in the last minute", registry=registry)
+        self.feedback_pending = Gauge(
+            "tuneloop_feedback_pending", "Feedback in the ledger that waits for its reply", registry=registry
+        )
+        self.ledger_imbalance = Gauge(
+            "tuneloop_ledger_imbalance", "Sentences of the ledger that do not add up; 0 is right", registry=registry
+        )
+        self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
+
+    def _of_the_judge(self, registry: CollectorRegistry) -> None:
+        self.judged = Counter(
+            "tuneloop_judged", "Replies given to the judge, by what became of it", ["outcome"], registry=registry
+        )
+        self.judge_seconds = Histogram(
+            "tuneloop_judge_seconds", "From taking up a reply to its verdict", buckets=_SECONDS, registry=registry
+        )
+        self.judge_tokens = Counter(
+            "tuneloop_judge_tokens", "Tokens that verdicts took, as the judge counts them", ["kind"], registry=registry
+        )
+        for outcome in ("judged", "failed", "away", "not_kept"):
+            self.judged.labels(outcome)
+        for kind in ("prompt", "completion"):
+            self.judge_tokens.labels(kind)

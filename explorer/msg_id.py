@@ -3,13 +3,16 @@
     chatcmpl-<40 characters>      every choice of a reply
     chatcmpl-<40 characters>:<k>  its choice k
 
-The 40 characters are base32 (sortable by time) of: 6 bytes of milliseconds since 1970, 9 random bytes, the number of
-choices, and 9 bytes of HMAC-SHA256 over these and the tenant.
+Replies of other endpoints have their own prefix, as OpenAI's and Anthropic's have. The 40 characters are base32
+(sortable by time) of: 6 bytes of milliseconds since 1970, 9 random bytes, the number of choices, and 9 bytes of
+keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`.
 """
 
 import base64
+import hashlib
 import hmac
 import os
+import re
 import secrets
 import time
 from pathlib import Path
@@ -20,10 +23,13 @@ from shared.config import Settings
 from shared.errors import EnvironmentRefused
 
 PREFIX = "chatcmpl-"
+PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")
 MAX_CHOICES = 128
 
 _MAC_BYTES = 9
 _KEY_BYTES = 32
+_SIGNED = 40
+_WELL_FORMED = re.compile(f"[0-9a-v]{{{_SIGNED}}}").fullmatch
 
 
 class ReplyName(NamedTuple):
@@ -39,30 +45,39 @@ class Mint:
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def mint(self, tenant: str, choices: int) -> str:
-        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES)."""
-        name = (time.time_ns() // 1_000_000).to_bytes(6) + secrets.token_bytes(9) + bytes([choices])
-        return PREFIX + base64.b32hexencode(name + self._mac(name, tenant)).decode().lower()
+    def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
+        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES); `prefix` is one of PREFIXES."""
+        name = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(9) + bytes([choices])
+        return prefix + base64.b32hexencode(name + self._mac(name, tenant, prefix)).decode().lower()
 
     def read(self, text: str, tenant: str) -> ReplyName | None:
         """What `text` names, or None if we never minted it for this tenant."""
         msg_id, colon, choice = text.partition(":")
-        try:
-            data = base64.b32hexdecode(msg_id.removeprefix(PREFIX).encode("ascii"), casefold=True)
-        except ValueError:
+        prefix = next((each for each in PREFIXES if msg_id.startswith(each)), "")
+        signed = msg_id[len(prefix) :].lower()
+        prefix = prefix or PREFIX
+        if not _WELL_FORMED(signed):
             return None
+        data = int(signed, 32).to_bytes(25)  # tens of times faster than b32hexdecode, whose digits these are
         name, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
-        if len(data) != 25 or not hmac.compare_digest(mac, self._mac(name, tenant)):
+        if not hmac.compare_digest(mac, self._mac(name, tenant, prefix)):
             return None
-        msg_id = PREFIX + msg_id.removeprefix(PREFIX).lower()
+        msg_id = prefix + signed
         if not colon:
             return ReplyName(msg_id, None)
         if not (choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < name[-1]):
             return None
         return ReplyName(msg_id, int(choice))
 
-    def _mac(self, name: bytes, tenant: str) -> bytes:
-        return hmac.digest(self._key, name + tenant.encode(), "sha256")[:_MAC_BYTES]
+    def _mac(self, name: bytes, tenant: str, prefix: str) -> bytes:
+        whose = f"{tenant}\0{prefix}" if prefix != PREFIX else tenant
+        # A MAC as HMAC is one, at a fifth of its price.
+        return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+def minted_at(msg_id: str) -> float:
+    """When a msg_id was minted that is ours, in seconds since 1970."""
+    return int.from_bytes(base64.b32hexdecode(msg_id[-_SIGNED:].upper())[:6]) / 1000
 
 
 def key_path(settings: Settings) -> Path:

@@ -15,7 +15,7 @@ import structlog
 
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.metrics import Metrics
-from shared.checkpoint import Probe, read_manifest
+from shared.checkpoint import ACTOR, Probe, read_manifest
 from shared.config import Settings
 from shared.errors import CheckpointRejected, CheckpointUnreadable, EngineError, LedgerUnavailable
 from shared.ledger import Ledger, Version
@@ -39,6 +39,7 @@ class Reloader:
         self._metrics = metrics
         self._deaths: Counter[int] = Counter()
         self._unreadable: Counter[int] = Counter()
+        self._held: int | None = None
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
@@ -53,15 +54,30 @@ class Reloader:
             await asyncio.sleep(self._interval_s)
 
     async def turn(self) -> None:
-        """Take up the newest candidate, if there is one; bring engines that missed a turn to the champion."""
+        """Take up the newest candidate, if there is one; bring engines that missed a turn to the champion.
+
+        While an alarm holds, candidates are left as they are.
+        """
         async with self._turn:
             champion = await asyncio.to_thread(self._ledger.champion)
             self._metrics.version_served.set(champion.version)
             candidate = await asyncio.to_thread(self._ledger.candidate)
-            if candidate is not None and any(engine.state is EngineState.READY for engine in self._fleet.engines):
+            ready = any(engine.state is EngineState.READY for engine in self._fleet.engines)
+            if candidate is not None and ready and not await self._is_held(candidate):
                 await self._take_up(candidate, champion)
             else:
                 await self._align(champion)
+
+    async def _is_held(self, candidate: Version) -> bool:
+        """Whether an alarm forbids that a new version is served; said once, and once when it is over."""
+        held = await asyncio.to_thread(self._ledger.promotion_held)
+        if held and self._held is None:
+            names = [alarm.name for alarm in await asyncio.to_thread(self._ledger.alarms) if alarm.holds]
+            log.warning("promotion_held", version=candidate.version, alarms=names)
+        elif not held and self._held is not None:
+            log.info("promotion_released", version=candidate.version, held_since_version=self._held)
+        self._held = (self._held or candidate.version) if held else None
+        return held
 
     async def _align(self, champion: Version) -> None:
         for engine in self._fleet.engines:
@@ -103,10 +119,17 @@ class Reloader:
     async def _swap(self, engine: Engine, version: Version, probe: Probe, *, back_to: Version) -> None:
         await self._fleet.set(engine, EngineState.RELOADING)
         started = time.monotonic()
+        if self._drain_first:
+            await self._drain(engine)
         try:
-            if self._drain_first:
-                await self._drain(engine)
-            await load(engine, version)
+            await engine.control.pause("keep")
+        except EngineError as error:
+            # It has not seen the version yet, so this is none of the version's doing.
+            log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
+            await self._fleet.set(engine, EngineState.DOWN)
+            return
+        try:
+            await _load_paused(engine, version, self._fleet)
             await engine.control.prove(probe)
         except (EngineError, CheckpointRejected) as error:
             await self._put_back(engine, back_to)
@@ -119,7 +142,7 @@ class Reloader:
     async def _put_back(self, engine: Engine, champion: Version) -> None:
         """Load the old weights again; an engine that cannot is marked down, which makes its supervisor restart it."""
         try:
-            await load(engine, champion)
+            await load(engine, champion, fleet=self._fleet)
             if champion.version:
                 await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
         except (EngineError, CheckpointRejected) as error:
@@ -130,7 +153,7 @@ class Reloader:
 
     async def _drain(self, engine: Engine) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engine.idle.wait(), self._drain_s)
+            await asyncio.wait_for(self._fleet.until_idle(engine), self._drain_s)
 
     async def _reject(self, version: Version, reason: str) -> None:
         log.error("version_rejected", version=version.version, reason=reason)
@@ -140,17 +163,21 @@ class Reloader:
 
 def actor_of(version: Version) -> Path:
     """The Hugging Face folder of a version; the base model is one itself."""
-    return version.path / "actor" if version.version else version.path
+    return version.path / ACTOR if version.version else version.path
 
 
-async def load(engine: Engine, version: Version) -> None:
+async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
     """Swap an engine's weights for a version's, in place, keeping what is in flight."""
+    await engine.control.pause("keep")
+    await _load_paused(engine, version, fleet)
+
+
+async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     control = engine.control
-    await control.pause("keep")
-    engine.loads += 1
+    await fleet.loading(engine)
     await control.load(actor_of(version))
     await control.forget_prefixes()
-    engine.version = version.version
+    await fleet.loaded(engine, version.version)
     await control.resume()
 
 

@@ -1,13 +1,8 @@
 """The local append-only log that a record must reach before its reply ends: "acknowledged" means on disk here.
 
-    {spool_dir}/{slot}/00000001.seg   records, each u32 length | u32 crc32 | payload
-    {spool_dir}/{slot}/flushed        how far the database has them: two 16-byte places, written in turn
-    {spool_dir}/{slot}/lock           held by the process that owns the slot
-    {spool_dir}/{slot}/quarantine.seg what the database refused again and again
-    {spool_dir}/{slot}/00000001.torn  a segment that could not be read to its end
-
-One fsync serves every record that waits at that moment. A process starts a new segment each time, so bytes torn by a
-crash are always the last of their segment, and were never acknowledged.
+How it lies there is said in `shared.spool_files`. One fsync serves every record that waits at that moment. A process
+starts a new segment each time, so bytes torn by a crash are always the last of their segment, and were never
+acknowledged.
 """
 
 import asyncio
@@ -15,6 +10,7 @@ import contextlib
 import fcntl
 import io
 import itertools
+import mmap
 import os
 import queue
 import struct
@@ -27,55 +23,69 @@ from typing import BinaryIO, NamedTuple
 import structlog
 
 from shared.errors import SpoolFull
+from shared.spool_files import (
+    HEAD,
+    PLACE,
+    QUARANTINE,
+    Position,
+    behind,
+    next_payload,
+    place,
+    places,
+    segment_path,
+    segments,
+    size_of,
+)
 
 log = structlog.get_logger()
 
 SEGMENT_BYTES = 64 << 20
 
-_HEAD = struct.Struct("<II")
-_PLACE = struct.Struct("<QII")  # offset, segment, crc32 of the two
+#: Held while a file that stays is written to, by whichever thread of the process that holds its slot.
+keeping = threading.Lock()
 
-
-class Position(NamedTuple):
-    """A place in the spool: everything before it."""
-
-    segment: int
-    offset: int
+#: How much must go onto a disk that has refused a write before it counts as mended.
+_PROOF = bytes(64 << 10)
 
 
 class _Waiting(NamedTuple):
     data: bytes
-    done: "asyncio.Future[Position]"
+    done: "asyncio.Future[Position] | None"  # None: nobody waits, a new segment is wanted
 
 
 class Spool:
     """The writer's side: `append` from the event loop, one thread that writes and syncs.
 
-    `max_bytes` bounds what the database has not taken yet; `sync` False trusts the page cache (`durability: write`).
+    `sync` False trusts the page cache (`durability: write`), which takes a record at once: nobody waits for the thread.
+    `broken` says why the disk refused the last write, None once it takes one again; `written` counts the bytes of this
+    process. `end` is shared with the flusher, and `flushed` by it: it may be another process.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, sync: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, sync: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Raises BlockingIOError if another process owns the slot `folder`."""
         self.folder = folder
-        self._max_bytes = max_bytes
+        self.broken: str | None = None
+        self.written = 0
         self._sync = sync
         self._segment_bytes = segment_bytes
         self._lock = take_slot(folder)
-        self._torn = False
         self.flushed = FlushedMark(folder / "flushed")
-        self._end = Position(1 + max([*segments(folder), self.flushed.position.segment]), 0)
+        self._left = {number: size_of(segment_path(folder, number)) for number in segments(folder)}
+        self._end = Position(1 + max([*self._left, self.flushed.position.segment]), 0)
         self._file = _open_segment(folder, self._end.segment)
+        self._shared_end = SharedEnd(folder)
+        self._shared_end.move(self._end)
+        self._writing = threading.Lock()
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self.grown = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="spool", daemon=True)
         self._thread.start()
 
     @classmethod
-    def open(cls, root: Path, *, max_bytes: int, sync: bool = True) -> "Spool":
+    def open(cls, root: Path, *, sync: bool = True) -> "Spool":
         """A spool in the first slot below `root` that no living process owns."""
         for number in itertools.count():
             with contextlib.suppress(BlockingIOError):
-                return cls(root / str(number), max_bytes=max_bytes, sync=sync)
+                return cls(root / str(number), sync=sync)
         raise AssertionError("unreachable")
 
     @property
@@ -84,21 +94,30 @@ class Spool:
         return self._end
 
     def backlog_bytes(self) -> int:
-        """Bytes on disk that the database has not taken yet."""
-        done = self.flushed.position
-        sizes = {number: _size(self.folder, number) for number in segments(self.folder) if number >= done.segment}
-        return max(0, sum(sizes.values()) - (done.offset if done.segment in sizes else 0))
+        """Bytes on disk that the database has not taken yet. Cheap: nothing is read."""
+        # In this order: whatever the writer and the flusher do meanwhile, no segment is counted twice.
+        done, end = self.flushed.position, self._end
+        return behind(done, self._left | {end.segment: end.offset})
 
-    def admit(self) -> None:
-        """Raise SpoolFull when no more should be taken on."""
-        if self.backlog_bytes() >= self._max_bytes:
-            raise SpoolFull(f"the spool holds {self._max_bytes} bytes that the database has not taken")
+    def renew(self) -> None:
+        """Begin a new segment, so that the old one can be forgotten, and see whether a broken disk is mended."""
+        self._waiting.put(_Waiting(b"", None))
 
     async def append(self, payloads: Sequence[bytes]) -> Position:
         """Return when all payloads are on disk, with the position after them. Raises SpoolFull if they cannot be."""
+        data = b"".join([_framed(payload) for payload in payloads])
+        if not self._sync and self._writing.acquire(blocking=False):
+            try:
+                if not self.broken and self._end.offset <= self._segment_bytes:
+                    self._put(data)
+                    return self._end
+            except OSError:  # the thread finds out what to do about it
+                self._file.seek(self._end.offset)
+            finally:
+                self._writing.release()
         done: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
-        self._waiting.put(_Waiting(b"".join(_framed(payload) for payload in payloads), done))
-        return await asyncio.shield(done)
+        self._waiting.put(_Waiting(data, done))
+        return await done  # who is cancelled meanwhile has the records written all the same
 
     def close(self) -> None:
         """Write what waits, then let the slot go."""
@@ -106,6 +125,7 @@ class Spool:
         self._thread.join()
         self._file.close()
         self.flushed.close()
+        self._shared_end.close()
         self._lock.close()
 
     def _write_all(self) -> None:
@@ -117,60 +137,127 @@ class Spool:
             open_ = None not in group
             waiting = [each for each in group if each is not None]
             if waiting:
-                self._write(waiting)
+                with self._writing:
+                    self._write(waiting)
 
     def _write(self, group: Sequence[_Waiting]) -> None:
         data = b"".join(each.data for each in group)
         error: SpoolFull | None = None
         try:
-            if self._torn or self._end.offset > self._segment_bytes:
-                self._next_segment()
-            _write_whole(self._file, data)
-            if self._sync:
-                os.fdatasync(self._file.fileno())
-            self._end = Position(self._end.segment, self._end.offset + len(data))
+            renewed = any(each.done is None for each in group)
+            if renewed or self.broken or self._end.offset > self._segment_bytes:
+                self._begin_segment()
+            if renewed and self.broken:
+                self._prove()
+            self._put(data)
+            if self.broken:
+                log.info("spool_written_again", folder=str(self.folder))
+            self.broken = None
         except OSError as reason:
-            log.error("spool_write_failed", folder=str(self.folder), reason=reason.strerror)
-            error = SpoolFull(f"cannot write to the spool: {reason.strerror}")
-            self._torn = True
+            if not self.broken:
+                log.error("spool_write_failed", folder=str(self.folder), reason=reason.strerror)
+            self.broken = f"cannot write to the spool: {reason.strerror}"
+            error = SpoolFull(self.broken)
         for each in group:
-            each.done.get_loop().call_soon_threadsafe(_settle, each.done, self._end, error)
-        self.grown.set()
+            if each.done:
+                each.done.get_loop().call_soon_threadsafe(_settle, each.done, self._end, error)
 
-    def _next_segment(self) -> None:
-        """Leave the segment, and whatever a failed write tore at its end, behind."""
+    def _put(self, data: bytes) -> None:
+        _write_whole(self._file, data)
+        if self._sync:
+            os.fdatasync(self._file.fileno())
+        self._reach(Position(self._end.segment, self._end.offset + len(data)))
+        self.written += len(data)
+
+    def _reach(self, end: Position) -> None:
+        self._end = end
+        self._shared_end.move(end)
+
+    def _begin_segment(self) -> None:
+        """Leave the segment, and whatever a failed write tore at its end, behind; one that holds nothing is kept."""
         self._file.truncate(self._end.offset)
+        if not self._end.offset:
+            self._file.seek(0)
+            return
         following = _open_segment(self.folder, self._end.segment + 1)
         self._file.close()
-        self._file, self._end, self._torn = following, Position(self._end.segment + 1, 0), False
+        held = {number: size for number, size in self._left.items() if number >= self.flushed.position.segment}
+        self._left = held | {self._end.segment: self._end.offset}
+        self._file = following
+        self._reach(Position(self._end.segment + 1, 0))
+
+    def _prove(self) -> None:
+        """Write what is no record and take it away again."""
+        _write_whole(self._file, _PROOF)
+        os.fdatasync(self._file.fileno())
+        self._file.truncate(0)
+        self._file.seek(0)
 
 
 class FlushedMark:
-    """How far the database has the spool, kept in place so that a full disk cannot stop it from moving on."""
+    """How far the database has the spool, kept in place so that a full disk cannot stop it from moving on.
+
+    One moves it, others may look at the same time, in other processes too.
+    """
 
     def __init__(self, path: Path) -> None:
         path.touch()
         self._file = path.open("r+b", buffering=0)
-        data = self._file.read(2 * _PLACE.size).ljust(2 * _PLACE.size, b"\0")
-        if len(data.strip(b"\0")) == 0:
+        data = self._file.read(2 * PLACE.size)
+        if len(data.strip(b"\0")) == 0 or len(data) < 2 * PLACE.size:
             self._file.seek(0)
-            self._file.write(bytes(2 * _PLACE.size))
-        places = [_place(data[: _PLACE.size]), _place(data[_PLACE.size :])]
-        self.position = max(places)
-        self._next = places.index(min(places))
+            self._file.write(data.ljust(2 * PLACE.size, b"\0"))
+        self._map = mmap.mmap(self._file.fileno(), 2 * PLACE.size, access=mmap.ACCESS_READ)
+        self._seen, self._position = b"", Position(0, 0)
+
+    @property
+    def position(self) -> Position:
+        """Everything before this is in the database. Cheap: it is asked for with every request."""
+        if not self._map.closed and (data := self._map[:]) != self._seen:
+            # One of the two may be half written just now; the other is older, but right.
+            self._seen, self._position = data, max(self._position, *places(data))
+        return self._position
 
     def move(self, position: Position) -> None:
         """Say that everything before `position` is in the database."""
-        body = struct.pack("<QI", position.offset, position.segment)
-        self._file.seek(self._next * _PLACE.size)
-        self._file.write(body + struct.pack("<I", zlib.crc32(body)))
+        both = places(self._map[:])
+        self._file.seek(both.index(min(both)) * PLACE.size)
+        self._file.write(_place(position))
         os.fdatasync(self._file.fileno())
-        self._next = 1 - self._next
-        self.position = position
 
     def close(self) -> None:
         """Close the file."""
+        self._position = self.position
+        self._map.close()
         self._file.close()
+
+
+class SharedEnd:
+    """Where a slot's living writer is: everything before is on disk. It tells so in memory that its flusher shares."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "end"
+        path.touch()
+        with path.open("r+b", buffering=0) as file:
+            if size_of(path) < PLACE.size:
+                file.write(bytes(PLACE.size))  # a hole in the file could not be filled on a full disk
+            self._map = mmap.mmap(file.fileno(), PLACE.size)
+        self._last = Position(0, 0)
+
+    @property
+    def position(self) -> Position:
+        """What was last told; while the writer is just telling, what it told before."""
+        if not self._map.closed:
+            self._last = max(self._last, place(self._map[:]))
+        return self._last
+
+    def move(self, position: Position) -> None:
+        """Tell the flusher."""
+        self._map[:] = _place(position)
+
+    def close(self) -> None:
+        """Share no more."""
+        self._map.close()
 
 
 def read(folder: Path, start: Position, end: Position | None = None) -> Iterator[tuple[bytes, Position]]:
@@ -179,11 +266,11 @@ def read(folder: Path, start: Position, end: Position | None = None) -> Iterator
         if number < start.segment or (end is not None and number > end.segment):
             continue
         offset = start.offset if number == start.segment else 0
-        limit = end.offset if end is not None and number == end.segment else _size(folder, number)
-        with _segment_path(folder, number).open("rb") as file:
+        limit = end.offset if end is not None and number == end.segment else size_of(segment_path(folder, number))
+        with segment_path(folder, number).open("rb") as file:
             file.seek(offset)
-            while offset < limit and (payload := _next_payload(file)) is not None:
-                offset += _HEAD.size + len(payload)
+            while offset < limit and (payload := next_payload(file)) is not None:
+                offset += HEAD.size + len(payload)
                 yield payload, Position(number, offset)
         if offset < limit:
             log.warning("spool_torn_tail", segment=number, offset=offset, bytes=limit - offset)
@@ -193,32 +280,22 @@ def read(folder: Path, start: Position, end: Position | None = None) -> Iterator
 def _keep(folder: Path, number: int) -> None:
     """Give a segment that cannot be read to its end a second name, under which it stays: its tail may be whole."""
     with contextlib.suppress(OSError):
-        os.link(_segment_path(folder, number), folder / f"{number:08d}.torn")
+        os.link(segment_path(folder, number), folder / f"{number:08d}.torn")
 
 
 def forget(folder: Path, before: Position) -> None:
     """Delete the segments that lie wholly before a position."""
     for number in segments(folder):
         if number < before.segment:
-            _segment_path(folder, number).unlink(missing_ok=True)
+            segment_path(folder, number).unlink(missing_ok=True)
 
 
 def quarantine(folder: Path, payload: bytes) -> None:
     """Keep a record that the database refuses, out of the way of the others."""
-    with (folder / "quarantine.seg").open("ab") as file:
+    with keeping, (folder / QUARANTINE).open("ab") as file:
         file.write(_framed(payload))
         file.flush()
         os.fsync(file.fileno())
-
-
-def segments(folder: Path) -> list[int]:
-    """The numbers of the segments, oldest first."""
-    return sorted(int(path.stem) for path in folder.glob("*.seg") if path.stem.isdigit())
-
-
-def slots(root: Path) -> list[Path]:
-    """The folders of all processes, dead or alive, that ever spooled below `root`."""
-    return sorted(path for path in root.glob("*") if path.name.isdigit())
 
 
 def take_slot(folder: Path) -> BinaryIO:
@@ -235,7 +312,7 @@ def take_slot(folder: Path) -> BinaryIO:
 
 def _open_segment(folder: Path, number: int) -> io.FileIO:
     # Not "xb": an empty one may be left from when the disk was full. Whoever owns the slot is alone here.
-    file = io.FileIO(_segment_path(folder, number), "wb")
+    file = io.FileIO(segment_path(folder, number), "wb")
     directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -250,34 +327,13 @@ def _write_whole(file: io.FileIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _next_payload(file: BinaryIO) -> bytes | None:
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
-        return None
-    length, crc = _HEAD.unpack(head)
-    payload = file.read(length)
-    # A record is never empty, but the zeros that a power cut may leave look like empty ones.
-    return payload if length and len(payload) == length and zlib.crc32(payload) == crc else None
+def _place(position: Position) -> bytes:
+    body = struct.pack("<QI", position.offset, position.segment)
+    return body + struct.pack("<I", zlib.crc32(body))
 
 
 def _framed(payload: bytes) -> bytes:
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def _place(data: bytes) -> Position:
-    offset, segment, crc = _PLACE.unpack(data)
-    return Position(segment, offset) if zlib.crc32(data[:12]) == crc else Position(0, 0)
-
-
-def _segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}.seg"
-
-
-def _size(folder: Path, number: int) -> int:
-    try:
-        return _segment_path(folder, number).stat().st_size
-    except FileNotFoundError:  # the flusher was faster
-        return 0
+    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def _settle(done: "asyncio.Future[Position]", end: Position, error: SpoolFull | None) -> None:

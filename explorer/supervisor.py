@@ -28,7 +28,8 @@ async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, 
             await process.start(actor_of(champion))
             if probe:
                 await engine.control.prove(probe)
-            engine.version, engine.loads = champion.version, engine.loads + 1
+            await fleet.loading(engine)
+            await fleet.loaded(engine, champion.version)
             await fleet.set(engine, EngineState.READY)
             log.info("engine_ready", engine=engine.number, version=champion.version)
             pause, was_up = _PAUSE_S, True
@@ -74,7 +75,8 @@ async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None
         healthy = await engine.control.healthy()
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             try:
-                champion = await _give_champion(engine, ledger)
+                await engine.control.require_processed_logprobs()
+                champion = await _give_champion(engine, fleet, ledger)
                 await fleet.set(engine, EngineState.READY)
                 log.info("engine_attached", engine=engine.number, version=champion.version)
             except (EngineError, LedgerUnavailable) as error:
@@ -85,13 +87,13 @@ async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None
         await asyncio.sleep(_LOOK_S)
 
 
-async def _give_champion(engine: Engine, ledger: Ledger) -> Version:
+async def _give_champion(engine: Engine, fleet: Fleet, ledger: Ledger) -> Version:
     """Bring the engine to the champion's weights, whatever an earlier explorer left in it, and perhaps left paused.
 
     Only where no version was ever published it is taken as it is: so that it needs no weight routes just to serve.
     """
     champion = await asyncio.to_thread(ledger.champion)
     if len(await asyncio.to_thread(ledger.versions)) > 1:
-        await load(engine, champion)
-    engine.version = champion.version
+        await load(engine, champion, fleet=fleet)
+    await fleet.loaded(engine, champion.version)
     return champion

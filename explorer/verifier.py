@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shared.checkpoint import check_files, read_manifest
+from shared.checkpoint import ACTOR, check_files, read_manifest
 from shared.errors import CheckpointRejected, CheckpointUnreadable
 
-_ACTOR = "actor"
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _LONGEST_HEADER = 100_000_000
 
@@ -60,12 +59,12 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     manifest = read_manifest(checkpoint, sha256=manifest_sha256)
     if manifest.version != version:
         raise CheckpointRejected(f"its manifest is of version {manifest.version}")
-    check_files(checkpoint, manifest, folder=_ACTOR)
+    check_files(checkpoint, manifest, folder=ACTOR)
     for file in manifest.files:
         if Path(file.path).suffix in _PICKLES:
             raise CheckpointRejected(f"{file.path} may hold a pickle")
-    _same_shape(_config(checkpoint / _ACTOR), _config(base))
-    found, wanted = tensors(checkpoint / _ACTOR), tensors(base)
+    _same_shape(_config(checkpoint / ACTOR), _config(base))
+    found, wanted = tensors(checkpoint / ACTOR), tensors(base)
     _same_tensors(found, wanted, tied=bool(_config(base).get("tie_word_embeddings")))
     for name, tensor in found.items():
         if not _finite(tensor):

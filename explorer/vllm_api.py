@@ -21,6 +21,9 @@ from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 #: Asked of every reply, and taken out again where the client did not ask.
 CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
 
+#: The same of a completion of text.
+CAPTURE_TEXT: dict[str, object] = {"logprobs": 0, "return_token_ids": True}
+
 #: Sampling that leaves the policy's distribution alone.
 NEUTRAL: dict[str, object] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -29,6 +32,11 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
 
 #: An engine that takes longer to swap its weights is given up, in seconds.
 _PATIENCE_S = 600.0
+#: A log-probability so near to 0 is one of a token that had no other beside it.
+_CERTAIN = 1e-3
+
+#: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
+_KEEP_S = 4.0
 
 #: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
 BREAKS_CPU_ENGINES = frozenset({"seed"})
@@ -78,6 +86,8 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Longer than we keep an idle connection: the engine never closes one that is just being used.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
     }
     if gpus:
@@ -110,6 +120,16 @@ def installed() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def open_session(*, url: str | None, socket: str | None, key: str | None) -> aiohttp.ClientSession:
+    """A session for the weight routes of one engine, at a URL or on a Unix socket."""
+    return aiohttp.ClientSession(
+        url or "http://engine",
+        connector=aiohttp.UnixConnector(socket, keepalive_timeout=_KEEP_S) if socket else None,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=aiohttp.ClientTimeout(sock_connect=10),
+    )
 
 
 class Control:
@@ -159,6 +179,31 @@ class Control:
         if not mean <= allowed:
             raise CheckpointRejected(
                 f"the engine's log-probabilities are {mean:.2g} nats from the trainer's; allowed: {allowed:.2g}"
+            )
+
+    async def require_processed_logprobs(self) -> None:
+        """Raise EngineError if it tells log-probabilities of another distribution than it samples from.
+
+        With `top_k` 1 there is but one token to sample, with log-probability 0; the raw logits know of others.
+        """
+        body = {
+            "model": self._model_name,
+            "prompt": "a",
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_k": 1,
+            "logprobs": 1,
+        }
+        try:
+            answer = orjson.loads(await self._post("/v1/completions", json=body))
+            [told] = answer["choices"][0]["logprobs"]["token_logprobs"]
+            processed = told > -_CERTAIN
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"its log-probabilities cannot be read: {error!r}") from error
+        if not processed:
+            raise EngineError(
+                "its log-probabilities are not those of the distribution that it samples from; start it with "
+                "--logprobs-mode processed_logprobs"
             )
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:

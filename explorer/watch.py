@@ -1,41 +1,58 @@
 """Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
 
 import asyncio
-from pathlib import Path
+import time
 
 import structlog
 
 from explorer.metrics import Metrics
+from shared.config import Settings
 from shared.curves import Curves
+from shared.diagnosis import WAITING, Code, diagnose
 from shared.errors import LedgerError
-from shared.ledger import Ledger, VersionReward
+from shared.experience import State
+from shared.facts import Facts, LedgerFacts, Rules
+from shared.ledger import BatchPolicy, Ledger, VersionReward
+from shared.spool_files import spooled
 
 log = structlog.get_logger()
 
 
 class Watch:
-    """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`."""
+    """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
 
-    def __init__(self, ledger: Ledger, metrics: Metrics, *, folder: Path, interval_s: float) -> None:
+    `reached` says whether the database answered the last time.
+    """
+
+    def __init__(self, ledger: Ledger, metrics: Metrics, settings: Settings, *, interval_s: float) -> None:
         self._ledger = ledger
         self._metrics = metrics
-        self._curves = Curves(folder)
+        self._settings = settings
+        self._curves = Curves(settings.tensorboard_dir / "explorer")
         self._interval_s = interval_s
+        self.reached = True
         self._written: dict[int, tuple[int, int, float]] = {}
+        self._alarmed: set[str] = set()
 
     async def run(self) -> None:
         """Look every `interval_s` seconds, for ever."""
         while True:
-            try:
-                await asyncio.to_thread(self.look)
-            except LedgerError as error:  # the database is away
-                log.warning("not_looked", reason=str(error))
+            await asyncio.to_thread(self.look_or_say_why_not)
             await asyncio.sleep(self._interval_s)
+
+    def look_or_say_why_not(self) -> None:
+        """Look, if the database answers."""
+        try:
+            self.look()
+            self.reached = True
+        except LedgerError as error:  # the database is away
+            self.reached = False
+            self._tell(None, away=str(error))
+            log.warning("not_looked", reason=str(error))
 
     def look(self) -> None:
         """Bring gauges and curves up to date."""
-        for state, count in self._ledger.counts().items():
-            self._metrics.experiences.labels(state.value).set(count)
+        self._tell(self._ledger.facts(BatchPolicy.of(self._settings)))
         imbalance = self._ledger.imbalance()
         for sentence in imbalance:
             log.error("ledger_imbalance", sentence=sentence)
@@ -44,6 +61,28 @@ class Watch:
             now = (served.replies, served.rewarded, served.reward_sum)
             if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
                 self._written[served.version] = now
+
+    def _tell(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
+        """Bring the gauges up to date that say what waits where, and why no step is happening."""
+        now, metrics = time.time(), self._metrics
+        spool = spooled(self._settings.spool_dir)
+        facts = Facts(now=now, rules=Rules.of(self._settings), spool=spool, ledger=ledger, away=away)
+        holds = {reason.code for reason in diagnose(facts)}
+        for code in Code:
+            metrics.no_step.labels(code.value).set(code in holds)
+        if ledger is None:
+            return
+        for state in State:
+            metrics.experiences.labels(state.value).set(ledger.pile(state).rows)
+        for state in WAITING:
+            oldest = ledger.pile(state).oldest
+            metrics.waiting_seconds.labels(state.value).set(0.0 if oldest is None else max(0.0, now - oldest))
+        metrics.trainer_up.set(ledger.trainer is not None and ledger.trainer.up(now))
+        metrics.feedback_pending.set(ledger.pending)
+        open_ = {alarm.name for alarm in ledger.alarms}
+        self._alarmed |= open_
+        for name in self._alarmed:
+            metrics.alarm.labels(name).set(name in open_)
 
     def close(self) -> None:
         """Close the curves."""

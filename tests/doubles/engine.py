@@ -1,7 +1,8 @@
 """A vLLM engine that samples nothing: it replays what vLLM 0.32 said, byte for byte but for ids and model.
 
 `recorded/` holds the answers to one prompt at temperature 0, each once as a client asked for it ("plain") and once with
-what the explorer adds to every request ("captured"). Faults are plain attributes that a test sets.
+what the explorer adds to every request ("captured"). Who offers tools gets a call of `add`. Faults are plain attributes
+that a test sets.
 """
 
 import asyncio
@@ -61,16 +62,21 @@ class EngineDouble:
     piece_pause_s: float = 0.0
     cut_after: int | None = None  # pieces, then the connection breaks
     end_after: int | None = None  # pieces, then a clean end without [DONE]
+    stalls_after: int | None = None  # pieces, then nothing more until the client leaves
     hangs: bool = False
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
     answer_to_probe: bytes | None = None
     no_token_ids: bool = False
     resets: bool = False
+    resets_next: int = 0  # so many requests lose their connection before anything is answered
     dead: bool = False
     refuses_load_of: set[str] = field(default_factory=set)  # names of checkpoints; their loading is answered with 500
     dies_of: set[str] = field(default_factory=set)
+    dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
+    raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
+    asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
 
@@ -83,6 +89,9 @@ class EngineDouble:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await _lifespan(receive, send)
+        if self.resets_next:
+            self.resets_next -= 1
+            return reset(scope)
         if self.dead or self.resets:
             return reset(scope)
         leaving, body = await _body(receive)
@@ -118,6 +127,9 @@ class EngineDouble:
         self.posts.append(path)
         if path == "/pause":
             assert query == {"mode": "keep", "clear_cache": "false"}
+            if self.posts.count(path) in self.dies_at_pauses:
+                self.dead = True
+                raise ConnectionAbortedError
             self.paused = True
             return 200, b'{"status":"paused"}'
         if path == "/resume":
@@ -147,6 +159,11 @@ class EngineDouble:
     async def _probe(self, body: bytes, send: Any) -> None:
         asked = json.loads(body)
         said = json.loads(recorded("completions_probe.json"))
+        if asked.get("top_k") == 1:
+            self.asked_for_one += 1
+            told = -2.5 if self.raw_logprobs else 0.0
+            said["choices"][0]["logprobs"] = {"tokens": ["x"], "token_logprobs": [told], "top_logprobs": [{"x": told}]}
+            return await _say(send, 200, json.dumps(said).encode())
         logprobs = logprobs_of(self.weights, asked["prompt"])
         if self.answers_probes_by_manifest and (self.weights.parent / "manifest.json").exists():
             logprobs = list(read_manifest(self.weights.parent).probe.logprobs)
@@ -171,7 +188,7 @@ class EngineDouble:
             return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
         said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)
         if asked.get("stream"):
-            return await self._stream(pieces(said), send)
+            return await self._stream([piece for piece in pieces(said) if _wanted(piece, asked)], send)
         await asyncio.sleep(self.piece_pause_s)
         await _say(send, 200, said, cut=self.cut_after is not None)
 
@@ -185,6 +202,8 @@ class EngineDouble:
                 raise ConnectionAbortedError
             if number == self.end_after:
                 break
+            if number == self.stalls_after:
+                await asyncio.Event().wait()
             await asyncio.sleep(self.piece_pause_s)
             await _until(lambda: not self.paused)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -196,6 +215,8 @@ def _name(asked: dict[str, Any], *, captured: bool) -> str:
     stem, kind = ("stream", "sse") if asked.get("stream") else ("whole", "json")
     if isinstance(asked.get("tool_choice"), dict):
         stem += "_tools"
+    elif asked.get("tools") and asked.get("tool_choice") != "none":
+        stem += "_calls"
     elif asked.get("n") == 2:
         stem += "_n2"
     elif asked.get("top_logprobs"):
@@ -208,6 +229,11 @@ def _name(asked: dict[str, Any], *, captured: bool) -> str:
     if wants[0]:
         return f"{stem}_ids.{kind}"
     return f"{stem}.{kind}" if stem.endswith("logprobs") else f"{stem}_plain.{kind}"
+
+
+def _wanted(piece: bytes, asked: dict[str, Any]) -> bool:
+    """Whether a piece is said to a client: not every recording is without the usage that only some want."""
+    return b'"choices":[]' not in piece or bool((asked.get("stream_options") or {}).get("include_usage"))
 
 
 def _refusal(asked: Any) -> tuple[int, bytes] | None:

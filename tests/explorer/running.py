@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
 from explorer import spool
-from explorer.app import Road, create_app
-from explorer.spool import Position
+from explorer.app import Road
+from explorer.door import ShortWays
 from shared.config import Settings
 from shared.database import connect
 from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Exchange, Feedback, Record, State, decode
 from shared.ledger import Ledger
 from shared.schema import metadata
+from shared.spool_files import Position
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
+from tests.explorer.whole import create_app
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12, "temperature": 1.0}
 
@@ -72,7 +73,7 @@ def open_ledger(settings: Settings) -> MoodyLedger:
     settings.job_dir.mkdir(parents=True, exist_ok=True)
     engine = connect(f"sqlite:///{settings.job_dir}/ledger.db")
     metadata.create_all(engine)
-    ledger = MoodyLedger(engine)
+    ledger = MoodyLedger(engine, rule=settings.reward)
     ledger.ensure_base(settings.model.model_path.absolute())
     return ledger
 
@@ -82,7 +83,7 @@ class RunningExplorer:
     """An explorer that is up, and what a test wants to know of it."""
 
     url: str
-    app: FastAPI
+    app: ShortWays
     settings: Settings
     ledger: MoodyLedger
     http: httpx.Client
@@ -90,7 +91,7 @@ class RunningExplorer:
 
     @property
     def road(self) -> Road:
-        found: Road = self.app.state.road
+        found: Road = self.app.app.state.road
         return found
 
     def openai(self) -> OpenAI:

@@ -20,7 +20,7 @@ async def _write(spool: Spool, numbers: "itertools.count[int]") -> None:
 
 
 async def main() -> None:
-    spool, numbers = Spool.open(Path(sys.argv[1]), max_bytes=1 << 40), itertools.count()
+    spool, numbers = Spool.open(Path(sys.argv[1])), itertools.count()
     os.write(1, b"ready\n")
     async with asyncio.TaskGroup() as group:
         for _ in range(8):

@@ -5,24 +5,27 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.server import ServerState
 
-from explorer import envelope
-from explorer.app import create_app
-from explorer.chat import Chat
+from explorer.dialects import Chat
+from explorer.door import Door, ShortWays
+from explorer.engine_http import EngineHttp
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint
+from explorer.proxy import Proxy
 from explorer.recorder import Recorder
+from explorer.room import Room
 from explorer.spool import Spool
-from explorer.upstream import open_session
-from explorer.vllm_api import Control
+from explorer.vllm_api import Control, open_session
 from shared.database import connect
 from shared.experience import State
 from shared.ledger import Ledger
@@ -31,26 +34,28 @@ from tests.doubles import postgres
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
+from tests.explorer.whole import create_app
 
 
 @asynccontextmanager
 async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: float = 1.0) -> AsyncIterator[Any]:
     """The chat route alone, with an engine that counts as one of our own, on the CPU."""
-    spool, metrics = Spool.open(tmp_path / "spool", max_bytes=1 << 20, sync=False), Metrics()
-    async with open_session(url=double.url, socket=None, key=None, timeout_s=5) as session:
-        engine = Engine(0, session, Control(session, model_name="t"))
-        fleet = Fleet([engine], patience_s=patience_s)
-        recorder = Recorder(spool, metrics)
-        chat = Chat(settings_for(tmp_path), fleet, mint=Mint(b"k" * 32), recorder=recorder, metrics=metrics)
-        app = FastAPI()
-        envelope.install(app)
-
-        @app.post(CHAT)
-        async def route(request: Request) -> Response:
-            return await chat.answer(request)
-
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://explorer") as http:
-            yield http, fleet
+    spool, metrics = Spool.open(tmp_path / "spool", sync=False), Metrics()
+    http = EngineHttp(url=double.url)
+    async with open_session(url=double.url, socket=None, key=None) as session:
+        fleet = Fleet([Engine(0, http, Control(session, model_name="t"))], patience_s=patience_s)
+        recorder = Recorder(spool, Room(spool, max_bytes=1 << 20, max_age_s=60), metrics)
+        proxy = Proxy(settings_for(tmp_path), fleet, mint=Mint(b"k" * 32), recorder=recorder, metrics=metrics)
+        app = ShortWays(FastAPI(), {("POST", CHAT): partial(proxy.answer, Chat())})
+        config = uvicorn.Config(app, log_level="critical", lifespan="off")
+        state = ServerState()
+        server = await asyncio.get_running_loop().create_server(lambda: Door(config, state, {}), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            yield client, fleet
+        for connection in state.connections:
+            connection.shutdown()
+    await http.close()
     spool.close()
 
 
@@ -154,7 +159,7 @@ def test_through_a_real_outage_of_postgres_nothing_is_lost(tmp_path: Path, doubl
 
 def test_a_task_that_ends_by_a_bug_is_told_and_ends_the_service(tmp_path: Path, double: EngineDouble) -> None:
     class Broken(Ledger):
-        def counts(self) -> dict[State, int]:
+        def imbalance(self) -> list[str]:
             raise KeyError("a bug")
 
     engine = connect(f"sqlite:///{tmp_path}/ledger.db")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from explorer.feedback import MAX_IDS
+from explorer.remarks import MAX_IDS
 from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 
@@ -49,20 +49,38 @@ BODIES: list[tuple[str, bytes, int]] = [
     (CHAT, b"{}", 400),
     (CHAT, chat(model="nope"), 404),
     (CHAT, chat(padding="x" * (1 << 20)), 413),
-    ("/feedback", feedback(padding="x" * (5 << 20)), 413),
-    ("/commit", feedback(padding="x" * (5 << 20)), 413),
+    ("/feedback", feedback(padding="x" * (9 << 20)), 413),
+    ("/commit", feedback(padding="x" * (9 << 20)), 413),
     *(
         ("/feedback", feedback(reward=value), 400)
         for value in (True, False, "1", None, [1], {}, 1e308, -1e308, 10**9, 10**18)
     ),
     *(("/feedback", b'{"msg_ids": ["MINE"], "reward": %s}' % value, 400) for value in (b"NaN", b"-Infinity", b"1e400")),
     ("/feedback", b'{"msg_ids": ["MINE"], "reward": 1%s}' % (b"0" * 400), 400),
+    *(
+        ("/feedback", body % value, 400)
+        for value in (b"NaN", b"Infinity", b"-Infinity", b"1e400", b"1e308", b"-1e308", b"1000001")
+        for body in (
+            b'{"msg_ids": ["MINE"], "value": %s}',
+            b'{"msg_ids": ["MINE"], "value": %s, "metric": "help", "source": "ann"}',
+            b'{"task_id": "t", "run_id": "r", "value": %s}',
+            b'{"feedback": [{"msg_ids": ["MINE"], "reward": 1}, {"msg_ids": ["MINE"], "metric": "m", "value": %s}]}',
+        )
+    ),
+    *(
+        ("/feedback", b'{"msg_ids": ["MINE"], "reward": 1, "time": %s}' % value, 400)
+        for value in (b"NaN", b"Infinity", b"1e400", b"1e308", b"-1e308")
+    ),
+    *(
+        (CHAT, chat(metadata={"priority": value}), 400)
+        for value in ("nan", "inf", "-Infinity", "1e400", 1e308, "1e308")
+    ),
     ("/feedback", b'{"reward": 1}', 400),
     ("/feedback", b'{"msg_ids": ["MINE"]}', 400),
     *(("/feedback", feedback(msg_ids=value), 400) for value in ("MINE", 5, {}, [["MINE"]], [1], [None], [], None)),
     *(
         ("/feedback", feedback(msg_ids=value), 404)
-        for value in (["x"], ["MINE", "chatcmpl-guess"], ["MINE:1"], ["MINE:-1"], ["MINE:"], ["\0"], [""], ["é"])
+        for value in (["x"], ["y", "chatcmpl-guess"], ["MINE:1"], ["MINE:-1"], ["MINE:"], ["\0"], [""], ["é"])
     ),
     ("/feedback", feedback(msg_ids=["x"] * (MAX_IDS + 1)), 413),
     *(
@@ -116,19 +134,12 @@ def test_a_bad_request_is_refused_and_changes_nothing(
     assert state(shared) == before
 
 
-def test_unknown_ids_are_named_and_nothing_of_the_call_is_stored(shared: RunningExplorer, mine: str) -> None:
-    before = state(shared)
-    reply = shared.feedback(mine, "chatcmpl-guess")
-    assert (reply.status_code, reply.json()["unknown"]) == (404, ["chatcmpl-guess"])
-    assert state(shared) == before
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/nowhere", 404),
         ("POST", "/v1/nowhere", 404),
-        ("GET", CHAT, 405),
+        ("GET", "/v1/completions", 405),
         ("DELETE", "/feedback", 405),
         ("PUT", "/commit", 405),
         ("GET", "/docs", 404),

@@ -65,7 +65,7 @@ def test_the_openai_client_gets_the_engines_stream(
     assert replies[0][0].keys() == replies[1][0].keys()
     if not asked:
         assert replies[0] == replies[1]
-    assert not only(explorer).experiences[0].drop_reason or "tools" in asked
+    assert not only(explorer).experiences[0].unsampled or "tools" in asked
 
 
 async def test_the_async_client_gets_the_same(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -161,8 +161,9 @@ def test_how_a_reply_was_sampled_is_kept(explorer: RunningExplorer) -> None:
     explorer.chat(temperature=0.5)
     explorer.chat(top_p=0.5)
     first, second = (each.experiences[0] for each in explorer.exchanges())
-    assert (first.temperature, first.drop_reason) == (0.5, None)
-    assert second.drop_reason == "sampling:top_p"
+    assert (first.temperature, first.drop_reason, first.unsampled) == (0.5, None, None)
+    assert (second.drop_reason, second.unsampled) == (None, "sampling:top_p")
+    assert explorer.counts()[State.RECORDED] == 2
 
 
 def test_a_client_that_leaves_a_stream_stops_the_engine(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -248,6 +249,16 @@ def test_a_reply_that_cannot_be_read_is_502(explorer: RunningExplorer, double: E
     assert explorer.exchanges() == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_the_engine_closed_meanwhile_costs_no_reply(
+    explorer: RunningExplorer, double: EngineDouble, stream: bool
+) -> None:
+    assert explorer.chat(stream=stream).status_code == 200
+    double.resets_next = 1
+    assert explorer.chat(stream=stream).status_code == 200
+    assert double.resets_next == 0
+
+
 def test_a_whole_reply_that_breaks_is_502(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.cut_after = 0
     refused(explorer.chat(), 502, "engine_error")
@@ -262,7 +273,7 @@ def test_an_engine_that_hangs_is_504(running_explorer: Run, double: EngineDouble
     refused(explorer.chat(), 504, "engine_timeout")
     refused(explorer.chat(stream=True), 504, "engine_timeout")
     double.hangs, double.piece_pause_s = False, 0.7
-    assert '"code":"engine_error"' in explorer.chat(stream=True).text
+    assert '"code":"engine_timeout"' in explorer.chat(stream=True).text
     assert explorer.exchanges()[0].experiences[0].drop_reason == "cut_off"
 
 

@@ -29,7 +29,9 @@ def ok(reply: httpx.Response) -> dict[str, object]:
 
 def test_a_reward_reaches_its_reply_and_a_commit_releases_it(explorer: RunningExplorer) -> None:
     first, second = reply_id(explorer), reply_id(explorer)
-    assert ok(explorer.feedback(first, reward=0.5)) == {"status": "success", "accepted": 1}
+    said = ok(explorer.feedback(first, reward=0.5))
+    assert said["status"] == "success"
+    assert (said["accepted"], said["outcomes"]) == (1, {first: "accepted"})
     assert explorer.counts() | {State.REWARDED: 1, State.RECORDED: 1} == explorer.counts()
     assert ok(explorer.commit()) == {"status": "success", "committed": 1}
     assert ok(explorer.commit()) == {"status": "success", "committed": 0}
@@ -55,7 +57,7 @@ def test_agentscope_java_is_understood(explorer: RunningExplorer) -> None:
     nulls = {"task_id": None, "run_id": None, "time_threshold": None}
     assert ok(explorer.http.post("/commit", json=nulls, headers=utf8))["committed"] == 1
     event = explorer.feedbacks()[0]
-    assert (event.task_id, event.run_id, event.reward) == ("task-1", "0", 0.8)
+    assert (event.task_id, event.run_id, event.value) == ("task-1", "0", 0.8)
 
 
 def test_a_reply_and_each_of_its_choices_have_names(explorer: RunningExplorer) -> None:
@@ -108,7 +110,7 @@ def test_feedback_and_commit_right_after_a_stream_find_the_reply(explorer: Runni
 
 
 def test_feedback_on_what_cannot_be_trained_on_is_kept_but_not_committed(explorer: RunningExplorer) -> None:
-    said = reply_id(explorer, top_p=0.5)
+    said = reply_id(explorer, metadata={"train": "false"})
     explorer.feedback(said)
     assert ok(explorer.commit())["committed"] == 0
     assert rewards(explorer) == [1.0]
@@ -121,7 +123,7 @@ def test_while_the_database_is_away_everything_is_taken_but_a_commit(
     explorer = running_explorer(double)
     explorer.ledger.away = True
     ids = [reply_id(explorer) for _ in range(5)]
-    assert ok(explorer.feedback(*ids))["accepted"] == 5
+    assert ok(explorer.feedback(*ids))["outcomes"] == dict.fromkeys(ids, "pending")
     refused = explorer.commit()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "database_unavailable")
     assert refused.json()["status"] == "error"
@@ -146,10 +148,30 @@ def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, do
     assert (ready.status_code, ready.json()["status"]) == (503, "not_ready")
     assert "spool" in ready.json()["reason"]
     assert explorer.http.get("/health/live").status_code == 200
+    for stream in (False, True):
+        assert explorer.chat(store=False, stream=stream).status_code == 200, "what is not kept needs no room"
     explorer.ledger.away = False
     explorer.until_flushed()
     assert explorer.chat().status_code == 200
     assert explorer.http.get("/health/ready").json() == {"status": "ready", "reason": None}
+
+
+def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
+    running_explorer: Run, double: EngineDouble
+) -> None:
+    explorer = running_explorer(double, spool_max_age=0.5)
+    explorer.ledger.away = True
+    said = reply_id(explorer)
+    eventually(lambda: explorer.chat().status_code == 503)
+    refused = explorer.feedback(said)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "storage_full")
+    assert "0.5 seconds" in refused.json()["error"]["message"]
+    assert explorer.http.get("/health/ready").status_code == 503
+    assert explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0.5
+    explorer.ledger.away = False
+    eventually(lambda: explorer.chat().status_code == 200)
+    explorer.until_flushed()
+    assert ok(explorer.feedback(said))["accepted"] == 1
 
 
 def test_a_stream_that_cannot_be_stored_ends_with_an_error(explorer: RunningExplorer, double: EngineDouble) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from explorer.metrics import Metrics
+from shared.ledger import Alarm
 from tests.doubles.engine import EngineDouble
 from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
@@ -29,7 +30,9 @@ def test_a_database_that_is_away_is_no_reason_not_to_be_ready(explorer: RunningE
     explorer.ledger.away = True
     assert explorer.chat().status_code == 200
     assert explorer.http.get("/health/ready").status_code == 200
+    eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 0)
     explorer.ledger.away = False
+    eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 1)
 
 
 def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None:
@@ -46,6 +49,8 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     eventually(lambda: explorer.version() == 2)
     eventually(lambda: explorer.metrics()["tuneloop_experiences"] > 2)
     eventually(lambda: explorer.metrics()["tuneloop_feedback_to_served_seconds_count"] > 0)
+    explorer.ledger.raise_alarm(Alarm("reply_length", "replies got long"))
+    eventually(lambda: explorer.metrics().get("tuneloop_alarm") == 1)
     found = explorer.metrics()
     assert found["tuneloop_version_served"] == 2
     assert found["tuneloop_requests_total"] >= 3
@@ -58,9 +63,11 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     explorer.ledger.away = True
     explorer.chat()
     assert explorer.metrics()["tuneloop_spool_bytes"] > 0
+    eventually(lambda: explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0)
     explorer.ledger.away = False
     explorer.until_flushed()
     assert explorer.metrics()["tuneloop_spool_bytes"] == 0
+    assert explorer.metrics()["tuneloop_spool_oldest_seconds"] == 0
     untouched = {name for name in NAMES if not any(key.startswith(name) for key in found)}
     assert not untouched
 

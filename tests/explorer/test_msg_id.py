@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from explorer.msg_id import MAX_CHOICES, PREFIX, Mint, ReplyName, load_key
+from explorer.msg_id import MAX_CHOICES, PREFIX, PREFIXES, Mint, ReplyName, load_key, minted_at
 from shared.errors import EnvironmentRefused
 
 MINT = Mint(b"k" * 32)
@@ -20,6 +20,12 @@ def test_what_was_minted_is_read(tenant: str, choices: int) -> None:
     assert len(msg_id) == len(PREFIX) + 40
     assert MINT.read(msg_id, tenant) == ReplyName(msg_id, None)
     assert MINT.read(f"{msg_id}:{choices - 1}", tenant) == ReplyName(msg_id, choices - 1)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_an_id_tells_when_it_was_minted(prefix: str) -> None:
+    before = time.time()
+    assert before - 0.001 <= minted_at(MINT.mint("acme", 1, prefix)) <= time.time()
 
 
 def test_case_and_prefix_do_not_matter() -> None:

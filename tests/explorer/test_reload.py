@@ -11,7 +11,7 @@ import pytest
 from explorer.fleet import EngineState
 from shared.checkpoint import CheckpointStore, Probe
 from shared.experience import VersionState
-from shared.ledger import Version
+from shared.ledger import Alarm, Version
 from tests.doubles.engine import EngineDouble, logprobs_of
 from tests.explorer.checkpoints import PROMPT, publish, register
 from tests.explorer.conftest import Run
@@ -77,7 +77,7 @@ def test_only_the_newest_of_several_is_taken_up(explorer: RunningExplorer, doubl
 async def test_no_request_in_flight_fails_and_replies_across_a_reload_are_marked(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:
-    double.piece_pause_s = double.load_s = 0.05
+    double.piece_pause_s, double.load_s = 1.0, 0.05
 
     async def one(client: openai.AsyncOpenAI) -> str:
         stream = await client.chat.completions.create(**HELLO, stream=True)
@@ -91,14 +91,29 @@ async def test_no_request_in_flight_fails_and_replies_across_a_reload_are_marked
             await asyncio.sleep(0.01)
         await asyncio.to_thread(candidate, explorer)
         await asyncio.to_thread(until, explorer, 1, VersionState.CHAMPION)
+        double.piece_pause_s = 0.0
         after = [group.create_task(one(client)) for _ in range(4)]
     kept = {each.msg_id: each.experiences[0] for each in explorer.exchanges()}
     for task in across:
         found = kept[task.result()]
-        assert (found.drop_reason, found.version_min, found.version_max) == ("mixed_version", 0, 1)
+        assert (found.unsampled, found.version_min, found.version_max) == ("mixed_version", 0, 1)
     for task in after:
         found = kept[task.result()]
-        assert (found.drop_reason, found.version_min, found.version_max) == (None, 1, 1)
+        assert (found.unsampled, found.version_min, found.version_max) == (None, 1, 1)
+
+
+def test_a_whole_reply_across_a_reload_is_marked_too(explorer: RunningExplorer, double: EngineDouble) -> None:
+    """An engine tells of it only when it is all said."""
+    double.hangs = True
+    asking = threading.Thread(target=explorer.chat)
+    asking.start()
+    eventually(lambda: len(double.chats) == 1)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    double.hangs = False
+    asking.join()
+    (found,) = explorer.exchanges()[0].experiences
+    assert (found.unsampled, found.version_min, found.version_max) == ("mixed_version", 0, 1)
 
 
 def test_a_request_that_comes_during_a_reload_waits(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -108,12 +123,12 @@ def test_a_request_that_comes_during_a_reload_waits(explorer: RunningExplorer, d
     assert explorer.http.get("/health/ready").status_code == 200
     reply = explorer.chat()
     assert (reply.status_code, reply.headers["x-tuneloop-version"]) == (200, "1")
-    assert explorer.exchanges()[-1].experiences[0].drop_reason is None
+    assert explorer.exchanges()[-1].experiences[0].unsampled is None
 
 
 def test_with_wait_replies_end_before_the_weights_change(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double, on_reload="wait")
-    double.piece_pause_s = 0.05
+    double.piece_pause_s = 0.2
     asking = threading.Thread(target=lambda: explorer.chat(stream=True))
     asking.start()
     eventually(lambda: len(double.chats) == 1)
@@ -123,7 +138,7 @@ def test_with_wait_replies_end_before_the_weights_change(running_explorer: Run, 
     asking.join()
     until(explorer, 1, VersionState.CHAMPION)
     (kept,) = explorer.exchanges()[0].experiences
-    assert (kept.drop_reason, kept.version_min, kept.version_max) == (None, 0, 0)
+    assert (kept.unsampled, kept.version_min, kept.version_max) == (None, 0, 0)
 
 
 def test_with_wait_a_reply_without_end_does_not_stop_the_reload(running_explorer: Run, double: EngineDouble) -> None:
@@ -248,6 +263,19 @@ def test_an_engine_that_dies_of_a_version_is_attached_again_and_the_version_is_r
     assert (explorer.version(), double.weights) == (0, model(explorer))
 
 
+def test_an_engine_that_dies_before_it_has_seen_a_version_says_nothing_about_it(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    double.dies_at_pauses = {1, 3}  # the second is that of its being attached again
+    candidate(explorer)
+    for _ in double.dies_at_pauses:
+        eventually(lambda: double.dead)
+        eventually(lambda: not explorer.road.fleet.ready)
+        double.dead = False
+    until(explorer, 1, VersionState.CHAMPION)
+    assert double.weights == actor(explorer, 1)
+
+
 def test_engines_are_reloaded_one_at_a_time(running_explorer: Run, doubles: list[EngineDouble]) -> None:
     explorer = all_ready(running_explorer, doubles)
     for double in doubles:
@@ -342,3 +370,22 @@ def test_stopping_in_the_middle_of_a_reload_is_quick(tmp_path: Path, double: Eng
         eventually(lambda: double.loading == 1)
         started = time.monotonic()
     assert time.monotonic() - started < 10
+
+
+def test_while_an_alarm_holds_candidates_are_left_alone_and_then_the_newest_is_taken_up(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))
+    for _ in range(2):
+        candidate(explorer)
+    time.sleep(0.5)
+    assert [version(explorer, each).state for each in range(3)] == [
+        VersionState.CHAMPION,
+        VersionState.CANDIDATE,
+        VersionState.CANDIDATE,
+    ]
+    assert double.posts == []
+    explorer.ledger.clear_alarm("length")
+    until(explorer, 2, VersionState.CHAMPION)
+    assert version(explorer, 1).state is VersionState.RETIRED
+    assert double.weights == actor(explorer, 2)

@@ -1,4 +1,6 @@
 import asyncio
+import errno
+import io
 import os
 import random
 import shutil
@@ -12,14 +14,15 @@ from pathlib import Path
 import pytest
 
 from explorer import spool
-from explorer.spool import FlushedMark, Position, Spool
-from shared.errors import SpoolFull
+from explorer.spool import FlushedMark, Spool
+from shared import spool_files
+from shared.spool_files import Position
 
 START = Position(0, 0)
 
 
-def opened(root: Path, *, max_bytes: int = 1 << 30, sync: bool = False) -> Spool:
-    return Spool.open(root, max_bytes=max_bytes, sync=sync)
+def opened(root: Path, *, sync: bool = False) -> Spool:
+    return Spool.open(root, sync=sync)
 
 
 def payloads(folder: Path, start: Position = START) -> list[bytes]:
@@ -61,7 +64,7 @@ async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Pa
         found = opened(tmp_path)
         await found.append([b"%d" % number])
         found.close()
-    assert spool.segments(found.folder) == [1, 2, 3]
+    assert spool_files.segments(found.folder) == [1, 2, 3]
     assert payloads(found.folder) == [b"0", b"1", b"2"]
 
 
@@ -83,7 +86,7 @@ async def test_a_damaged_segment_is_not_forgotten_for_good(tmp_path: Path) -> No
     path.write_bytes(data)
     assert payloads(tmp_path / "0") == [b"whole"]
     spool.forget(tmp_path / "0", Position(2, 0))
-    assert spool.segments(tmp_path / "0") == []
+    assert spool_files.segments(tmp_path / "0") == []
     assert (tmp_path / "0" / "00000001.torn").read_bytes() == data
 
 
@@ -112,32 +115,21 @@ async def test_bytes_that_changed_on_disk_are_no_record(tmp_path: Path) -> None:
 
 
 async def test_segments_rotate_and_are_forgotten(tmp_path: Path) -> None:
-    own = Spool(tmp_path / "0", max_bytes=1 << 30, sync=False, segment_bytes=100)
+    own = Spool(tmp_path / "0", sync=False, segment_bytes=100)
     ends = [await own.append([b"%02d" % number * 20]) for number in range(12)]
-    assert len(spool.segments(own.folder)) == 4
+    assert len(spool_files.segments(own.folder)) == 4
     assert payloads(own.folder) == [b"%02d" % number * 20 for number in range(12)]
     own.flushed.move(ends[5])
     spool.forget(own.folder, ends[5])
     assert payloads(own.folder, ends[5]) == [b"%02d" % number * 20 for number in range(6, 12)]
-    assert len(spool.segments(own.folder)) == 3
+    assert len(spool_files.segments(own.folder)) == 3
     assert own.backlog_bytes() == 6 * 48
     own.close()
 
 
-async def test_the_bound_is_kept_until_the_database_has_caught_up(tmp_path: Path) -> None:
-    found = opened(tmp_path, max_bytes=100)
-    found.admit()
-    end = await found.append([b"x" * 200])
-    with pytest.raises(SpoolFull, match="100 bytes"):
-        found.admit()
-    found.flushed.move(end)
-    found.admit()
-    found.close()
-
-
 def test_living_processes_have_slots_of_their_own(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
-    assert [each.name for each in spool.slots(tmp_path)] == ["0", "1"]
+    assert [each.name for each in spool_files.slots(tmp_path)] == ["0", "1"]
     with pytest.raises(BlockingIOError):
         spool.take_slot(first.folder)
     first.close()
@@ -194,13 +186,14 @@ _FULL = """
 import asyncio, resource, signal, sys
 from pathlib import Path
 from explorer import spool
-from explorer.spool import Position, Spool
+from explorer.spool import Spool
+from shared.spool_files import Position
 from shared.errors import SpoolFull
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 async def main(full, room):
-    own = Spool.open(Path(sys.argv[1]), max_bytes=1 << 40, sync=True)
+    own = Spool.open(Path(sys.argv[1]), sync=True)
     kept = [b"%d" % number for number in range(20)]
     await asyncio.gather(*(own.append([each]) for each in kept))
     full()
@@ -260,3 +253,18 @@ asyncio.run(main(full, room))
         subprocess.run([sys.executable, "-c", script, str(disk)], check=True, timeout=120)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+async def test_what_a_refused_write_left_is_written_over(own: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = spool._write_whole
+
+    def refused_once(file: io.FileIO, data: bytes) -> None:
+        monkeypatch.setattr(spool, "_write_whole", write)
+        write(file, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    await own.append([b"first"])
+    monkeypatch.setattr(spool, "_write_whole", refused_once)
+    await own.append([b"second " * 100])
+    await own.append([b"third"])
+    assert payloads(own.folder) == [b"first", b"second " * 100, b"third"]

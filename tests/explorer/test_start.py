@@ -20,12 +20,13 @@ import yaml
 
 from explorer import spool
 from explorer.__main__ import serve
-from explorer.spool import Position
+from shared import spool_files
 from shared.database import connect
 from shared.errors import EnvironmentRefused
 from shared.experience import Exchange, State, decode
 from shared.ledger import Ledger
 from shared.settings_file import load_settings
+from shared.spool_files import Position
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.explorer.checkpoints import write_model
 from tests.explorer.running import HELLO, eventually
@@ -115,6 +116,14 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     refused(settings, "explorer.spool_dir", "choose another folder")
 
 
+def test_a_spool_that_a_worker_cannot_open_is_said(tmp_path: Path) -> None:
+    (job(tmp_path) / "spool" / "0" / "lock").mkdir(parents=True)
+    code, said = ended(write_settings(tmp_path, **ATTACHED))
+    assert code == 3
+    assert said.startswith("explorer.spool_dir: ")
+    assert "make room, or choose another folder" in said
+
+
 def test_a_key_that_is_none_is_said(tmp_path: Path) -> None:
     key = job(tmp_path) / "secrets" / "msg_id.key"
     key.parent.mkdir(parents=True)
@@ -133,15 +142,16 @@ def test_an_engine_that_dies_at_start_is_said(tmp_path: Path) -> None:
 
 
 @contextmanager
-def service(settings: Path) -> Iterator[tuple["subprocess.Popen[bytes]", httpx.Client]]:
-    """The service, ready; killed in the end if it still runs."""
+def service(settings: Path, *, ready: bool = True) -> Iterator[tuple["subprocess.Popen[bytes]", httpx.Client]]:
+    """The service, ready unless that is not waited for; killed in the end if it still runs."""
     command = [sys.executable, "-m", "explorer", "--config", str(settings)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as running:
         assert running.stderr is not None
         try:
             url = _url(running)
             with httpx.Client(base_url=url, timeout=30) as http:
-                eventually(lambda: http.get("/health/ready").status_code == 200)
+                if ready:
+                    eventually(lambda: http.get("/health/ready").status_code == 200)
                 yield running, http
         finally:
             running.kill()
@@ -162,7 +172,7 @@ def kept(folder: Path) -> list[Exchange]:
     """The exchanges on disk, in the spool of whatever process."""
     records = [
         decode(payload)
-        for slot in spool.slots(job(folder) / "spool")
+        for slot in spool_files.slots(job(folder) / "spool")
         for payload, _ in spool.read(slot, Position(0, 0))
     ]
     return [each for each in records if isinstance(each, Exchange)]
@@ -219,3 +229,12 @@ def test_a_service_that_is_interrupted_lets_streams_end(tmp_path: Path, double: 
             assert list(lines)[-2] == "data: [DONE]"
         assert running.wait(60) == 0
     assert stored(tmp_path)[State.RECORDED] == 1
+
+
+def test_an_engine_that_tells_raw_logprobs_is_not_attached(tmp_path: Path, double: EngineDouble) -> None:
+    double.raw_logprobs = True
+    with service(write_settings(tmp_path, **attached_to(double)), ready=False) as (_, http):
+        eventually(lambda: double.asked_for_one >= 2)  # and again, for its owner may start it anew
+        assert http.get("/health/ready").status_code == 503
+        double.raw_logprobs = False
+        eventually(lambda: http.get("/health/ready").status_code == 200)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from explorer import engine_http
 from explorer.vllm_api import environment
 from shared.config import Settings
 from shared.errors import EnvironmentRefused
@@ -32,3 +33,7 @@ def test_too_few_gpus_are_refused(monkeypatch, given):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     with pytest.raises(EnvironmentRefused, match=r"cluster\.gpu_per_node: the engines need 4 GPUs"):
         environment(SETTINGS, 1)
+
+
+def test_engines_keep_idle_connections_longer_than_we_do() -> None:
+    assert int(environment(SETTINGS, 0)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > engine_http.KEEP_S

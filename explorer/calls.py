@@ -1,0 +1,137 @@
+"""Understands requests for replies: what goes upstream, who tells the reply, and what is kept of the two."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from explorer import vllm_api
+from explorer.body import object_of, wrong_type
+from explorer.dialects import MESSAGES, Dialect, Teller
+from explorer.door import Headers, Visit
+from explorer.labels import Labels, labels_of
+from explorer.msg_id import Mint
+from explorer.sampling import Sampling, sampling_of
+from explorer.tenants import TENANT
+from shared.config import Settings
+
+#: Fields that are for us and mean nothing to an engine.
+_OURS = frozenset({"store", "metadata"})
+
+
+class Call(NamedTuple):
+    """One request, understood. `started` is monotonic, `received_at` seconds since 1970."""
+
+    dialect: Dialect
+    request: bytes
+    upstream: bytes
+    msg_id: str
+    choices: int
+    stream: bool
+    stored: bool
+    sampling: Sampling
+    labels: Labels
+    ignored: tuple[str, ...]
+    request_id: str
+    received_at: float
+    started: float
+    teller: Teller
+
+    def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
+        """What the reply says about itself."""
+        headers = [
+            kind,
+            (b"x-request-id", self.request_id.encode("latin-1", "replace")),
+            (b"x-tuneloop-version", b"%d" % version),
+        ]
+        if self.dialect.path == MESSAGES:
+            headers.append((b"request-id", headers[1][1]))
+        if self.ignored:
+            headers.append((b"x-tuneloop-ignored", ", ".join(self.ignored).encode()))
+        return headers
+
+
+class Calls:
+    """Understands requests under the settings."""
+
+    def __init__(self, settings: Settings, mint: Mint) -> None:
+        explorer = settings.explorer
+        self._mint = mint
+        self._default_temperature = settings.model.temperature
+        self._default_tokens = settings.model.max_response_tokens
+        self._max_body_bytes = explorer.max_body_bytes
+        self._timeout_s = explorer.request_timeout
+        on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
+        self._unsafe = vllm_api.BREAKS_CPU_ENGINES if on_cpu else frozenset()
+        # Engines of others may have defaults of their own, and then a reply would not be what we take it for.
+        defaults = vllm_api.NEUTRAL | {"temperature": settings.model.temperature}
+        self._defaults = defaults if explorer.rollout_model.engine_urls else {}
+
+    async def understood(self, dialect: Dialect, visit: Visit, started: float) -> Call:
+        """The call that a request is. Raises RequestRefused if it is none."""
+        request = await visit.body(self._max_body_bytes, self._timeout_s)
+        body = object_of(request)
+        for param in ("stream", "return_token_ids", "store"):
+            if not isinstance(body.get(param), bool | None):
+                raise wrong_type(param, "a boolean")
+        dialect = dialect.of(body)
+        asked = await dialect.asked(body)
+        labels = labels_of(asked)
+        sampling = sampling_of(asked, default_temperature=self._default_temperature)
+        if not labels.train:
+            sampling = sampling._replace(drop_reason="opt_out")
+        ignored = tuple(param for param in self._unsafe if asked.get(param) is not None)
+        choices = dialect.choices(asked)
+        msg_id = self._mint.mint(TENANT, choices, dialect.prefix)
+        name = msg_id.removeprefix(dialect.prefix)
+        upstream = self._verbatim(dialect, asked, msg_id, ignored)
+        return Call(
+            dialect=dialect,
+            request=request,
+            upstream=upstream or self._upstream(dialect, request, body, asked, ignored),
+            msg_id=msg_id,
+            choices=choices,
+            stream=body.get("stream") is True,
+            stored=body.get("store") is not False,
+            sampling=sampling,
+            labels=labels,
+            ignored=ignored,
+            request_id=visit.header(b"x-request-id") or msg_id,
+            received_at=time.time(),
+            started=started,
+            teller=dialect.teller(body, msg_id, dialect.upstream_prefix + name),
+        )
+
+    def _verbatim(self, dialect: Dialect, asked: dict[str, Any], msg_id: str, ignored: tuple[str, ...]) -> bytes | None:
+        said = dialect.verbatim(asked, msg_id)
+        return None if said is None else orjson.dumps({name: said[name] for name in said if name not in ignored})
+
+    def _upstream(
+        self,
+        dialect: Dialect,
+        request: bytes,
+        body: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        ignored: tuple[str, ...],
+    ) -> bytes:
+        """What the engine gets. The client's own bytes, longer by what we ask, unless they say something else of it."""
+        more = {name: value for name, value in self._defaults.items() if name not in asked}
+        more |= {name: value for name, value in dialect.capture(asked).items() if not _as_much(asked.get(name), value)}
+        # Not vLLM's own default, max_new_tokens: that one also caps what clients ask for.
+        if self._default_tokens and dialect.length and not _says_how_long(asked):
+            more[dialect.length] = self._default_tokens
+        dropped = _OURS.union(ignored)
+        if asked is body and asked and asked.keys().isdisjoint(dropped) and asked.keys().isdisjoint(more):
+            return b"%b,%b" % (request.rstrip()[:-1], orjson.dumps(more)[1:]) if more else request
+        return orjson.dumps({name: value for name, value in asked.items() if name not in dropped} | more)
+
+
+def _says_how_long(asked: Mapping[str, Any]) -> bool:
+    # Zero is an answer too, which the engine refuses.
+    return asked.get("max_tokens") is not None or asked.get("max_completion_tokens") is not None
+
+
+def _as_much(asked: Any, wanted: object) -> bool:
+    """Whether the client asks at least what we want."""
+    return asked == wanted if isinstance(wanted, bool) else asked is not None

@@ -1,0 +1,271 @@
+"""Answers requests for replies: the client's request to an engine, the engine's reply to the client and to disk alike.
+
+This is the road that must cost next to nothing. What a request asks for is understood by `explorer/calls.py`, what is
+said in another way by `explorer/dialects.py`.
+"""
+
+import asyncio
+import time
+
+import orjson
+import structlog
+
+from explorer import envelope
+from explorer.background import Background
+from explorer.calls import Call, Calls
+from explorer.dialects import Dialect, Teller, events
+from explorer.door import Visit
+from explorer.engine_http import Reply
+from explorer.fleet import Engine, Fleet
+from explorer.metrics import Metrics
+from explorer.msg_id import Mint
+from explorer.places import Places
+from explorer.recorder import Recorder
+from explorer.tenants import TENANT
+from shared.config import Settings
+from shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
+from shared.experience import Exchange
+
+log = structlog.get_logger()
+
+#: An engine that answers so may be ill: another one is asked, once. Not more often: the request may be what it died of.
+_ILL = 500
+
+#: What telling a reply in other words comes upon where an engine says JSON that is no reply.
+_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class Proxy:
+    """The routes that sample."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, *, mint: Mint, recorder: Recorder, metrics: Metrics) -> None:
+        explorer = settings.explorer
+        self._fleet = fleet
+        self._calls = Calls(settings, mint)
+        self._recorder = recorder
+        self._metrics = metrics
+        self._timeout_s = explorer.request_timeout
+        self.places = Places(
+            places=explorer.max_in_flight, waiting=explorer.max_waiting, patience_s=explorer.wait_timeout
+        )
+        self.background = Background(keep=self._keep, leave=self._leave, timeout_s=explorer.request_timeout)
+
+    async def answer(self, dialect: Dialect, visit: Visit) -> None:
+        """Answer a request in one dialect, whole or streamed."""
+        started = time.monotonic()
+        told = _Told()
+        try:
+            call = await self._calls.understood(dialect, visit, started)
+            if call.stored:
+                self._recorder.admit()
+            await self.places.take()
+            try:
+                await self._in_time(call, visit, told)
+            finally:
+                if not told.goes_on:
+                    self.places.give_back()
+        except asyncio.CancelledError:
+            told.status = 499
+            raise
+        except Exception as error:
+            told.status = envelope.refusal_of(error).status
+            raise
+        finally:
+            self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
+
+    async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
+        engine = await self._fleet.take()  # with a patience of its own: nobody was asked yet
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._ask(engine, call, visit, told)
+        except TimeoutError:
+            if not visit.started:
+                raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
+            if visit.slow:  # nobody would read what is said of it
+                visit.break_off()
+            else:
+                visit.end(call.teller.broken("the engine did not answer in time", "engine_timeout"))
+
+    async def _ask(self, engine: Engine, call: Call, visit: Visit, told: "_Told") -> None:
+        spoken, reply = await self._reply(engine, call)
+        told.version = spoken.version
+        try:
+            if reply.status != 200:
+                _check_refusal(reply.status)
+                told.status = reply.status
+                visit.answer(
+                    reply.status, call.headers(spoken.version, _JSON), _refusal(call, reply, await reply.read())
+                )
+            elif call.stream:
+                told.status = 200
+                await self._stream(spoken, visit, reply)
+            else:
+                body = _whole(call.teller, await reply.read())
+                await self._keep(spoken)
+                told.status = 200
+                visit.answer(200, call.headers(spoken.version, _JSON), body)
+        finally:
+            reply.close()
+            if told.status == 200 and call.teller.unfinished:
+                told.goes_on = True
+                self.background.follow(spoken)
+            else:
+                self._fleet.give_back(spoken.engine)
+
+    async def _reply(self, engine: Engine, call: Call) -> tuple["Spoken", Reply]:
+        """The engine that answers, and its reply; of another one if this one is ill and has said nothing yet."""
+        dialect = call.dialect
+        name = call.msg_id.removeprefix(dialect.prefix)
+        # vLLM makes its reply's id from this header; the client's own would let it name other people's replies.
+        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
+        try:
+            reply = await engine.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+            if reply.status < _ILL or (other := self._fleet.take_another(engine)) is None:
+                return spoken, reply
+            reply.close()
+        except EngineUnreachable:
+            if (other := self._fleet.take_another(engine)) is None:
+                self._fleet.give_back(engine)
+                raise
+        except BaseException:
+            self._fleet.give_back(engine)
+            raise
+        log.warning("asking_another_engine", engine=engine.number, other=other.number, msg_id=call.msg_id)
+        self._fleet.give_back(engine)
+        spoken = Spoken(call, other)
+        try:
+            return spoken, await other.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+        except BaseException:
+            self._fleet.give_back(other)
+            raise
+
+    async def _stream(self, spoken: "Spoken", visit: Visit, reply: Reply) -> None:
+        """Send the pieces as the engine says them. All is on disk before the last one, whatever ends it."""
+        call, teller, rest = spoken.call, spoken.call.teller, bytearray()
+
+        def tell(block: bytes) -> bool:
+            if said := _said(teller, rest, block):
+                visit.write(said)
+            return not visit.slow
+
+        visit.start(200, call.headers(spoken.version, _EVENTS))
+        try:
+            while not await reply.pour(tell):
+                await visit.drain()
+            if not teller.done:
+                raise EngineError("it ended without [DONE]")
+            await self._keep(spoken)
+            visit.end(teller.last())
+        except SpoolFull as error:
+            log.error("reply_lost", msg_id=call.msg_id, reason=str(error))
+            visit.end(teller.broken("the reply could not be stored", "storage_full"))
+        except EngineError as error:
+            log.warning("stream_broken", msg_id=call.msg_id, reason=str(error))
+            await self._keep_the_rest(spoken)
+            visit.end(teller.broken("the engine broke off its reply", "engine_error"))
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                log.info("client_left" if visit.gone else "stream_cancelled", msg_id=call.msg_id)
+            await self._keep_the_rest(spoken)
+            raise
+
+    async def _keep_the_rest(self, spoken: "Spoken") -> None:
+        """Keep what was said before the client left or the engine broke off; nobody waits for it any more."""
+        if spoken.kept:
+            return
+        transcript = spoken.call.teller.transcript
+        # A client may leave as soon as it has heard the end of every choice.
+        transcript.broken = not (transcript.complete and len(transcript.choices) == spoken.call.choices)
+        try:
+            await self._keep(spoken)
+        except SpoolFull as error:
+            log.error("reply_lost", msg_id=spoken.call.msg_id, reason=str(error))
+
+    def _leave(self, spoken: "Spoken") -> None:
+        self._fleet.give_back(spoken.engine)
+        self.places.give_back()
+
+    async def _keep(self, spoken: "Spoken") -> None:
+        """Bring the exchange to disk, unless the client asked that it be forgotten."""
+        spoken.kept = True
+        if spoken.call.stored and spoken.call.teller.transcript.choices:
+            await self._recorder.record(spoken.exchange())
+
+
+class _Told:
+    """What a request came to, for the metrics."""
+
+    status = 500
+    version: int | None = None
+    goes_on = False
+
+
+class Spoken:
+    """A reply being spoken by an engine, and which weights may have written it."""
+
+    def __init__(self, call: Call, engine: Engine) -> None:
+        self.call = call
+        self.version = engine.version
+        self.kept = False
+        self.engine = engine
+        self._loads = engine.loads
+
+    def exchange(self) -> Exchange:
+        """What is kept of the request and of what was heard until now."""
+        call = self.call
+        return Exchange(
+            msg_id=call.msg_id,
+            tenant=TENANT,
+            endpoint=call.dialect.path,
+            request=call.request,
+            received_at=call.received_at,
+            latency_s=time.monotonic() - call.started,
+            experiences=call.teller.transcript.experiences(
+                call.sampling,
+                versions=(self.version, self.engine.version),
+                mixed=self.engine.loads != self._loads,
+            ),
+            task_id=call.labels.task_id,
+            run_id=call.labels.run_id,
+            user=call.labels.user,
+            priority=call.labels.priority,
+        )
+
+
+def _whole(teller: Teller, reply: bytes) -> bytes:
+    try:
+        return teller.whole(reply)
+    except _UNREADABLE as error:
+        raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
+
+
+def _said(teller: Teller, rest: bytearray, block: bytes) -> bytes:
+    """What the client gets of a block of a stream."""
+    try:
+        return b"".join([teller.event(event) for event in events(rest, block)])
+    except _UNREADABLE as error:
+        raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
+
+
+def _check_refusal(status: int) -> None:
+    """Raise EngineError for what is no answer to the client."""
+    if status in {401, 403}:
+        raise EngineError(f"the engine answered {status}: it does not take explorer.rollout_model.engine_key")
+    if not 400 <= status < 600:
+        raise EngineError(f"the engine answered {status}, which is neither a reply nor a refusal")
+
+
+def _refusal(call: Call, reply: Reply, body: bytes) -> bytes:
+    """What the engine says of a request that it does not take, in the client's envelope."""
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        told = None
+    if not isinstance(told, dict) or not isinstance(told.get("error"), dict):
+        error = {"message": f"the engine answered {reply.status}", "type": "server_error", "param": None, "code": None}
+        told = {"error": error}
+    return orjson.dumps(call.teller.refused(told, reply.status))

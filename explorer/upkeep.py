@@ -1,0 +1,156 @@
+"""What runs beside the requests, once for the whole service: engines and their weights, the database, the gauges."""
+
+import asyncio
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import generate_latest
+
+from explorer import vllm_api
+from explorer.backstage import OnFailure, Task
+from explorer.conversations import Conversations
+from explorer.engine_http import EngineHttp
+from explorer.engine_process import EngineProcess
+from explorer.fleet import Audience, Engine, EngineState, Fleet
+from explorer.flusher import Flusher
+from explorer.forgetting import Forgetting
+from explorer.judging import Judging
+from explorer.metrics import Metrics
+from explorer.msg_id import Mint, key_path, load_key
+from explorer.reload import Reloader
+from explorer.slots import Slots
+from explorer.spool import Spool
+from explorer.supervisor import keep_running, stay_attached
+from explorer.tally import Tally
+from explorer.watch import Watch
+from shared.config import Settings
+from shared.ledger import Ledger
+from shared.spool_files import spooled
+
+#: How often the gauges are brought up to date, at most.
+_WATCH_S = 10.0
+
+
+class Address(NamedTuple):
+    """Where an engine answers: at a URL, or on a Unix socket."""
+
+    url: str | None
+    socket: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """All of it. It is a Backstage for routes in the same process."""
+
+    fleet: Fleet
+    addresses: list[Address]
+    metrics: Metrics
+    tally: Tally
+    settings: Settings
+    flusher: Flusher
+    watch: Watch
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
+        return await self.flusher.caught_up(timeout_s)
+
+    async def exposition(self) -> bytes:
+        """The metrics of the whole service."""
+        metrics, spool = self.metrics, await asyncio.to_thread(spooled, self.settings.spool_dir)
+        metrics.spool_bytes.set(spool.bytes)
+        metrics.spool_oldest_seconds.set(0.0 if spool.since is None else max(0.0, time.time() - spool.since))
+        metrics.database_up.set(self.watch.reached and not self.flusher.away)
+        for state in EngineState:
+            metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
+        return generate_latest(self.tally)
+
+
+async def open_upkeep(
+    settings: Settings,
+    ledger: Ledger,
+    slots: Slots,
+    stack: AsyncExitStack,
+    *,
+    on_failure: OnFailure,
+    audience: Audience | None = None,
+) -> tuple[Upkeep, list[Task]]:
+    """Upkeep, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
+    metrics = Metrics()
+    own = _own_spool(settings, slots, stack)
+    flusher = Flusher(slots, ledger, quarantined=metrics.quarantined.inc, failed=on_failure)
+    flusher.start()
+    stack.push_async_callback(asyncio.to_thread, flusher.stop)
+    interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
+    watch = Watch(ledger, metrics, settings, interval_s=interval_s)
+    stack.callback(watch.close)
+    forgetting = Forgetting(settings, ledger, slots, metrics=metrics, interval_s=interval_s)
+    fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
+    reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
+    upkeep = Upkeep(
+        fleet=fleet,
+        addresses=addresses,
+        metrics=metrics,
+        tally=Tally(metrics.registry),
+        settings=settings,
+        flusher=flusher,
+        watch=watch,
+    )
+    judging = [_judging(upkeep, ledger, own).run(interval_s)] if own else []
+    return upkeep, [watch.run(), forgetting.run(), reloader.run(), *judging, *runs]
+
+
+def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:
+    """Where verdicts are brought to disk, if there is a judge. The flusher must not outlive it."""
+    if settings.judge.url is None:
+        return None
+    spool = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
+    stack.callback(spool.close)
+    slots.add(spool)
+    return spool
+
+
+def _judging(upkeep: Upkeep, ledger: Ledger, spool: Spool) -> Judging:
+    mint = Mint(load_key(key_path(upkeep.settings)))
+    return Judging(
+        upkeep.settings.judge,
+        ledger,
+        spool,
+        metrics=upkeep.metrics,
+        conversation=Conversations(mint, backstage=upkeep, ledger=ledger).of,
+        caught_up=upkeep.caught_up,
+    )
+
+
+async def _open_fleet(
+    settings: Settings, ledger: Ledger, stack: AsyncExitStack, audience: Audience | None
+) -> tuple[Fleet, list[Address], list[Task]]:
+    explorer, base = settings.explorer, settings.model.model_path.absolute()
+    urls = explorer.rollout_model.engine_urls
+    sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
+    own = [sockets / f"{number}.sock" for number in range(0 if urls else explorer.rollout_model.engine_num)]
+    addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
+    engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
+    fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
+    if urls:
+        return fleet, addresses, [stay_attached(each, fleet=fleet, ledger=ledger) for each in engines]
+    processes = [EngineProcess(settings, each, socket=socket) for each, socket in zip(engines, own, strict=True)]
+    runs = [
+        keep_running(engine, process, fleet=fleet, ledger=ledger, base=base)
+        for engine, process in zip(engines, processes, strict=True)
+    ]
+    return fleet, addresses, runs
+
+
+async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:
+    rollout = settings.explorer.rollout_model
+    session = vllm_api.open_session(url=address.url, socket=address.socket, key=rollout.engine_key)
+    await stack.enter_async_context(session)
+    tolerance = vllm_api.TOLERANCE[rollout.dtype]
+    control = vllm_api.Control(session, model_name=settings.served_model_name, tolerance=tolerance)
+    http = EngineHttp(url=address.url, socket=address.socket, key=rollout.engine_key)
+    stack.push_async_callback(http.close)
+    return Engine(number, http, control)

@@ -1,0 +1,27 @@
+"""The whole explorer in one process, so that a test can look into all of it."""
+
+from contextlib import AsyncExitStack
+
+from explorer import app
+from explorer.app import Road, open_road, open_spool
+from explorer.backstage import OnFailure, Task
+from explorer.door import ShortWays
+from explorer.slots import Slots
+from explorer.upkeep import open_upkeep
+from shared.config import Settings
+from shared.ledger import Ledger
+
+
+def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> ShortWays:
+    """The routes, and in the same process what runs beside them."""
+
+    async def opening(stack: AsyncExitStack) -> tuple[Road, list[Task]]:
+        spool, slots = open_spool(settings, stack), Slots(settings.spool_dir)
+        slots.add(spool)
+        upkeep, tasks = await open_upkeep(settings, ledger, slots, stack, on_failure=on_failure)
+        road, more = open_road(
+            settings, ledger, spool=spool, fleet=upkeep.fleet, metrics=upkeep.metrics, backstage=upkeep
+        )
+        return road, [*tasks, *more]
+
+    return app.create_app(settings, ledger, opening=opening, on_failure=on_failure)

@@ -1,0 +1,36 @@
+"""The examples of docs/rewards.md and docs/judges.md run as they stand."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles.judge import judge_place, verdict
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_rewards_are_what_the_page_says() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks("rewards.md"):
+        exec(block, names)  # noqa: S102 - our own page
+    assert names["body"]["feedback"][0]["value"] == 3.3
+
+
+def test_the_judge_is_used_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rubric = {"criteria": [{"name": "helpful", "description": "Does it help?", "weight": 1}]}
+    names: dict[str, Any] = {}
+    with judge_place() as double:
+        double.says = [verdict(5, 3, 1), {"winner": "first"}, {"winner": "second"}, rubric]
+        for block in blocks("judges.md"):
+            exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102
+        names["judge"].close()
+    assert names["verdict"].total == 3.0
+    assert names["preference"].winner == "a"
+    assert dict(names["strict"].criteria) == {"helpful": "Does it help?"}

@@ -1,40 +1,43 @@
-"""Batches: leased samples as tensors, which of them cannot be trained on, and their division into micro-batches.
+"""Batches: token sequences as tensors, and their division into micro-batches.
 
 Dimensions, written as suffixes of tensors throughout the trainer:
-    B replies   T positions of prompt and reply   R reply tokens   N all reply tokens, reply after reply
+    B sequences   T positions of prompt and reply   R positions from the first reply token on
+    N all reply tokens, sequence after sequence   C replies ("calls"; a merged sequence has several)
     D width of the model   V vocabulary
 T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 6 and R = 3:
     ids_BT       7 8 9 4 5 0
     predicts_BT  . . x x . .     the positions whose next token is a reply token
     replies_BR   4 5 0
     mask_BR      x x .
-    rewards_BR   0 r 0           the reward is paid with the last token
+In a merged sequence the mask has holes, where users or tools speak between two replies.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shared.experience import Float32s, Int32s, Sample
-
-#: Larger rewards are refused: their square is not safe in float32, and one of them would spoil its whole batch.
-MAX_REWARD = 1e6
+from trainer.sequences import TokenSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Some replies as tensors. `lengths_B` counts the tokens of prompt and reply together."""
+    """Some sequences as tensors. `lengths_B` counts the tokens of prompt and reply together.
+
+    `calls_BR` numbers the replies of the whole batch, sequence after sequence: of which one a token is, -1 if of none.
+    """
 
     ids_BT: Tensor
     predicts_BT: Tensor
     replies_BR: Tensor
     mask_BR: Tensor
     sampled_BR: Tensor
-    rewards_BR: Tensor
-    temperatures_B: Tensor
+    temperatures_BR: Tensor
+    calls_BR: Tensor
     lengths_B: Tensor
 
     @property
@@ -43,72 +46,64 @@ class Batch:
         return int(self.mask_BR.sum())
 
     def rows(self, index_B: Tensor) -> "Batch":
-        """The replies `index_B`, without the padding that they do not need."""
+        """The sequences `index_B`, without the padding that they do not need."""
         lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
-        positions, replies = int(lengths_B.max()), int(mask_BR.sum(1).max())
-        return Batch(
-            ids_BT=self.ids_BT[index_B, :positions],
-            predicts_BT=self.predicts_BT[index_B, :positions],
-            replies_BR=self.replies_BR[index_B, :replies],
-            mask_BR=mask_BR[:, :replies],
-            sampled_BR=self.sampled_BR[index_B, :replies],
-            rewards_BR=self.rewards_BR[index_B, :replies],
-            temperatures_B=self.temperatures_B[index_B],
-            lengths_B=lengths_B,
-        )
+        widths = {"T": int(lengths_B.max()), "R": _width(mask_BR)}
+        cut = {}
+        for field in fields(self):
+            each_B = getattr(self, field.name)[index_B]
+            cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
+        return Batch(**cut)
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
-        return Batch(**{name: getattr(self, name).to(device) for name in self.__slots__})
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
-    """The samples as one batch on the CPU. None of them may be `untrainable`."""
-    prompts = torch.tensor([len(sample.prompt_ids) for sample in samples])
-    replies = torch.tensor([len(sample.completion_ids) for sample in samples])
-    t_T, r_R = torch.arange(int((prompts + replies).max())), torch.arange(int(replies.max()))
-    first_B1, last_B1 = prompts[:, None] - 1, (prompts + replies)[:, None] - 2
-    rewards_B1 = torch.tensor([[sample.reward] for sample in samples], dtype=torch.float32)
+def collate(sequences: Sequence[TokenSequence]) -> Batch:
+    """The sequences as one batch on the CPU. Each has a prompt and a reply."""
+    starts = [sequence.start for sequence in sequences]
+    before = [0, *accumulate(len(sequence.calls) for sequence in sequences)]
+    predicts = [np.append(sequence.of[1:] >= 0, False) for sequence in sequences]
+    tails = [sequence.of[start:] for sequence, start in zip(sequences, starts, strict=True)]
+    numbered = [np.where(of >= 0, of + first, -1) for of, first in zip(tails, before, strict=False)]
     return Batch(
-        ids_BT=_padded([np.concatenate([sample.prompt_ids, sample.completion_ids]) for sample in samples]),
-        predicts_BT=(t_T >= first_B1) & (t_T <= last_B1),
-        replies_BR=_padded([sample.completion_ids for sample in samples]),
-        mask_BR=r_R < replies[:, None],
-        sampled_BR=_padded([sample.logprobs for sample in samples]).float(),
-        rewards_BR=torch.where(r_R == replies[:, None] - 1, rewards_B1, 0.0),
-        temperatures_B=torch.tensor([sample.temperature for sample in samples], dtype=torch.float32),
-        lengths_B=prompts + replies,
+        ids_BT=_padded(sequence.ids for sequence in sequences).long(),
+        predicts_BT=_padded(predicts),
+        replies_BR=_padded(each.ids[start:] for each, start in zip(sequences, starts, strict=True)).long(),
+        mask_BR=_padded(of >= 0 for of in tails),
+        sampled_BR=_padded(each.sampled[start:] for each, start in zip(sequences, starts, strict=True)).float(),
+        temperatures_BR=_padded(
+            (each.temperatures[start:] for each, start in zip(sequences, starts, strict=True)), filler=1.0
+        ).float(),
+        calls_BR=_padded(numbered, filler=-1).long(),
+        lengths_B=torch.tensor([len(sequence.ids) for sequence in sequences]),
     )
 
 
-def untrainable(sample: Sample, *, vocabulary: int) -> str | None:
-    """Why the sample must not reach the loss, if so; the sentence becomes the reason of its row."""
-    ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
-    rules = {
-        "the reply has no tokens": len(sample.completion_ids) > 0,
-        "the prompt has no tokens, so the reply's first one was predicted from nothing": len(sample.prompt_ids) > 0,
-        "the reply has not one log-probability per token": len(sample.logprobs) == len(sample.completion_ids),
-        "a log-probability is not finite": bool(np.isfinite(sample.logprobs).all()),
-        f"the reward is not a number within ±{MAX_REWARD:g}": abs(sample.reward) <= MAX_REWARD,
-        "the reply was chosen at temperature 0, not sampled": 0 < sample.temperature < float("inf"),
-        f"a token is outside the model's vocabulary of {vocabulary}": bool(((ids >= 0) & (ids < vocabulary)).all()),
-    }
-    return next((reason for reason, fulfilled in rules.items() if not fulfilled), None)
+def micro_batches(lengths_B: Tensor, budget: int, units_B: Tensor | None = None) -> list[Tensor]:
+    """The sequences' indices in groups that, padded, have at most `budget` positions; a longer one stands alone.
 
-
-def micro_batches(lengths_B: Tensor, budget: int) -> list[Tensor]:
-    """The replies' indices in groups that, padded, have at most `budget` positions; a longer reply stands alone.
-
-    Like goes with like: groups are made from the longest reply down, so that little is padded.
+    Like goes with like: groups are made from the longest down, so that little is padded. Sequences of one unit stay
+    together.
     """
     groups: list[list[int]] = []
     width = 0
-    for row in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        if not groups or (len(groups[-1]) + 1) * width > budget:
+    for unit in _longest_first(lengths_B, units_B):
+        if not groups or (len(groups[-1]) + len(unit)) * width > budget:
             groups.append([])
-            width = int(lengths_B[row])
-        groups[-1].append(row)
+            width = int(lengths_B[unit].max())
+        groups[-1] += unit
     return [torch.tensor(group) for group in groups]
+
+
+def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch.Generator) -> list[Tensor]:
+    """The sequences' indices, shuffled and cut into `count` parts; sequences of one unit stay together."""
+    units = rows if units_B is None else int(units_B.max()) + 1
+    parts = torch.randperm(units, generator=generator).tensor_split(min(count, units))
+    if units_B is None:
+        return list(parts)
+    return [torch.cat([(units_B == unit).nonzero()[:, 0] for unit in part]) for part in parts]
 
 
 def spread(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
@@ -116,7 +111,21 @@ def spread(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
     return flat_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_N)
 
 
-def _padded(rows: Sequence[Int32s] | Sequence[Float32s]) -> Tensor:
+def _longest_first(lengths_B: Tensor, units_B: Tensor | None) -> list[list[int]]:
+    order = torch.argsort(lengths_B, descending=True, stable=True).tolist()
+    if units_B is None:
+        return [[row] for row in order]
+    units: dict[int, list[int]] = {}
+    for row in order:
+        units.setdefault(int(units_B[row]), []).append(row)
+    return list(units.values())
+
+
+def _width(mask_BR: Tensor) -> int:
+    """How many positions there are up to the last reply token."""
+    return int(mask_BR.any(0).nonzero().max()) + 1
+
+
+def _padded(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:
     tensors = [torch.from_numpy(np.array(row)) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    return padded if padded.is_floating_point() else padded.long()
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,18 @@ from shared.errors import TuneloopError
 from shared.experience import Sample
 from trainer.algorithms import ALGORITHMS
 from trainer.algorithms.estimators import explained_variance, token_mean
-from trainer.algorithms.targets import Targets
-from trainer.batch import Batch, collate, micro_batches
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.off_policy import importance
+from trainer.algorithms.preferences import sequence_sums
+from trainer.algorithms.targets import Targets, Totals, given
+from trainer.batch import Batch, collate, micro_batches, mini_batches
+from trainer.credit import calls_of
 from trainer.metrics import Metrics
 from trainer.model import Actor, Critic
 from trainer.optimizer import MasterAdamW
+from trainer.pairs import mismatched
+from trainer.sequences import TokenSequence, assemble
+from trainer.teacher import Teacher
 
 
 class NotFinite(TuneloopError):
@@ -30,48 +38,62 @@ class NotFinite(TuneloopError):
 class Learner:
     """Actor, critic and reference, their optimizers, and the random numbers that shuffle mini-batches.
 
-    `steps` counts batches learnt from. The reference is the base model, or None if the algorithm does not look at it.
+    `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
+    does not look at them. `teacher` is set by who has one, before the first step of an algorithm that asks for it.
+    `baselines` is what the algorithm remembers from step to step.
     """
 
-    def __init__(self, settings: Settings, *, actor: Actor, critic: Critic, reference: Actor | None) -> None:
+    def __init__(self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None) -> None:
         self.steps = 0
         self.actor, self.critic, self.reference = actor, critic, reference
-        self.actor_optimizer = MasterAdamW(actor.network, settings.algorithm.optimizer)
-        self.critic_optimizer = MasterAdamW(critic, settings.algorithm.critic_optimizer)
+        self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
+        if critic is not None:
+            self.optimizers["critic"] = MasterAdamW(critic, settings.algorithm.critic_optimizer)
+        self.teacher: Teacher | None = None
+        self.baselines: Baselines = {}
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
         self._algorithm = settings.algorithm
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]
+        self._asks = self._page.asks(settings.algorithm)
         self._budget = settings.trainer.micro_batch_tokens
+        self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device
 
     def step(self, samples: Sequence[Sample]) -> Metrics:
-        """Learn from a batch: epochs x mini-batches updates. Raises NotFinite, and then nothing has changed."""
+        """Learn from a batch: epochs x mini-batches updates.
+
+        Raises NotFinite, or what the teacher raises, and then nothing has changed.
+        """
         started = time.perf_counter()
-        batch = collate(samples)
+        sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
+        batch = self._collated(sequences)
         go_back = self._safe_point()
         try:
-            targets = self._targets(batch)
+            targets, told = self._targets(sequences, batch)
             metrics = self._learn(batch, targets)
-        except NotFinite:
+        except TuneloopError:
             go_back()
             raise
         self.steps += 1
         took = time.perf_counter() - started
+        alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         tokens = int(batch.lengths_B.sum())
-        return metrics | _of_targets(targets) | {"time/train_step": took, "perf/tokens_per_second": tokens / took}
+        speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
+        return metrics | told | speed
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
+        totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-        for index_B in micro_batches(batch.lengths_B, self._budget):
+        for index_B in micro_batches(batch.lengths_B, self._budget, targets.units_B):
             part = batch.rows(index_B).to(self._device)
-            for name, value in self._backward(part, targets.rows(index_B, part.mask_BR), batch.tokens).items():
+            for name, value in self._backward(part, targets.rows(index_B, part.mask_BR), totals).items():
                 sums[name] += value
         return {name: float(value) for name, value in sums.items()}
 
     def optim_step(self) -> Metrics:
         """Update the weights with the gradients added up. Raises NotFinite before it touches any."""
-        trained = {"critic": self.critic_optimizer} | ({} if self._warming_up else {"actor": self.actor_optimizer})
+        trained = {name: each for name, each in self.optimizers.items() if name != "actor" or not self._warming_up}
         norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
@@ -84,16 +106,16 @@ class Learner:
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """The actor's log-probability of each id but the first after those before it, at temperature 1."""
         ids_BT = torch.tensor([ids])
-        here_BT = torch.ones_like(ids_BT, dtype=torch.bool)
         last_BT = torch.arange(len(ids))[None] == len(ids) - 1
+        like_BR = torch.zeros(1, len(ids) - 1)
         batch = Batch(
             ids_BT=ids_BT,
             predicts_BT=~last_BT,
             replies_BR=ids_BT[:, 1:],
-            mask_BR=here_BT[:, 1:],
-            sampled_BR=torch.zeros(1, len(ids) - 1),
-            rewards_BR=torch.zeros(1, len(ids) - 1),
-            temperatures_B=torch.ones(1),
+            mask_BR=like_BR == 0,
+            sampled_BR=like_BR,
+            temperatures_BR=like_BR + 1,
+            calls_BR=like_BR.long(),
             lengths_B=torch.tensor([len(ids)]),
         )
         logprobs_BR, _ = self.actor.score(batch.to(self._device))
@@ -101,13 +123,19 @@ class Learner:
 
     @property
     def _warming_up(self) -> bool:
-        return self.steps < self._algorithm.critic_warmup_steps
+        return self.critic is not None and self.steps < self._algorithm.critic_warmup_steps
+
+    def _collated(self, sequences: Sequence[TokenSequence]) -> Batch:
+        batch = collate(sequences)
+        if self._asks.tempered:
+            return batch
+        return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
 
     def _learn(self, batch: Batch, targets: Targets) -> Metrics:
         updates = []
         for _ in range(self._algorithm.epochs):
-            order_B = torch.randperm(len(batch.lengths_B), generator=self.generator)
-            for index_B in order_B.tensor_split(min(self._algorithm.mini_batches, len(order_B))):
+            parts = mini_batches(len(batch.lengths_B), self._algorithm.mini_batches, targets.units_B, self.generator)
+            for index_B in parts:
                 mini = batch.rows(index_B)
                 metrics = self.forward_backward(mini, targets.rows(index_B, mini.mask_BR))
                 _must_be_finite(metrics)
@@ -116,30 +144,53 @@ class Learner:
         # Only the first update meets the weights as they were before the step.
         return means | {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
 
-    def _backward(self, batch: Batch, targets: Targets, tokens: int) -> Mapping[str, Tensor]:
-        values_BR = self.critic.values(batch)
-        critic = self._page.critic_loss(self._algorithm, targets, values_BR, tokens=tokens)
-        torch.autograd.backward(critic.value)
+    def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
+        metrics: dict[str, Tensor] = {}
+        if self.critic is not None and self._page.critic_loss is not None:
+            critic = self._page.critic_loss(self._algorithm, targets, self.critic.values(batch), totals)
+            torch.autograd.backward(critic.value)
+            metrics.update(critic.metrics)
         if self._warming_up:
-            return critic.metrics
+            return metrics
         logprobs_BR, entropy_BR = self.actor.score(batch)
-        actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, tokens=tokens)
+        actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
         torch.autograd.backward(actor.value)
-        return {**critic.metrics, **actor.metrics}
+        return {**metrics, **actor.metrics}
 
     @torch.no_grad()
-    def _targets(self, batch: Batch) -> Targets:
-        values_BR = self._over(batch, self.critic.values)
-        reference = self.reference
-        advantages_BR, returns_BR = self._page.advantages(self._algorithm, batch.rewards_BR, values_BR, batch.mask_BR)
-        return Targets(
-            mask_BR=batch.mask_BR,
-            sampled_BR=batch.sampled_BR,
-            reference_BR=None if reference is None else self._over(batch, lambda part: reference.score(part)[0]),
-            values_BR=values_BR,
-            advantages_BR=advantages_BR,
-            returns_BR=returns_BR,
-        )
+    def _targets(self, sequences: Sequence[TokenSequence], batch: Batch) -> tuple[Targets, Metrics]:
+        """The constants of the step, and what can be said of them."""
+        targets = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR)
+        told: Metrics = {}
+        if self.critic is not None:
+            targets = replace(targets, values_BR=self._over(batch, self.critic.values))
+        if self.reference is not None:
+            targets = replace(targets, reference_BR=self._scored(self.reference, batch))
+        if self._asks.start:
+            start_BR = self._scored(self.actor, batch)
+            weights_BR, weighed = importance(self._algorithm.off_policy, start_BR, batch.sampled_BR, batch.mask_BR)
+            targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
+            told.update(weighed)
+        if self._asks.teacher:
+            targets = replace(targets, teacher_BR=given(self.teacher).score(sequences))
+        if self._asks.mismatched:
+            targets = replace(targets, divergence=self._divergence(sequences))
+        calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
+        targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
+        return targets, told | _of_targets(targets)
+
+    def _divergence(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
+        replies = [sequence.calls[0] for sequence in sequences]
+        strangers = mismatched(replies)
+        if not strangers:
+            return torch.zeros(())
+        batch = self._collated(assemble(strangers, merge=False))
+        apart_BR = self._scored(self.actor, batch) - self._scored(given(self.reference), batch)
+        return sequence_sums(apart_BR, batch.mask_BR).mean()
+
+    def _scored(self, actor: Actor, batch: Batch) -> Tensor:
+        return self._over(batch, lambda part: actor.score(part)[0])
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:
         """What `each` says of the batch, micro-batch by micro-batch."""
@@ -151,15 +202,16 @@ class Learner:
 
     def _safe_point(self) -> Callable[[], None]:
         """How to come back here. The weights are copied only if they may change before the last check."""
-        random = self.generator.get_state()
-        returns = [_return_to(self.actor_optimizer), _return_to(self.critic_optimizer)] if self._many_updates else []
+        random, baselines = self.generator.get_state(), self.baselines
+        returns = [_return_to(optimizer) for optimizer in self.optimizers.values()] if self._many_updates else []
 
         def go_back() -> None:
             self.generator.set_state(random)
+            self.baselines = baselines
             for each in returns:
                 each()
-            self.actor_optimizer.forget()
-            self.critic_optimizer.forget()
+            for optimizer in self.optimizers.values():
+                optimizer.forget()
 
         return go_back
 
@@ -182,13 +234,17 @@ def _must_be_finite(numbers: Mapping[str, float]) -> None:
 
 
 def _of_targets(targets: Targets) -> Metrics:
-    tokens = int(targets.mask_BR.sum())
+    mask_BR, tokens = targets.mask_BR, int(targets.mask_BR.sum())
     means = {
         "critic/advantages/mean": targets.advantages_BR,
         "critic/returns/mean": targets.returns_BR,
         "critic/values/mean": targets.values_BR,
     }
-    explained = explained_variance(targets.values_BR, targets.returns_BR, targets.mask_BR)
-    return {name: float(token_mean(each_BR, targets.mask_BR, tokens)) for name, each_BR in means.items()} | {
-        "critic/vf_explained_var": float(explained)
-    }
+    told = {name: float(token_mean(each, mask_BR, tokens)) for name, each in means.items() if each is not None}
+    if targets.advantages_BR is not None:
+        idle_BR = (targets.advantages_BR == 0).float()
+        told["critic/advantages/zero"] = float(token_mean(idle_BR, mask_BR, tokens))
+    if targets.values_BR is not None and targets.returns_BR is not None:
+        explained = explained_variance(targets.values_BR, targets.returns_BR, mask_BR)
+        told["critic/vf_explained_var"] = float(explained)
+    return told

@@ -19,53 +19,88 @@ from shared import database
 from shared.checkpoint import CheckpointStore, check_files, read_manifest
 from shared.config import Settings
 from shared.curves import Curves
-from shared.errors import CheckpointRejected, EnvironmentRefused, LedgerUnavailable
+from shared.errors import CheckpointRejected, DatabaseAway, EnvironmentRefused, LeaseLost, LedgerUnavailable
 from shared.experience import Sample
-from shared.ledger import Ledger, Version
+from shared.ledger import BatchPolicy, Ledger, Version
+from shared.ledger_alarms import Alarm
 from trainer import metrics, snapshot
-from trainer.batch import untrainable
+from trainer.classroom import Classroom
+from trainer.evaluation import tasks_of
+from trainer.heartbeat import BEAT_S, Heartbeat
 from trainer.learner import Learner, NotFinite
 from trainer.model import device_of, require_folders
+from trainer.monitors import Monitors
 from trainer.publication import Publication, prune
+from trainer.selection import select
 from trainer.stop import Stop
+from trainer.teacher import NotTaught, TeacherAway
 
 _log = structlog.get_logger()
+
+_RUN = "trainer"
+_NOT_FINITE = "steps_not_finite"
+_AGAIN_S = 3.0
 
 
 def run(settings: Settings, stop: Stop) -> None:
     """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over."""
     device_of(settings)
     require_folders(settings)
+    tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    buffer = settings.buffer.trainer_input.experience_buffer
-    database.upgrade(settings.database_url, schema=buffer.name)
-    ledger = Ledger(database.connect(settings.database_url, schema=buffer.name))
+    ledger = Ledger.of(settings)
     try:
-        ledger.own(settings.project, settings.name)
-        ledger.ensure_base(settings.model.model_path.absolute())
-        TrainingLoop(settings, ledger, stop).run()
+        if _opened(settings, ledger, stop):
+            TrainingLoop(settings, ledger, stop).run()
     finally:
         ledger.close()
+
+
+def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
+    """Bring the database up to date; False if told to stop first.
+
+    Where this experiment was trained before, a database that is away is waited for; a first start is refused without.
+    """
+    trained_before = (settings.tensorboard_dir / _RUN).exists()
+    while not stop.is_set():
+        try:
+            database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+            ledger.own(settings.project, settings.name)
+            ledger.ensure_base(settings.model.model_path.absolute())
+            return True
+        except (DatabaseAway, LedgerUnavailable) as error:
+            if not trained_before:
+                raise
+            _log.warning("waiting_for_the_database", reason=str(error))
+            stop.wait(_AGAIN_S)
+    return False
 
 
 class TrainingLoop:
     """One trainer's life under one epoch.
 
     `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
+    `_skipped` counts the steps in a row that were not finite; `_sound`: whether one was since the start.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S) -> None:
         self._settings, self._ledger, self._stop = settings, ledger, stop
+        self._beat_s = beat_s
         self._store = CheckpointStore(settings.job_dir)
+        self._monitors = Monitors(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
+        self._skipped, self._why_skipped = 0, ""
+        self._sound = False
         self._away = False
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
         self._epoch = self._ledger.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
-        with self._leases_given_back():
+        heartbeat = Heartbeat(self._ledger, self._epoch, self._stop, interval_s=self._beat_s)
+        with self._epoch_ended(), heartbeat:
+            self._class = Classroom(self._settings, self._stop)
             self._resume(self._ledger.newest())
             while not self._stop.is_set() and not self._complete:
                 try:
@@ -73,6 +108,8 @@ class TrainingLoop:
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
             self._curves.close()
+            if heartbeat.overtaken:
+                raise heartbeat.overtaken
             _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
 
     def _turn(self) -> None:
@@ -82,11 +119,19 @@ class TrainingLoop:
         if self._ledger.newest().version != self._version:
             _log.warning("version_rejected", version=self._version)
             self._settle()
+        if self._skipped >= self._settings.algorithm.max_skipped_steps:
+            self._alarm()
+            self._stop.wait(self._settings.trainer.poll_interval)
+            return
         batch = self._next_batch()
         if batch is None:
             self._stop.wait(self._settings.trainer.poll_interval)
         elif self._learn(batch) and self._due:
-            self._publish()
+            try:
+                self._publish()
+            except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
+                _log.warning("leases_lost", reason=str(error))
+                self._settle()
 
     # In doubt.
 
@@ -114,76 +159,107 @@ class TrainingLoop:
         if newest.version:
             _require_whole(newest)
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
+        self._learner.teacher = self._class.teacher
         snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
         self._unpublished.clear()
         self._unpublished_steps = 0
-        self._curves = Curves(self._settings.tensorboard_dir / "trainer", after=self._learner.steps)
+        self._curves = Curves(self._settings.tensorboard_dir / _RUN, after=self._learner.steps)
+        self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
         _log.info("trainer_ready", version=self._version, step=self._learner.steps, epoch=self._epoch)
 
     @contextmanager
-    def _leases_given_back(self) -> Iterator[None]:
+    def _epoch_ended(self) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(LedgerUnavailable):  # The next trainer's epoch ends them too.
-                self._ledger.release(self._epoch)
+            with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
+                self._ledger.end(self._epoch)
 
     # One step.
 
     def _next_batch(self) -> list[Sample] | None:
         """A full batch of trainable rows, if there are so many; rows that are not are dropped on the way."""
         size = self._settings.buffer.train_batch_size
-        missing = size - len(self._held)
-        staleness = self._settings.trainer.max_staleness
-        for sample in self._ledger.lease(self._epoch, missing, max_staleness=staleness):
-            reason = untrainable(sample, vocabulary=self._learner.actor.vocabulary)
-            if reason is None:
-                self._held.append(sample)
-            else:
-                self._drop([sample], reason)
+        if len(self._held) < size:
+            self._lease(size - len(self._held))
         if len(self._held) < size:
             return None
         batch, self._held = self._held, []
         return batch
+
+    def _lease(self, missing: int) -> None:
+        leased = self._ledger.lease(self._epoch, missing, BatchPolicy.of(self._settings))
+        kept, refused = select(leased, self._settings, vocabulary=self._learner.actor.vocabulary)
+        self._held += kept
+        for reason, samples in refused.items():
+            self._drop(samples, reason)
 
     def _drop(self, samples: list[Sample], reason: str) -> None:
         self._ledger.drop(self._epoch, [sample.id for sample in samples], reason)
         _log.warning("experiences_dropped", count=len(samples), reason=reason, step=self._learner.steps)
 
     def _learn(self, batch: list[Sample]) -> bool:
-        """Whether a step was made of the batch; if not, its rows are dropped."""
+        """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
         waited = time.perf_counter() - self._waiting_since
         try:
-            learnt = self._learner.step(batch)
+            learnt = self._learner.step(self._class.taught(batch))
+        except (TeacherAway, NotTaught) as error:
+            self._held = self._class.dismissed(batch, error, drop=self._drop)
+            return False
         except NotFinite as error:
             self._drop(batch, f"the step was not finite: {error}")
+            self._skipped, self._why_skipped = self._skipped + 1, str(error)
             return False
         except torch.OutOfMemoryError:
-            budget = self._settings.trainer.micro_batch_tokens
-            raise EnvironmentRefused(
-                f"trainer.micro_batch_tokens: {budget} at once do not fit into the GPU's memory; lower it, or choose a "
-                "smaller model"
-            ) from None
+            raise _no_room(self._settings.trainer.micro_batch_tokens) from None
         finally:
             self._waiting_since = time.perf_counter()
+        self._class.attended()
         self._unpublished += [sample.id for sample in batch]
         self._unpublished_steps += 1
+        self._found_finite()
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
+        if learnt.get("critic/advantages/zero") == 1:
+            _log.warning("nothing_to_learn", step=self._learner.steps, reason="every advantage of the batch is 0")
+        learnt |= self._monitors.after_step(self._learner, learnt, version=self._version)
+        self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
         reward, seconds = learnt["critic/rewards/mean"], round(learnt["time/train_step"], 3)
         _log.info("step", step=self._learner.steps, version=self._version, reward=reward, seconds=seconds)
         return True
 
+    def _alarm(self) -> None:
+        """So many steps in a row that were not finite are no accident: nothing more is learnt or published.
+
+        The explorer goes on serving what it serves, and no further row is spent on it; a restart tries again.
+        """
+        reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
+        alarm = Alarm(name=_NOT_FINITE, reason=f"{reason}; training has stopped", step=self._learner.steps)
+        if self._ledger.raise_alarm(alarm):
+            _log.error("training_stopped", reason=reason, version=self._version)
+        if self._held or self._unpublished_steps:
+            self._settle()
+
+    def _found_finite(self) -> None:
+        if self._skipped or not self._sound:
+            self._ledger.clear_alarm(_NOT_FINITE)
+        self._skipped, self._sound = 0, True
+
     @property
     def _complete(self) -> bool:
+        """Whether all steps are done, and in a version."""
+        return self._last_step_done and not self._unpublished_steps
+
+    @property
+    def _last_step_done(self) -> bool:
         total = self._settings.trainer.total_steps
         return total is not None and self._learner.steps >= total
 
     @property
     def _due(self) -> bool:
-        return self._complete or self._unpublished_steps >= self._settings.trainer.save_interval
+        return self._last_step_done or self._unpublished_steps >= self._settings.trainer.save_interval
 
     # A version.
 
@@ -200,6 +276,13 @@ class TrainingLoop:
         for sentence in self._ledger.imbalance():
             _log.error("ledger_out_of_balance", reason=sentence, version=self._version)
         self._waiting_since = time.perf_counter()
+
+
+def _no_room(budget: int) -> EnvironmentRefused:
+    return EnvironmentRefused(
+        f"trainer.micro_batch_tokens: {budget} at once do not fit into the GPU's memory; lower it, or choose a smaller "
+        "model"
+    )
 
 
 def _require_whole(version: Version) -> None:

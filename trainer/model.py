@@ -56,9 +56,9 @@ class Actor:
         return cast(_Layers, self.network).get_input_embeddings().num_embeddings
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each reply token at its row's temperature, in float32: two of shape BR."""
+        """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR."""
         targets_N = batch.replies_BR[batch.mask_BR]
-        temperatures_N = batch.temperatures_B[:, None].expand(batch.mask_BR.shape)[batch.mask_BR]
+        temperatures_N = batch.temperatures_BR[batch.mask_BR]
         features_N = self._features(batch.ids_BT)[batch.predicts_BT]
         starts = range(0, len(targets_N), _CHUNK)
         parts = [

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shared import config
+from shared import config_algorithm
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -18,7 +18,7 @@ class MasterAdamW:
     by micro-batch, the update is made there, and the parameter becomes the copy rounded.
     """
 
-    def __init__(self, module: nn.Module, settings: config.Optimizer) -> None:
+    def __init__(self, module: nn.Module, settings: config_algorithm.Optimizer) -> None:
         self.updates = 0
         self._settings = settings
         self._parameters = dict(module.named_parameters())
@@ -101,11 +101,12 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
-    def hand_over(_: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
+    def hand_over(filled: Tensor) -> None:
+        # Not `parameter`: a hook that holds what it hangs on is never freed, and a GPU has no room for two models.
+        assert filled.grad is not None
+        gradient = filled.grad.float()
         master.grad = gradient if master.grad is None else master.grad + gradient
-        parameter.grad = None
+        filled.grad = None
 
     parameter.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
     return master

@@ -7,6 +7,7 @@ would wait for itself. Here the handler sets a flag, and the interpreter itself 
 import select
 import signal
 import socket
+from contextlib import suppress
 from typing import Protocol
 
 
@@ -19,9 +20,12 @@ class Stop(Protocol):
     def wait(self, timeout: float) -> bool:
         """Sleep for so many seconds, or until told to stop; whether to stop."""
 
+    def set(self) -> None:
+        """Tell it to stop, from another thread."""
+
 
 class SignalStop:
-    """Set by the first of the signals `numbers`, for good. To be made in the main thread, once a process."""
+    """Set by the first of the signals `numbers` or `set`, for good. To be made in the main thread, once a process."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
         self._set = False
@@ -42,6 +46,12 @@ class SignalStop:
         if not self._set:
             select.select([self._woken], [], [], timeout)
         return self._set
+
+    def set(self) -> None:
+        """Stop as a signal would."""
+        self._set = True
+        with suppress(BlockingIOError):  # then there are bytes enough to end the wait
+            self._waking.send(b"\0")
 
     def _on_signal(self, *_: object) -> None:
         self._set = True

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from shared import database
 from shared.config import Settings
@@ -47,6 +47,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
     fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def opinionated(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher with opinions: another model's logits, scaled up."""
+    folder = tmp_path_factory.mktemp("teacher")
+    for file in base.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(11)
+    teacher = AutoModelForCausalLM.from_pretrained(base)
+    for parameter in teacher.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+    teacher.model.norm.weight.data.mul_(6)
+    teacher.save_pretrained(folder)
     return folder
 
 

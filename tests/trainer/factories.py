@@ -24,8 +24,10 @@ def sample(number: int = 0, **but: object) -> Sample:
         "temperature": float(random.choice([0.7, 1.0])),
         "version_min": 0,
         "version_max": 0,
+        "tenant": "t",
         "task_id": None,
         "run_id": None,
+        "group_id": None,
         "rewarded_at": 0.0,
         "committed_at": 0.0,
     }
@@ -55,9 +57,17 @@ def commit(ledger: Ledger, samples: list[Sample]) -> None:
             received_at=1.0,
             latency_s=0.1,
             experiences=(experience,),
+            task_id=each.task_id,
+            run_id=each.run_id,
         )
         heard = Feedback(
-            event_id=f"e{each.id}", msg_id=msg_id, choice=None, tenant="t", reward=each.reward, received_at=2.0
+            event_id=f"e{each.id}",
+            call_id="c",
+            msg_id=msg_id,
+            choice=None,
+            tenant="t",
+            value=each.reward,
+            received_at=2.0,
         )
         ledger.record([said, heard])
     ledger.commit("t")

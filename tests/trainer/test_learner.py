@@ -1,6 +1,8 @@
 """The learner: its numbers do not depend on how a batch is cut, and it learns."""
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -8,10 +10,15 @@ import torch
 
 from tests.trainer.factories import sample
 from trainer import snapshot
-from trainer.batch import collate
+from trainer.batch import collate as collate_sequences
 from trainer.learner import NotFinite
+from trainer.sequences import assemble
 
 BATCH = [sample(i) for i in range(12)]
+
+
+def collate(samples):
+    return collate_sequences(assemble(samples, merge=False))
 
 
 def _gradients(learner):
@@ -24,10 +31,11 @@ def _gradients(learner):
 
 def _one_backward(settings, *, budget, naive=False):
     learner = snapshot.load(settings(trainer={"micro_batch_tokens": budget}), None)
-    batch = collate(BATCH)
-    targets = learner._targets(batch)
+    sequences = assemble(BATCH, merge=False)
+    batch = collate_sequences(sequences)
+    targets, _ = learner._targets(sequences, batch)
     if naive:  # the usual mistake: each micro-batch divides by its own tokens
-        learner._backward, honest = (lambda part, goals, _: honest(part, goals, part.tokens)), learner._backward
+        learner._backward, honest = (lambda part, goals, _: honest(part, goals, goals.totals)), learner._backward
     metrics = learner.forward_backward(batch, targets)
     return metrics, _gradients(learner)
 
@@ -88,8 +96,8 @@ def _everything(learner):
     return {
         **{f"a.{name}": tensor.clone() for name, tensor in learner.actor.network.state_dict().items()},
         **{f"c.{name}": tensor.clone() for name, tensor in learner.critic.state_dict().items()},
-        **{f"am.{name}": tensor.clone() for name, tensor in learner.actor_optimizer.moments().items()},
-        **{f"cm.{name}": tensor.clone() for name, tensor in learner.critic_optimizer.moments().items()},
+        **{f"am.{name}": tensor.clone() for name, tensor in learner.optimizers["actor"].moments().items()},
+        **{f"cm.{name}": tensor.clone() for name, tensor in learner.optimizers["critic"].moments().items()},
         "random": learner.generator.get_state(),
     }
 
@@ -108,7 +116,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(settings, mini_batches, d
     with pytest.raises(NotFinite, match="nan"):
         learner.step(spoilt)
     assert _same(_everything(learner), before)
-    assert (learner.steps, learner.actor_optimizer.updates) == (1, mini_batches)
+    assert (learner.steps, learner.optimizers["actor"].updates) == (1, mini_batches)
     assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
 
 
@@ -143,7 +151,8 @@ def test_a_step_tells_what_it_did(settings):
     metrics = snapshot.load(settings(), None).step(BATCH)
     told = """actor/pg_loss actor/ppo_kl actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm actor/lr
         critic/vf_loss critic/vf_clipfrac critic/vf_explained_var critic/grad_norm critic/lr critic/advantages/mean
-        critic/returns/mean critic/values/mean mismatch_kl/mean perf/tokens_per_second time/train_step"""
+        critic/advantages/zero critic/returns/mean critic/values/mean mismatch_kl/mean perf/merged
+        perf/tokens_per_second time/train_step"""
     assert set(told.split()) == metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
 
@@ -192,3 +201,96 @@ def test_it_learns_to_say_what_is_rewarded(settings, dtype):
         )
     assert before < 0.02
     assert probability() > 0.9
+
+
+def _trajectory(run, calls=3):
+    """Calls of one run that extend each other, with what a tool says between them."""
+    random, history, made = np.random.default_rng(run), [60, 61], []
+    for number in range(calls):
+        reply = random.integers(0, 250, 3, dtype=np.int32)
+        made.append(
+            sample(
+                100 * run + number,
+                task_id="t",
+                run_id=str(run),
+                prompt_ids=np.array(history, np.int32),
+                completion_ids=reply,
+                logprobs=np.full(3, -5.5, np.float32),
+                reward=float(random.integers(0, 3)),
+                temperature=float(random.choice([0.5, 1.0])),
+            )
+        )
+        history += [*reply.tolist(), 77, 78]
+    return made
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.9])
+def test_merging_calls_changes_no_gradient(settings, lam):
+    calls = [call for run in range(4) for call in _trajectory(run)]
+    gradients = {}
+    for merge in (True, False):
+        learner = snapshot.load(settings(algorithm={"lam": lam, "merge_calls": merge}), None)
+        sequences = assemble(calls, merge=merge)
+        batch = learner._collated(sequences)
+        assert len(sequences) == (4 if merge else 12)
+        learner.forward_backward(batch, learner._targets(sequences, batch)[0])
+        gradients[merge] = _gradients(learner)
+    assert _distance(gradients[False], gradients[True]) < 1e-3
+
+
+def test_a_step_on_merged_calls_says_what_it_saved(settings):
+    learner = snapshot.load(settings(), None)
+    assert learner.step(_trajectory(1, calls=6))["perf/merged"] >= 2
+    assert learner.step(BATCH)["perf/merged"] == 1
+
+
+def test_replies_of_one_token_and_of_eight_thousand_are_learnt_from(settings):
+    learner = snapshot.load(settings(trainer={"micro_batch_tokens": 1024}), None)
+    random = np.random.default_rng(0)
+    long = random.integers(0, 250, 8192, dtype=np.int32)
+    samples = [
+        sample(1, completion_ids=long, logprobs=np.full(8192, -5.7, np.float32), reward=1.0),
+        *(sample(i, completion_ids=long[:1], logprobs=np.float32([-5.7]), reward=0.0) for i in (2, 3)),
+    ]
+    before = _everything(learner)
+    metrics = learner.step(samples)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert not _same(_everything(learner), before)
+
+
+def test_equal_rewards_are_told_and_spoil_nothing(settings):
+    metrics = snapshot.load(settings(), None).step([sample(i, reward=1.0) for i in range(8)])
+    assert metrics["critic/advantages/zero"] == 1
+    assert metrics["actor/pg_loss"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_start_that_is_recomputed_is_what_was_sampled_when_nothing_is_stale(settings):
+    recomputed = {"off_policy": {"proximal": "recomputed"}, "kl_coef": 0.0}
+    learner = snapshot.load(settings(algorithm=recomputed), None)
+    fresh = []
+    for i in range(6):
+        each = sample(i, temperature=1.0)
+        ids = [*each.prompt_ids.tolist(), *each.completion_ids.tolist()]
+        logprobs = np.float32(learner.logprobs(ids)[-len(each.completion_ids) :])
+        fresh.append(sample(i, temperature=1.0, logprobs=logprobs))
+    metrics = learner.step(fresh)
+    assert metrics["off_policy/weight_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["off_policy/outside"] == 0
+    assert metrics["mismatch_kl/mean"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_that_is_let_go_leaves_no_weights_behind(settings, dtype):
+    """A GPU has no room for two, and the garbage collector knows nothing of its memory."""
+    learner = snapshot.load(settings(trainer={"dtype": dtype}), None)
+    learner.step(BATCH)
+    models = [learner.actor.network, learner.critic, learner.reference.network]
+    weights = [weakref.ref(parameter) for model in models for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del learner, models
+        assert [each for each in weights if each() is not None] == []
+    finally:
+        gc.enable()

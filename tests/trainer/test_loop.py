@@ -2,14 +2,16 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event
 
 import numpy as np
 import pytest
+from sqlalchemy import make_url
 
 from shared import database
 from shared.checkpoint import check_files, read_manifest
-from shared.errors import EnvironmentRefused, LedgerUnavailable, StaleEpoch
+from shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
 from shared.experience import State
 from shared.ledger import Ledger
 from tests.trainer.factories import commit, points, sample
@@ -132,10 +134,72 @@ def test_staleness_is_counted_in_versions(settings, ledger):
     assert points(folder, "off_policy/staleness_mean")[2] == (3, pytest.approx(1.25))
 
 
+def test_groups_are_trained_on_whole_and_a_run_that_is_left_alone_is_not(settings, ledger):
+    nothing = np.array([], dtype=np.float32)
+    bad = sample(0, task_id="a", run_id="1", completion_ids=nothing.astype(np.int32), logprobs=nothing)
+    whole = [sample(number, task_id="b", run_id=str(number)) for number in range(1, 6)]
+    commit(ledger, [bad, sample(9, task_id="a", run_id="2"), *whole])
+    run(
+        settings(buffer={"train_batch_size": 4, "group_by": "task", "group_size": 2}, trainer={"total_steps": 1}),
+        Event(),
+    )
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5, State.DROPPED: 2}
+
+
+@pytest.mark.postgres
+def test_a_trainer_that_starts_again_waits_for_its_database(settings, tmp_path, postgres_url):
+    away = tmp_path / "away"
+    url = make_url(postgres_url)
+    real = url.query["host"]
+    buffer = {"trainer_input": {"experience_buffer": {"path": str(url.update_query_dict({"host": str(away)}))}}}
+    chosen = settings(buffer=buffer, trainer={"total_steps": 1})
+    with pytest.raises(DatabaseAway):
+        run(chosen, Event())
+    (chosen.tensorboard_dir / "trainer").mkdir(parents=True)
+    stop = Event()
+    with ThreadPoolExecutor() as pool:
+        trainer = pool.submit(run, chosen, stop)
+        with pytest.raises(TimeoutError):
+            trainer.result(1)
+        away.symlink_to(real)
+        ledger = Ledger(database.connect(postgres_url, schema="exp_buffer"))
+        _until(lambda: trainer.done() or _is_alive(ledger))
+        stop.set()
+        trainer.result(30)
+    ledger.close()
+
+
+def _is_alive(ledger):
+    with suppress(LedgerError):
+        return ledger.newest().version == 0
+    return False
+
+
+def test_a_trainer_that_waits_for_its_database_can_be_told_to_stop(settings, tmp_path):
+    buffer = {"trainer_input": {"experience_buffer": {"path": f"postgresql://nobody@/x?host={tmp_path}"}}}
+    chosen = settings(buffer=buffer)
+    (chosen.tensorboard_dir / "trainer").mkdir(parents=True)
+    stop = Event()
+    with ThreadPoolExecutor() as pool:
+        trainer = pool.submit(run, chosen, stop)
+        with pytest.raises(TimeoutError):
+            trainer.result(1)
+        stop.set()
+        trainer.result(30)
+
+
 def test_rows_that_are_too_old_expire(settings, ledger):
     commit(ledger, [sample(i) for i in range(8)])
     _run_until(settings(trainer={"max_staleness": 0}), lambda: ledger.counts()[State.EXPIRED] == 4)
     assert ledger.counts()[State.TRAINED] == 4
+
+
+def test_the_last_version_is_published_even_if_the_database_is_away_just_then(settings, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    chosen = settings(trainer={"total_steps": 1})
+    ledger.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, Interrupted(ledger._engine, late=False), Event()).run()
+    assert [(each.version, each.step, each.consumed) for each in ledger.versions()] == [(0, 0, 0), (1, 1, 4)]
 
 
 def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger):
@@ -153,8 +217,8 @@ def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger)
 class Overtaken(Ledger):
     """Another trainer starts at the moment this one has a batch."""
 
-    def lease(self, epoch, size, *, max_staleness):
-        rows = super().lease(epoch, size, max_staleness=max_staleness)
+    def lease(self, epoch, size, policy):
+        rows = super().lease(epoch, size, policy)
         self.take_epoch("another")
         return rows
 
@@ -174,9 +238,9 @@ class Interrupted(Ledger):
             call()
         raise LedgerUnavailable("the connection was closed")
 
-    def lease(self, epoch, size, *, max_staleness):
+    def lease(self, epoch, size, policy):
         call = super().lease
-        return self._once("lease", lambda: call(epoch, size, max_staleness=max_staleness))
+        return self._once("lease", lambda: call(epoch, size, policy))
 
     def drop(self, epoch, ids, reason):
         call = super().drop
@@ -189,6 +253,10 @@ class Interrupted(Ledger):
     def extend(self, epoch):
         call = super().extend
         self._once("extend", lambda: call(epoch))
+
+    def clear_alarm(self, name):
+        call = super().clear_alarm
+        return self._once("clear_alarm", lambda: call(name))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -209,6 +277,29 @@ def test_a_database_that_is_away_for_a_moment_costs_no_row_and_trains_none_twice
     assert _losses(chosen) == _losses(straight)
     assert _files(ledger, 2) == _files(other, 2)
     other.close()
+
+
+class Forgetting(Ledger):
+    """A person is erased while the trainer learns from what they said."""
+
+    def lease(self, epoch, size, policy):
+        rows = super().lease(epoch, size, policy)
+        if rows and not self.erasures():
+            self.erase("t", "ann")
+        return rows
+
+
+def test_what_is_erased_while_it_is_trained_on_is_in_no_version_and_training_goes_on(settings, ledger):
+    commit(ledger, [sample(i) for i in range(9)])
+    with ledger._write() as connection:
+        connection.exec_driver_sql("UPDATE exchanges SET user_id = 'ann' WHERE msg_id = 'm2'")
+    chosen = settings(trainer={"total_steps": 2, "save_interval": 2})
+    ledger.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, Forgetting(ledger._engine), Event()).run()
+    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
+    assert [(each.version, each.step, each.consumed) for each in ledger.versions()] == [(0, 0, 0), (1, 2, 8)]
+    assert not list(chosen.job_dir.glob(".*"))
+    assert [step for step, _ in _losses(chosen)] == [1, 2]
 
 
 class Rejecting(Ledger):
@@ -271,3 +362,31 @@ def test_a_database_that_cannot_be_reached_is_one_sentence(settings):
     buffer = {"trainer_input": {"experience_buffer": {"path": "postgresql://user@127.0.0.1:1/none"}}}
     with pytest.raises(EnvironmentRefused, match=r"experience_buffer\.path"):
         run(settings(buffer=buffer), Event())
+
+
+def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, ledger):
+    """Rewards that the ledger takes, and whose advantages float32 does not."""
+    chosen = settings(algorithm={"max_skipped_steps": 2, "mini_batches": 1}, trainer={"save_interval": 2})
+    commit(ledger, [sample(i) for i in range(4)])
+    commit(ledger, [sample(i, reward=1e6, logprobs=_most(i)) for i in range(4, 16)])
+    _run_until(chosen, lambda: bool(ledger.alarms()))
+    [alarm] = ledger.alarms()
+    assert alarm.name == "steps_not_finite"
+    assert "2 steps in a row" in alarm.reason
+    counts = ledger.counts()
+    assert (counts[State.DROPPED], counts[State.COMMITTED]) == (8, 8)
+    assert [each.version for each in ledger.versions()] == [0]
+    assert ledger.imbalance() == []
+
+
+def _most(number):
+    return np.full_like(sample(number).logprobs, 3e38)
+
+
+def test_a_finite_step_after_a_restart_clears_the_alarm(settings, ledger):
+    commit(ledger, [sample(i, logprobs=_most(i)) for i in range(4)])
+    chosen = settings(algorithm={"max_skipped_steps": 1})
+    _run_until(chosen, lambda: bool(ledger.alarms()))
+    commit(ledger, [sample(i) for i in range(4, 8)])
+    _run_until(chosen, lambda: ledger.counts()[State.TRAINED] == 4)
+    assert ledger.alarms() == []

@@ -1,13 +1,18 @@
 """PPO's losses against worked examples."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from shared.config import Algorithm
-from trainer.algorithms.ppo import actor_loss, advantages, critic_loss, policy_loss, value_loss
-from trainer.algorithms.targets import Targets
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.policy_loss import clipped as policy_loss
+from trainer.algorithms.policy_loss import surrogate
+from trainer.algorithms.ppo import critic_loss, prepare, value_loss
+from trainer.algorithms.targets import Calls, Targets, Totals
+
+TOTALS = Totals(tokens=3, sequences=2, units=2)
 
 
 def _policy(ratio, advantage, **but):
@@ -71,7 +76,7 @@ def _targets(reference=None):
 def test_the_actor_loss_adds_policy_divergence_and_entropy_each_as_a_mean_over_tokens():
     algorithm = Algorithm(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
     reference = torch.tensor([[-2.0, -2.0], [-1.0, 7.0]])
-    loss, metrics = actor_loss(algorithm, _targets(reference), _targets().sampled_BR, torch.full((2, 2), 3.0), tokens=3)
+    loss, metrics = surrogate(algorithm, _targets(reference), _targets().sampled_BR, torch.full((2, 2), 3.0), TOTALS)
     assert loss.item() == pytest.approx(-2 / 3 + 0.1 * 0.5 / 3 - 0.01 * 3)
     assert metrics["actor/pg_loss"].item() == pytest.approx(-2 / 3)
     assert metrics["actor/kl_loss"].item() == pytest.approx(0.5 / 3)
@@ -80,7 +85,7 @@ def test_the_actor_loss_adds_policy_divergence_and_entropy_each_as_a_mean_over_t
 
 
 def test_without_a_reference_there_is_no_divergence():
-    loss, metrics = actor_loss(Algorithm(kl_coef=0.1), _targets(), _targets().sampled_BR, torch.zeros(2, 2), tokens=3)
+    loss, metrics = surrogate(Algorithm(kl_coef=0.1), _targets(), _targets().sampled_BR, torch.zeros(2, 2), TOTALS)
     assert loss.item() == pytest.approx(-2 / 3)
     assert "actor/kl_loss" not in metrics
 
@@ -88,29 +93,73 @@ def test_without_a_reference_there_is_no_divergence():
 def test_the_mismatch_is_how_far_the_sampling_distribution_is_from_the_current_one():
     """One token of three is now half as likely: (0.5 - 1 - log 0.5) / 3."""
     now = _targets().sampled_BR + torch.tensor([[math.log(0.5), 0.0], [0.0, 0.0]])
-    _, metrics = actor_loss(Algorithm(), _targets(), now, torch.zeros(2, 2), tokens=3)
+    _, metrics = surrogate(Algorithm(), _targets(), now, torch.zeros(2, 2), TOTALS)
     assert metrics["mismatch_kl/mean"].item() == pytest.approx((0.5 - 1 + math.log(2)) / 3)
 
 
 def test_the_critic_loss_is_a_mean_over_tokens():
-    loss, metrics = critic_loss(Algorithm(), _targets(), torch.zeros(2, 2), tokens=3)
+    loss, metrics = critic_loss(Algorithm(), _targets(), torch.zeros(2, 2), TOTALS)
     assert loss.item() == metrics["critic/vf_loss"].item() == pytest.approx(1 / 3)
 
 
 def test_the_loss_is_the_sum_of_its_micro_batches():
     targets, now = _targets(), torch.tensor([[-1.1, -1.7], [-0.6, 0.0]])
-    whole = actor_loss(Algorithm(), targets, now, torch.ones(2, 2), tokens=3).value
+    whole = surrogate(Algorithm(), targets, now, torch.ones(2, 2), TOTALS).value
     rows = [torch.tensor([0]), torch.tensor([1])]
     parts = [
-        actor_loss(Algorithm(), targets.rows(row, now[row]), now[row], torch.ones(1, 2), tokens=3).value for row in rows
+        surrogate(Algorithm(), targets.rows(row, now[row]), now[row], torch.ones(1, 2), TOTALS).value for row in rows
     ]
     torch.testing.assert_close(sum(parts), whole)
 
 
 def test_advantages_are_whitened_but_returns_are_not():
-    rewards, mask = torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool)
-    whitened, returns = advantages(Algorithm(), rewards, torch.zeros(2, 1), mask)
-    assert returns.tolist() == [[1.0], [3.0]]
-    torch.testing.assert_close(whitened, torch.tensor([[-(0.5**0.5)], [0.5**0.5]]))
-    plain, _ = advantages(Algorithm(whiten_advantages=False), rewards, torch.zeros(2, 1), mask)
-    assert plain.tolist() == [[1.0], [3.0]]
+    targets, calls = _rewarded(1.0, 3.0)
+    whitened, _ = prepare(Algorithm(), targets, calls, {})
+    assert whitened.returns_BR.tolist() == [[1.0], [3.0]]
+    torch.testing.assert_close(whitened.advantages_BR, torch.tensor([[-(0.5**0.5)], [0.5**0.5]]))
+    plain, _ = prepare(Algorithm(whiten_advantages=False), targets, calls, {})
+    assert plain.advantages_BR.tolist() == [[1.0], [3.0]]
+
+
+def test_negative_advantages_are_damped_by_their_own_factor():
+    targets, calls = _rewarded(1.0, 3.0)
+    damped, _ = prepare(Algorithm(negative_scale=0.5), targets, calls, {})
+    torch.testing.assert_close(damped.advantages_BR, torch.tensor([[-0.5 * 0.5**0.5], [0.5**0.5]]))
+
+
+def test_a_divergence_in_the_reward_is_taken_from_each_token():
+    targets, calls = _rewarded(1.0, 3.0)
+    away = replace(targets, reference_BR=torch.full((2, 1), -2.0))
+    algorithm = Algorithm(kl_in="reward", kl_estimator="k1", kl_coef=0.5, whiten_advantages=False)
+    charged, _ = prepare(algorithm, away, calls, {})
+    assert charged.advantages_BR.tolist() == [[0.0], [2.0]]
+    loss, _ = surrogate(algorithm, charged, charged.sampled_BR, torch.zeros(2, 1), Totals(2, 2, 2))
+    assert loss.item() == pytest.approx(-1.0)
+
+
+def _rewarded(*rewards):
+    """Sequences of one token, sampled with log-probability 0."""
+    rows = torch.arange(len(rewards))
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
+    calls = Calls(
+        rewards_C=torch.tensor(rewards),
+        rows_C=rows,
+        runs_C=rows,
+        groups_C=rows,
+        last_C=mask[:, 0],
+        tasks=("",) * len(rewards),
+        of_BR=rows[:, None],
+        ends_BR=mask,
+    )
+    nothing = torch.zeros(len(rewards), 1)
+    return Targets(mask_BR=mask, sampled_BR=nothing, values_BR=nothing), calls
+
+
+def test_where_all_are_rewarded_alike_the_critic_s_error_is_not_whitened_into_advantages():
+    targets, calls = _rewarded(1.0, 1.0, 1.0)
+    unsure = replace(targets, values_BR=torch.tensor([[0.99], [1.0], [1.01]]))
+    prepared, _ = prepare(Algorithm(), unsure, calls, {})
+    assert prepared.advantages_BR.tolist() == [[0.0], [0.0], [0.0]]
+    assert prepared.returns_BR.tolist() == [[1.0], [1.0], [1.0]]
+    plain, _ = prepare(Algorithm(whiten_advantages=False), unsure, calls, {})
+    assert plain.advantages_BR[0].item() == pytest.approx(0.01)

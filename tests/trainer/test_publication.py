@@ -6,6 +6,7 @@ import pytest
 
 from shared.checkpoint import CheckpointStore
 from shared.errors import EnvironmentRefused
+from shared.ledger import BatchPolicy
 from tests.trainer.factories import commit, sample
 from trainer import snapshot
 from trainer.publication import Publication, prune
@@ -33,7 +34,7 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
     ledger.ensure_base(chosen.model.model_path)
     epoch = ledger.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
-    rows = ledger.lease(epoch, 4, max_staleness=8)
+    rows = ledger.lease(epoch, 4, BatchPolicy())
     publication = Publication(chosen, store(chosen.job_dir), snapshot.load(chosen, None), epoch=epoch, parent=0)
     with pytest.raises(EnvironmentRefused, match=r"^checkpoint_root_dir: cannot write a checkpoint"):
         publication.register(ledger, [row.id for row in rows])

@@ -127,3 +127,27 @@ def test_a_model_without_a_tokenizer_is_refused(settings, base, tmp_path):
     chosen = settings(model={"model_path": tmp_path})
     with pytest.raises(EnvironmentRefused, match="tokenizer"):
         snapshot.probe(snapshot.load(chosen, None), chosen)
+
+
+def test_what_an_older_trainer_saved_is_gone_on_from(settings, base, tmp_path):
+    """It remembered nothing of rewards."""
+    learner = snapshot.load(settings(), None)
+    learner.step(BATCHES[0])
+    snapshot.save(learner, tmp_path, base=base)
+    state = tmp_path / "trainer_state" / "state.json"
+    state.write_text(json.dumps({"steps": 1, "actor_updates": 2, "critic_updates": 2}))
+    older = snapshot.load(settings(), tmp_path)
+    assert (older.steps, older.baselines) == (1, {})
+    assert {name: each.updates for name, each in older.optimizers.items()} == {"actor": 2, "critic": 2}
+
+
+def test_another_method_goes_on_from_the_actor_and_learns_a_critic_anew(settings, base, tmp_path):
+    without = snapshot.load(settings(algorithm={"algorithm_type": "reinforce"}), None)
+    without.step(BATCHES[0])
+    snapshot.save(without, tmp_path / "reinforce", base=base)
+    ppo = snapshot.load(settings(), tmp_path / "reinforce")
+    assert {name: each.updates for name, each in ppo.optimizers.items()} == {"actor": 2, "critic": 0}
+    ppo.step(BATCHES[1])
+    snapshot.save(ppo, tmp_path / "ppo", base=base)
+    back = snapshot.load(settings(algorithm={"algorithm_type": "reinforce"}), tmp_path / "ppo")
+    assert (back.steps, back.critic, back.baselines) == (2, None, without.baselines)

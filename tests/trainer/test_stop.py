@@ -37,6 +37,17 @@ thread.join()
 print(stop.is_set())
 """
 )
+TOLD_BY_A_THREAD = (
+    WAITING
+    + """
+import threading
+threading.Timer(0.2, stop.set).start()
+assert stop.wait(60) and stop.is_set() and stop.wait(60)
+for _ in range(10_000):
+    stop.set()  # more than the pair of sockets holds
+print(True)
+"""
+)
 
 
 def _waiting_then(code: str) -> subprocess.Popen[str]:
@@ -56,5 +67,13 @@ def test_a_flood_of_signals_does_not_lock_it_up() -> None:
     with _waiting_then(FLOODED) as process:
         try:
             assert process.communicate(timeout=60)[0] == "True\n"
+        finally:
+            process.kill()
+
+
+def test_another_thread_ends_the_wait_too() -> None:
+    with _waiting_then(TOLD_BY_A_THREAD) as process:
+        try:
+            assert process.communicate(timeout=30)[0] == "True\n"
         finally:
             process.kill()

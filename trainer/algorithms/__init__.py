@@ -2,42 +2,100 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
-from shared.config import Algorithm
-from trainer.algorithms import ppo
-from trainer.algorithms.targets import Loss, Targets
+from shared.config_algorithm import Algorithm
+from trainer.algorithms import (
+    distill,
+    dpo,
+    grpo,
+    kto,
+    multi_step_grpo,
+    off_policy,
+    ppo,
+    reinforce,
+    reinforce_pp,
+    rloo,
+    sft,
+)
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.policy_loss import surrogate
+from trainer.algorithms.targets import Calls, Loss, Targets, Totals
+
+Prepare = Callable[[Algorithm, Targets, Calls, Baselines], tuple[Targets, Baselines]]
+ActorLoss = Callable[[Algorithm, Targets, Tensor, Tensor, Totals], Loss]
+CriticLoss = Callable[[Algorithm, Targets, Tensor, Totals], Loss]
 
 
-class ActorLoss(Protocol):
-    """The actor's loss, of its log-probabilities and entropies."""
+class Asks(NamedTuple):
+    """What an algorithm wants to see: log-probabilities of the base model, at the start of the step, of the teacher.
 
-    def __call__(
-        self, algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, *, tokens: int
-    ) -> Loss:
-        """The share of a micro-batch in the loss of a mini-batch of `tokens` action tokens."""
-        ...
+    `tempered`: log-probabilities at the temperature of the sampling, else at 1. `mismatched`: the divergence from the
+    base model on prompts with each other's replies. `pairs`: two replies to one prompt, of which one is better.
+    """
 
+    reference: bool = False
+    start: bool = False
+    teacher: bool = False
+    tempered: bool = True
+    mismatched: bool = False
+    pairs: bool = False
 
-class CriticLoss(Protocol):
-    """The critic's loss, of its values."""
-
-    def __call__(self, algorithm: Algorithm, targets: Targets, values_BR: Tensor, *, tokens: int) -> Loss:
-        """The share of a micro-batch in the loss of a mini-batch of `tokens` action tokens."""
-        ...
+    @property
+    def by_reply(self) -> bool:
+        """Whether each reply is judged by itself: calls of a run must not share a sequence."""
+        return self.mismatched or self.pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What the learner asks of an algorithm. `advantages` maps rewards, old values, mask to advantages and returns."""
+    """An algorithm. `prepare` is called once per step on the whole batch, without gradient; a loss on each micro-batch.
 
-    advantages: Callable[[Algorithm, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    The losses take targets and the models' answers: the actor's log-probabilities and entropies, the critic's values.
+    An algorithm without `critic_loss` has no critic.
+    """
+
+    asks: Callable[[Algorithm], Asks]
+    prepare: Prepare
     actor_loss: ActorLoss
-    critic_loss: CriticLoss
+    critic_loss: CriticLoss | None = None
+
+
+def policy_gradient(algorithm: Algorithm) -> Asks:
+    """What every policy gradient asks for."""
+    return Asks(reference=algorithm.kl_coef > 0, start=off_policy.needs_start(algorithm.off_policy))
+
+
+def _preference(algorithm: Algorithm) -> Asks:
+    return Asks(reference=not algorithm.dpo.reference_free, tempered=False, pairs=True)
+
+
+def _by_itself(algorithm: Algorithm) -> Asks:
+    return Asks(reference=True, tempered=False, mismatched=True)
+
+
+def _imitation(algorithm: Algorithm) -> Asks:
+    return Asks(tempered=False)
+
+
+def _of_a_teacher(algorithm: Algorithm) -> Asks:
+    if algorithm.distill.mode == "replies":
+        return _imitation(algorithm)
+    return policy_gradient(algorithm)._replace(teacher=True)
 
 
 ALGORITHMS = {
-    "ppo": Page(advantages=ppo.advantages, actor_loss=ppo.actor_loss, critic_loss=ppo.critic_loss),
+    "ppo": Page(asks=policy_gradient, prepare=ppo.prepare, actor_loss=surrogate, critic_loss=ppo.critic_loss),
+    "reinforce": Page(asks=policy_gradient, prepare=reinforce.prepare, actor_loss=surrogate),
+    "reinforce++": Page(asks=policy_gradient, prepare=reinforce_pp.prepare, actor_loss=surrogate),
+    "rloo": Page(asks=policy_gradient, prepare=rloo.prepare, actor_loss=surrogate),
+    "grpo": Page(asks=policy_gradient, prepare=grpo.prepare, actor_loss=surrogate),
+    "multi_step_grpo": Page(asks=policy_gradient, prepare=multi_step_grpo.prepare, actor_loss=surrogate),
+    "dpo": Page(asks=_preference, prepare=dpo.prepare, actor_loss=dpo.actor_loss),
+    "kto": Page(asks=_by_itself, prepare=kto.prepare, actor_loss=kto.actor_loss),
+    "sft": Page(asks=_imitation, prepare=sft.prepare, actor_loss=sft.actor_loss),
+    "raft": Page(asks=_imitation, prepare=sft.prepare, actor_loss=sft.actor_loss),
+    "distill": Page(asks=_of_a_teacher, prepare=distill.prepare, actor_loss=distill.actor_loss),
 }

@@ -1,0 +1,116 @@
+"""A trainer that is busy is alive, and one that was overtaken is told so while it is busy."""
+
+import time
+from collections.abc import Callable
+from threading import Event
+
+import pytest
+from sqlalchemy import select
+
+from shared.errors import LedgerUnavailable, StaleEpoch
+from shared.experience import State
+from shared.ledger import BatchPolicy, Ledger
+from shared.schema import epochs, experiences
+from tests.factories import committed
+from tests.trainer.factories import commit, sample
+from trainer.heartbeat import Heartbeat
+from trainer.loop import TrainingLoop, run
+
+
+class Busy(Ledger):
+    """While this trainer takes a batch, which lasts until `done`, something `happens`."""
+
+    happens: Callable[[], object] = staticmethod(lambda: None)
+    done: Callable[[], bool] = staticmethod(lambda: True)
+
+    def lease(self, epoch, size, policy):
+        rows = super().lease(epoch, size, policy)
+        self.happens()
+        until(self.done)
+        return rows
+
+
+class Deaf(Ledger):
+    """Does not hear the first beats."""
+
+    deaf_to = 3
+    asked = 0
+
+    def extend(self, epoch):
+        self.asked += 1
+        if self.asked <= self.deaf_to:
+            raise LedgerUnavailable("away")
+        super().extend(epoch)
+
+
+def until(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def seen(ledger, epoch=1):
+    with ledger._engine.connect() as connection:
+        return connection.execute(select(epochs.c.seen_at, epochs.c.ended_at).where(epochs.c.epoch == epoch)).one()
+
+
+def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
+    now = [1000.0]
+    clocked = Ledger(ledger._engine, clock=lambda: now[0])
+    committed(clocked, 1)
+    epoch = clocked.take_epoch("trainer")
+    clocked.lease(epoch, 1, BatchPolicy())
+    now[0] = 1500.0
+    Heartbeat(clocked, epoch, Event()).beat()
+    with ledger._engine.connect() as connection:
+        [lease_until] = connection.execute(select(experiences.c.lease_until)).scalars()
+    assert seen(ledger).seen_at == 1500.0
+    assert lease_until > 1500.0
+
+
+def test_it_beats_while_the_trainer_is_busy(settings, ledger):
+    busy = Busy(ledger._engine)
+    first = []
+    busy.happens = lambda: first.append(seen(ledger).seen_at)
+    busy.done = lambda: seen(ledger).seen_at > first[0]
+    ledger.ensure_base(settings().model.model_path)
+    commit(ledger, [sample(i) for i in range(4)])
+    TrainingLoop(settings(trainer={"total_steps": 1}), busy, Event(), beat_s=0.01).run()
+    assert ledger.counts()[State.TRAINED] == 4
+
+
+def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledger):
+    stop = Event()
+    busy = Busy(ledger._engine)
+    busy.happens = lambda: ledger.take_epoch("another")
+    busy.done = stop.is_set
+    ledger.ensure_base(settings().model.model_path)
+    with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
+        TrainingLoop(settings(), busy, stop, beat_s=0.01).run()
+    assert seen(ledger, 2).ended_at is None
+
+
+def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
+    deaf, stop = Deaf(ledger._engine), Event()
+    epoch = deaf.take_epoch("trainer")
+    began = seen(ledger).seen_at
+    with Heartbeat(deaf, epoch, stop, interval_s=0.01) as heartbeat:
+        until(lambda: seen(ledger).seen_at > began)
+    assert not stop.is_set()
+    assert heartbeat.overtaken is None
+
+
+def test_nothing_beats_after_the_end(ledger):
+    deaf = Deaf(ledger._engine)
+    with Heartbeat(deaf, deaf.take_epoch("trainer"), Event(), interval_s=0.01):
+        until(lambda: deaf.asked > 3)
+    asked = deaf.asked
+    time.sleep(0.05)
+    assert deaf.asked == asked
+
+
+def test_a_trainer_that_stops_says_so(settings, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(settings(trainer={"total_steps": 1}), Event())
+    assert seen(ledger).ended_at is not None

@@ -1,0 +1,68 @@
+"""Direct preference optimisation: of two replies to one prompt, the better one rather than the other.
+
+    h      = beta * (log(policy / base)(chosen) - log(policy / base)(rejected))      arXiv 2305.18290, eq. 7
+    loss   = -(1 - s) log sigmoid(h) - s log sigmoid(-h)                              mean over pairs
+             s = label_smoothing, the share of wrong preferences (cDPO, ericmitchell.ai/cdpo.pdf)
+
+Log-probabilities are sums over the reply at temperature 1. With `reference_free` the base model is left out of h.
+
+Left out: how much better the chosen reply is; normalisation by length; the variants of the loss (IPO, hinge, SimPO);
+an additional likelihood term on the chosen reply.
+"""
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.estimators import token_mean
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.preferences import log_ratios, sequence_sums
+from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """Signs and units of rows that come as chosen, rejected, chosen, rejected, …"""
+    rows = torch.arange(len(targets.mask_BR))
+    if len(rows) % 2:
+        raise ValueError(f"{len(rows)} replies are no pairs")
+    return replace(targets, signs_B=1 - 2 * (rows % 2), units_B=rows // 2), baselines
+
+
+def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+    """The loss of a micro-batch of whole pairs."""
+    policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
+    rewards_B = algorithm.dpo.beta * (policy_B if algorithm.dpo.reference_free else log_ratios(targets, logprobs_BR))
+    signs_B, pairs_B = given(targets.signs_B), _numbered(targets)
+    margins_U = rewards_B.new_zeros(len(rewards_B) // 2).index_add(0, pairs_B, signs_B * rewards_B)
+    smoothing = algorithm.dpo.label_smoothing
+    each_U = (1 - smoothing) * softplus(-margins_U) + smoothing * softplus(margins_U)
+    loss = each_U.sum() / totals.units
+    chosen_B, rejected_B = signs_B > 0, signs_B < 0
+    metrics = {
+        "actor/dpo_loss": loss,
+        "actor/entropy": token_mean(entropy_BR, targets.mask_BR, totals.tokens),
+        "rewards/chosen": rewards_B[chosen_B].sum() / totals.units,
+        "rewards/rejected": rewards_B[rejected_B].sum() / totals.units,
+        "rewards/margins": margins_U.sum() / totals.units,
+        "rewards/accuracies": (margins_U > 0).double().sum() / totals.units,
+        "logps/chosen": policy_B[chosen_B].sum() / totals.units,
+        "logps/rejected": policy_B[rejected_B].sum() / totals.units,
+    }
+    return Loss(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+def _numbered(targets: Targets) -> Tensor:
+    """The pair of each row, counted from 0. Raises ValueError if one is cut in two."""
+    # Untyped in torch 2.13.
+    found = cast(
+        tuple[Tensor, Tensor, Tensor], torch.unique(given(targets.units_B), return_inverse=True, return_counts=True)
+    )
+    units, pairs_B, rows_U = found
+    balance_U = torch.zeros_like(units).index_add(0, pairs_B, given(targets.signs_B).to(units.dtype))
+    if bool((rows_U != 2).any()) or bool(balance_U.any()):
+        raise ValueError("a pair was cut in two")
+    return pairs_B

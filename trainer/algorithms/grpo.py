@@ -1,0 +1,28 @@
+"""GRPO: the other runs of the task are the baseline.
+
+    advantage  (score - mean of the group) / (standard deviation + 1e-6)                 arXiv 2402.03300, section 4.1
+    actor      the clipped loss of policy_loss.py
+
+A run's score is the mean of its calls' rewards (each of which `credit` decides); every token of all its calls has the
+run's advantage. The deviation (n - 1) is that of the group, or, by `group.scale`, of the batch's scores, or none at all
+(Dr. GRPO, 2503.20783). DAPO (2503.14476) is this page with `clip_range_high: 0.28`, `loss_agg_mode: token-mean`,
+`group.drop_constant` and `overlong`; the paper's own average is `seq-mean-token-mean`, Dr. GRPO's
+`seq-mean-token-sum-norm`, its divergence k3.
+
+A run that is alone in its group, and all runs of a group with one score, have advantage 0.
+
+Left out: process rewards; the iterated reward model; whitening over tokens (`whiten_advantages` is not looked at).
+"""
+
+from dataclasses import replace
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.groups import Scores, advantages
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.targets import Calls, Targets
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """The advantages of a batch of whole groups."""
+    each_K = Scores.of_means(algorithm, targets, calls).scaled(algorithm.group.scale)
+    return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

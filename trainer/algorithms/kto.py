@@ -1,0 +1,54 @@
+"""Kahneman-Tversky optimisation: replies that were wanted or not, each by itself.
+
+    r      = log(policy / base)(reply)                                               arXiv 2402.01306, section 4
+    z      = max(0, mean of log(policy / base) over prompts with the next row's reply)
+    loss   = w+ (1 - sigmoid(beta (r - z)))  of a reply with reward >= threshold     mean over replies
+             w- (1 - sigmoid(beta (z - r)))  of any other
+
+Log-probabilities are sums over the reply at temperature 1. z, an estimate of KL(policy || base), is a constant of the
+step: it is taken once, at its start, over the whole batch. A batch of one reply has no other's, and z is 0.
+
+Left out: z of every mini-batch anew; how far a reward lies from the threshold; balancing of the weights by the numbers
+of wanted and unwanted replies, which the settings can do.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.estimators import token_mean
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.preferences import log_ratios, sequence_sums
+from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """1 for the desirable rows, -1 for the others; the divergence is never negative."""
+    rewards_B = calls.rewards_C.new_zeros(len(targets.mask_BR)).index_copy(0, calls.rows_C, calls.rewards_C)
+    signs_B = torch.where(rewards_B >= algorithm.kto.threshold, 1, -1)
+    return replace(targets, signs_B=signs_B, divergence=given(targets.divergence).clamp(min=0)), baselines
+
+
+def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+    """The loss of a micro-batch."""
+    options, divergence = algorithm.kto, given(targets.divergence)
+    ratios_B, signs_B = log_ratios(targets, logprobs_BR), given(targets.signs_B)
+    desirable_B = signs_B > 0
+    weights_B = torch.full_like(ratios_B, options.undesirable_weight)
+    weights_B[desirable_B] = options.desirable_weight
+    each_B = weights_B * (1 - torch.sigmoid(options.beta * signs_B * (ratios_B - divergence)))
+    loss = each_B.sum() / totals.sequences
+    metrics = {
+        "actor/kto_loss": loss,
+        "actor/entropy": token_mean(entropy_BR, targets.mask_BR, totals.tokens),
+        "kl": divergence * len(signs_B) / totals.sequences,
+    }
+    policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
+    counts = {"chosen": totals.desirable, "rejected": totals.sequences - totals.desirable}
+    for name, which_B in (("chosen", desirable_B), ("rejected", ~desirable_B)):
+        metrics[f"rewards/{name}"] = options.beta * ratios_B[which_B].sum() / max(1, counts[name])
+        metrics[f"logps/{name}"] = policy_B[which_B].sum() / max(1, counts[name])
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return Loss(loss, {name: value.detach() for name, value in metrics.items()})

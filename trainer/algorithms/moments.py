@@ -1,0 +1,34 @@
+"""Running moments: what the trainer remembers of rewards from step to step."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """Running mean and mean square of something, and the weight of what they are made of: below 1 until enough came."""
+
+    mean: float
+    square: float
+    weight: float
+
+
+#: Moments by what they are of; the trainer keeps them from step to step, and in the checkpoint.
+Baselines = Mapping[str, Moments]
+
+
+def updated(before: Moments | None, seen_C: Tensor, *, decay: float) -> Moments:
+    """The moments after another batch: exponentially weighted, and unbiased from the first one on (Adam's way)."""
+    mean, square, weight = before or Moments(0.0, 0.0, 0.0)
+    return Moments(
+        decay * mean + (1 - decay) * float(seen_C.double().mean()),
+        decay * square + (1 - decay) * float(seen_C.double().square().mean()),
+        decay * weight + (1 - decay),
+    )
+
+
+def standard(moments: Moments) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    mean, square = moments.mean / moments.weight, moments.square / moments.weight
+    return mean, max(square - mean**2, 0.0) ** 0.5

@@ -1,0 +1,27 @@
+"""GRPO for agents: a run is judged by its last call alone, and all of its calls learn from that.
+
+    advantage  (reward of the last call - mean of the group) / (standard deviation + 1e-6)     Trinity-RFT's
+               with `group.step_norm` divided by the number of the run's calls                 multi_step_grpo
+    actor      the clipped loss of policy_loss.py
+
+`group.scale` chooses the deviation (n - 1), as in grpo.py. A run's last call is the last one sampled of those in the
+batch. A run that is alone in its group, and all runs of a group with one score, have advantage 0; in Trinity-RFT the
+advantage of a lone run is its reward.
+
+Left out: rewards of the calls before the last; `std_threshold` (`group.drop_constant` leaves constant groups out).
+"""
+
+from dataclasses import replace
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.groups import Scores, advantages, counts
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.targets import Calls, Targets
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """The advantages of a batch of whole groups."""
+    each_K = Scores.of_last(algorithm, targets, calls).scaled(algorithm.group.scale)
+    if algorithm.group.step_norm:
+        each_K = each_K / counts(calls.runs_C)
+    return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

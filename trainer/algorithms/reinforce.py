@@ -1,0 +1,104 @@
+"""REINFORCE for single replies: no group, no critic, a baseline remembered from step to step.
+
+    advantage  (reward - baseline) / (scale + 1e-6)                                  Williams 1992
+    baseline   running   decaying mean m of the rewards before this batch            as in SPIRAL, arXiv 2506.24119
+               task      (n m_task + m) / (n + 1), where m_task is the like mean of
+                         the task's rewards, from n batches, older ones counting less
+               batch     the batch's own mean                                        as OpenRLHF's flash_reinforce
+    scale      batch     root mean square of the batch's differences
+               running   standard deviation of all rewards, older ones counting less, this batch's included
+               none      1, with nothing added
+    actor      the clipped loss of policy_loss.py
+
+Every token of a call has the call's advantage. The very first batch has nothing before it and is compared with its own
+mean. The root mean square, unlike a deviation, stays away from 0 when all replies of a batch are equally better than
+the baseline. Rewards that are what the baseline is give exactly 0.
+
+The last 10 000 tasks are remembered, by a digest of tenant and name. With `kl_in: reward` a call pays for the
+divergence of its tokens, before anything else.
+
+Left out: discount by token (`gamma`) and whitening (`whiten_advantages`); a baseline from the text of the prompt, which
+is what a critic is (ppo.py).
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from shared.config_algorithm import Algorithm
+from shared.config_algorithm import Baseline as Options
+from trainer.algorithms.estimators import damped
+from trainer.algorithms.groups import EPSILON, less_divergences
+from trainer.algorithms.moments import Baselines, Moments, standard, updated
+from trainer.algorithms.targets import Calls, Targets
+
+MOST_TASKS = 10_000
+
+_ALL = "reinforce"
+_TASK = "reinforce/"
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """The advantages of a batch, and what is remembered of it."""
+    options = algorithm.baseline
+    scores_C = calls.rewards_C.double() + less_divergences(algorithm, targets, calls)
+    tasks = [_key(task) for task in calls.tasks]
+    baseline_C = _expected(options, scores_C, tasks, baselines)
+    over_C = (scores_C - baseline_C).masked_fill(torch.isclose(scores_C, baseline_C, rtol=1e-9, atol=0), 0)
+    baselines = _remembered(options, scores_C, tasks, baselines)
+    over_C = over_C / _scale(options, over_C, baselines[_ALL])
+    advantages_BR = damped(calls.spread(over_C.to(calls.rewards_C.dtype)), algorithm.negative_scale)
+    return replace(targets, advantages_BR=advantages_BR), baselines
+
+
+def _expected(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
+    """The reward to be expected of each call."""
+    before = baselines.get(_ALL)
+    if options.kind == "batch" or before is None:
+        return scores_C.mean().expand_as(scores_C)
+    mean = standard(before)[0]
+    if options.kind == "running":
+        return torch.full_like(scores_C, mean)
+    return torch.tensor([_drawn(baselines.get(task), mean, options.decay) for task in tasks], dtype=torch.float64)
+
+
+def _drawn(task: Moments | None, mean: float, decay: float) -> float:
+    """A task's mean, drawn to that of all as if it had been in one batch more, with that mean."""
+    if task is None:
+        return mean
+    batches = task.weight / (1 - decay)
+    return (batches * standard(task)[0] + mean) / (batches + 1)
+
+
+def _remembered(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Baselines:
+    """The moments of all rewards and, if they are looked at, of the tasks; those seen last stand last."""
+    kept = {**baselines, _ALL: updated(baselines.get(_ALL), scores_C, decay=options.decay)}
+    if options.kind != "task":
+        return kept
+    members: defaultdict[str, list[int]] = defaultdict(list)
+    for number, task in enumerate(tasks):
+        members[task].append(number)
+    members.pop("", None)
+    for task, numbers in members.items():
+        kept[task] = updated(kept.pop(task, None), scores_C[numbers], decay=options.decay)
+    remembered = [name for name in kept if name.startswith(_TASK)]
+    for name in remembered[: max(len(remembered) - MOST_TASKS, 0)]:
+        del kept[name]
+    return kept
+
+
+def _scale(options: Options, over_C: Tensor, moments: Moments) -> float:
+    match options.scale:
+        case "none":
+            return 1.0
+        case "batch":
+            return float(over_C.square().mean().sqrt()) + EPSILON
+        case "running":
+            return standard(moments)[1] + EPSILON
+
+
+def _key(task: str) -> str:
+    return _TASK + blake2b(task.encode(), digest_size=12).hexdigest() if task else ""

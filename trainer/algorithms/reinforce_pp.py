@@ -1,0 +1,32 @@
+"""REINFORCE++: no critic and no group; the batch is what a token is compared with.
+
+    return     G_t = sum over l >= t of gamma^(l - t) (reward paid at l - kl_coef * divergence at l)
+    advantage  G whitened over all action tokens of the batch                            arXiv 2501.03262
+    actor      the clipped loss of policy_loss.py
+
+The divergence counts in the return with `kl_in: reward`, as in the paper; else in the loss. The return goes over action
+tokens only and ends where a reward is paid: at the end of each call, or, by `credit`, of the trajectory.
+`whiten_advantages: false` leaves the bare return.
+
+Left out: the variant with a group's mean as baseline; clipping of rewards in here (`reward_clip` does it before).
+"""
+
+from dataclasses import replace
+
+import torch
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.estimators import damped, gae, whiten
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.policy_loss import less_divergence
+from trainer.algorithms.targets import Calls, Targets
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """Advantages and returns of a whole batch: with values of 0 and lambda 1, GAE is the return."""
+    paid_BR = less_divergence(algorithm, targets, calls.paid_BR)
+    nothing_BR = torch.zeros_like(paid_BR)
+    returns_BR, _ = gae(paid_BR, nothing_BR, targets.mask_BR, calls.ends_BR, gamma=algorithm.gamma, lam=1.0)
+    advantages_BR = whiten(returns_BR, targets.mask_BR) if algorithm.whiten_advantages else returns_BR
+    advantages_BR = damped(advantages_BR, algorithm.negative_scale)
+    return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines

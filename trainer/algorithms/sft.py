@@ -1,0 +1,32 @@
+"""Supervised fine-tuning: what to say, whoever said it.
+
+    loss = -log policy(token), averaged as `loss_agg_mode` says
+
+at temperature 1. trainer/imitation.py chooses what is imitated: edited answers, and replies that were rewarded enough.
+`raft` is the same loss on replies alone, of each group the best (RAFT, arXiv 2304.06767, algorithm 1).
+
+Left out: weights by reward (a reply is imitated or it is not); a divergence from the base model; label smoothing; the
+prompt's own tokens.
+"""
+
+from torch import Tensor
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.estimators import aggregate, token_mean
+from trainer.algorithms.moments import Baselines
+from trainer.algorithms.targets import Calls, Loss, Targets, Totals
+
+
+def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+    """There is nothing to prepare."""
+    return targets, baselines
+
+
+def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+    """The loss of a micro-batch."""
+    loss = aggregate(algorithm, -logprobs_BR, targets.mask_BR, totals)
+    metrics = {
+        "actor/sft_loss": loss.detach(),
+        "actor/entropy": token_mean(entropy_BR, targets.mask_BR, totals.tokens).detach(),
+    }
+    return Loss(loss, metrics)

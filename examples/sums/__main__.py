@@ -10,9 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.sums.folder import Folder, FolderRefused
-from examples.sums.loop import DemoFailed, Loop
+from examples.sums.drive import Agent, reward_by
+from examples.sums.folder import MODEL_NAME, Folder, FolderRefused
+from examples.sums.loop import DemoFailed, Loop, url_of
 from examples.sums.services import ServiceFailed, Services
+from examples.sums.summary import Summary
 from examples.sums.view import View, view_on
 from shared.config import Settings
 
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings = _prepare(folder, options.seed, view)
             logs = {name: folder.log(name) for name in ("explorer", "trainer")}
             with Services(("explorer", "trainer"), config=folder.settings, logs=logs) as services:
-                summary = asyncio.run(Loop(options, settings, services, view).run(started))
+                summary = asyncio.run(_run(Loop(options, settings, services, view), options, settings, started))
     except (FolderRefused, ServiceFailed, DemoFailed) as error:
         console.print(f"The demo failed: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
@@ -42,6 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.summary.write_text(summary.to_json())
     console.print(summary.page(settings, folder.settings), highlight=False, markup=False, soft_wrap=True)
     return 0 if summary.as_hoped else 1
+
+
+async def _run(loop: Loop, options: argparse.Namespace, settings: Settings, started: float) -> Summary:
+    reward = reward_by(options.reward, options.seed)
+    async with Agent(url_of(settings), model=MODEL_NAME, reward=reward) as agent:
+        return await loop.run(started, agent)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from openai import AsyncOpenAI, OpenAIError
@@ -21,7 +21,7 @@ from shared.ledger import Ledger
 
 AT_ONCE = 32
 MAX_TOKENS = 8
-_POLL_S = 0.1
+POLL_S = 0.1
 _RUN_ID = "demo"
 
 Reward = Callable[[Sum, str], float]
@@ -52,17 +52,16 @@ class Requests:
             self.last_failure = f"{type(error).__name__}: {error}"
 
 
-class Agent:
-    """One client of the explorer at `url`."""
+class Client:
+    """A client of the explorer at `url`, which counts its requests."""
 
-    def __init__(self, url: str, *, model: str) -> None:
+    def __init__(self, url: str) -> None:
         self.requests = Requests()
-        self._model = model
         # A retried failure would be a hidden one.
         self._chat = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0)
         self._http = httpx.AsyncClient(base_url=url, timeout=60.0)
 
-    async def __aenter__(self) -> "Agent":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -70,6 +69,32 @@ class Agent:
     ) -> None:
         await self._chat.close()
         await self._http.aclose()
+
+    async def _lead(self, ledger: Ledger, pace: "Pace", *, until_step: int) -> None:
+        """Commit what is rewarded and let the next questions through, until the trainer has made so many steps."""
+        while (await asyncio.to_thread(ledger.newest)).step < until_step:
+            counts = await asyncio.to_thread(ledger.counts)
+            if counts[State.REWARDED]:
+                await self._commit()
+            pace.waiting(counts[State.REWARDED] + counts[State.COMMITTED] + counts[State.LEASED])
+            await asyncio.sleep(POLL_S)
+        pace.stop()
+
+    async def _commit(self) -> None:
+        async with self.requests.count():
+            await self._post("/commit", {})
+
+    async def _post(self, path: str, body: dict[str, object]) -> None:
+        (await self._http.post(path, json=body)).raise_for_status()
+
+
+class Agent(Client):
+    """The demo's agent."""
+
+    def __init__(self, url: str, *, model: str, reward: Reward) -> None:
+        super().__init__(url)
+        self._reward = reward
+        self._model = model
 
     async def measure(self, questions: int, *, seed: int) -> float:
         """The share of right answers, without giving any feedback."""
@@ -83,10 +108,10 @@ class Agent:
                     _, text = await self._ask(each, whole=True, metadata={"train": "false"})
                     right += judge(each, text)
 
-        await _together(work)
+        await together(work)
         return right / questions
 
-    async def drive(self, ledger: Ledger, *, reward: Reward, seed: int, until_step: int, ahead: int) -> None:
+    async def drive(self, ledger: Ledger, *, seed: int, until_step: int, ahead: int) -> None:
         """Ask, judge and give feedback until the trainer has made `until_step` steps.
 
         At most `ahead` replies wait for the trainer at any time, so that it learns from fresh ones.
@@ -98,30 +123,20 @@ class Agent:
                 if not await pace.go():
                     return
                 try:
-                    await self._turn(asked, reward, whole=number % 2 == 0)
+                    await self._turn(asked, whole=number % 2 == 0)
                 finally:
                     pace.answered()
 
-        async def lead() -> None:
-            while (await asyncio.to_thread(ledger.newest)).step < until_step:
-                counts = await asyncio.to_thread(ledger.counts)
-                if counts[State.REWARDED]:
-                    async with self.requests.count():
-                        await self._post("/commit", {})
-                pace.waiting(counts[State.REWARDED] + counts[State.COMMITTED] + counts[State.LEASED])
-                await asyncio.sleep(_POLL_S)
-            pace.stop()
-
         async with asyncio.TaskGroup() as group:
-            group.create_task(lead())
-            group.create_task(_together(work))
+            group.create_task(self._lead(ledger, pace, until_step=until_step))
+            group.create_task(together(work))
 
-    async def _turn(self, asked: Sum, reward: Reward, *, whole: bool) -> None:
+    async def _turn(self, asked: Sum, *, whole: bool) -> None:
         async with self.requests.count():
             task_id = asked.question
             msg_id, text = await self._ask(asked, whole=whole, metadata={"task_id": task_id, "run_id": _RUN_ID})
             async with self.requests.count():
-                body = {"reward": reward(asked, text), "msg_ids": [msg_id], "task_id": task_id, "run_id": _RUN_ID}
+                body = {"reward": self._reward(asked, text), "msg_ids": [msg_id], "task_id": task_id, "run_id": _RUN_ID}
                 await self._post("/feedback", body)
 
     async def _ask(self, asked: Sum, *, whole: bool, metadata: dict[str, str]) -> tuple[str, str]:
@@ -142,9 +157,6 @@ class Agent:
             msg_id = chunk.id
             pieces += [choice.delta.content or "" for choice in chunk.choices]
         return msg_id, "".join(pieces)
-
-    async def _post(self, path: str, body: dict[str, object]) -> None:
-        (await self._http.post(path, json=body)).raise_for_status()
 
 
 class Pace:
@@ -181,7 +193,8 @@ class Pace:
         self._changed.set()
 
 
-async def _together(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def together(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do the same work AT_ONCE times at once."""
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
             group.create_task(work())

@@ -4,9 +4,10 @@ import fcntl
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import yaml
 
@@ -69,9 +70,13 @@ class Folder:
         (self.root / "logs").mkdir()
         return lock
 
-    def write_settings(self, *, seed: int) -> Settings:
-        """Write the settings file, with a port that is free now, and read it as the services will."""
-        text = yaml.safe_dump(_settings(self.root, seed=seed, port=_free_port()), sort_keys=False)
+    def write_settings(self, *, seed: int, changes: Mapping[str, Any] | None = None) -> Settings:
+        """Write the settings file, with a port that is free now, and read it as the services will.
+
+        `changes` are laid over the demo's settings, section by section; lists and numbers replace.
+        """
+        settings = _over(_settings(self.root, seed=seed, port=_free_port()), changes or {})
+        text = yaml.safe_dump(settings, sort_keys=False)
         self.settings.write_text(
             f"# Written by the demo; try: tuneloop run --config {os.path.relpath(self.settings)}\n{text}"
         )
@@ -85,7 +90,12 @@ def _free_port() -> int:
         return port
 
 
-def _settings(root: Path, *, seed: int, port: int) -> dict[str, object]:
+def _over(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name: _over(settings[name], each) for name, each in changes.items() if isinstance(settings.get(name), dict)}
+    return {**settings, **changes, **both}
+
+
+def _settings(root: Path, *, seed: int, port: int) -> dict[str, Any]:
     return {
         "mode": "both",
         "project": "tuneloop",

@@ -4,11 +4,12 @@ import argparse
 import asyncio
 import statistics
 import time
+from typing import Protocol
 
 import httpx
 
-from examples.sums.drive import Agent, reward_by
-from examples.sums.folder import BATCH, MODEL_NAME
+from examples.sums.drive import Requests
+from examples.sums.folder import BATCH
 from examples.sums.services import Services
 from examples.sums.summary import Summary
 from examples.sums.view import Point, Progress, View
@@ -27,43 +28,55 @@ class DemoFailed(Exception):
     """The demo cannot go on; the message says why."""
 
 
+class Driver(Protocol):
+    """An agent that asks, judges and gives feedback."""
+
+    requests: Requests
+
+    async def measure(self, questions: int, *, seed: int) -> float:
+        """The share of right answers, without giving any feedback."""
+        ...
+
+    async def drive(self, ledger: Ledger, *, seed: int, until_step: int, ahead: int) -> None:
+        """Ask and give feedback until the trainer has made `until_step` steps; `ahead` replies may wait for it."""
+        ...
+
+
 class Loop:
     """One run."""
 
     def __init__(self, options: argparse.Namespace, settings: Settings, services: Services, view: View) -> None:
         self._options, self._settings, self._services, self._view = options, settings, services, view
-        self._url = f"http://{settings.explorer.listen_address}:{settings.explorer.proxy_port}"
+        self._url = url_of(settings)
 
-    async def run(self, started: float) -> Summary:
+    async def run(self, started: float, agent: Driver) -> Summary:
         """Measure, drive, measure again."""
         self._view.phase("starting vLLM, the explorer and the trainer")
         await self._until_ready()
         ledger = Ledger(connect(self._settings.database_url))
         try:
-            async with Agent(self._url, model=MODEL_NAME) as agent:
-                rounds = asyncio.ensure_future(self._rounds(agent, ledger, started))
-                watching = asyncio.ensure_future(self._watch(agent, ledger))
-                try:
-                    await asyncio.wait({rounds, watching}, return_when=asyncio.FIRST_COMPLETED)
-                    if watching.done():
-                        watching.result()
-                    return rounds.result()
-                finally:
-                    rounds.cancel()
-                    watching.cancel()
-                    await asyncio.gather(rounds, watching, return_exceptions=True)
+            rounds = asyncio.ensure_future(self._rounds(agent, ledger, started))
+            watching = asyncio.ensure_future(self._watch(agent, ledger))
+            try:
+                await asyncio.wait({rounds, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+                return rounds.result()
+            finally:
+                rounds.cancel()
+                watching.cancel()
+                await asyncio.gather(rounds, watching, return_exceptions=True)
         finally:
             ledger.close()
 
-    async def _rounds(self, agent: Agent, ledger: Ledger, started: float) -> Summary:
+    async def _rounds(self, agent: Driver, ledger: Ledger, started: float) -> Summary:
         seed = self._options.seed
         self._view.phase("measuring the reward before")
         before = await agent.measure(QUESTIONS_BEFORE, seed=seed + 1000)
         self._view.phase(
             f"the agent asks and gives feedback, while the model is trained and served (before: {before:.2f})"
         )
-        reward = reward_by(self._options.reward, seed)
-        await agent.drive(ledger, reward=reward, seed=seed, until_step=self._options.steps, ahead=AHEAD)
+        await agent.drive(ledger, seed=seed, until_step=self._options.steps, ahead=AHEAD)
         self._view.phase("waiting until the last version is served")
         await self._until_settled(ledger)
         self._view.phase("measuring the reward after")
@@ -103,11 +116,12 @@ class Loop:
         while True:
             counts = await asyncio.to_thread(ledger.counts)
             newest, champion = await asyncio.to_thread(ledger.newest), await asyncio.to_thread(ledger.champion)
-            if counts[State.COMMITTED] < BATCH and not counts[State.LEASED] and newest.version == champion.version:
+            held = max(counts[State.COMMITTED], counts[State.LEASED])  # less than a batch waits for more
+            if held < BATCH and newest.version == champion.version:
                 return
             await asyncio.sleep(0.2)
 
-    async def _watch(self, agent: Agent, ledger: Ledger) -> None:
+    async def _watch(self, agent: Driver, ledger: Ledger) -> None:
         """Show the progress for ever. Raises when a service has ended or nothing moves any more."""
         last, moved = None, time.monotonic()
         while True:
@@ -122,7 +136,7 @@ class Loop:
                 raise DemoFailed(f"{progress.failed} requests failed, the last: {agent.requests.last_failure}")
             await asyncio.sleep(0.5)
 
-    def _progress(self, agent: Agent, ledger: Ledger) -> Progress:
+    def _progress(self, agent: Driver, ledger: Ledger) -> Progress:
         latencies = ledger.feedback_to_served()
         return Progress(
             version=ledger.champion().version,
@@ -138,3 +152,8 @@ class Loop:
             requests=agent.requests.made,
             failed=agent.requests.failed,
         )
+
+
+def url_of(settings: Settings) -> str:
+    """Where the explorer listens."""
+    return f"http://{settings.explorer.listen_address}:{settings.explorer.proxy_port}"

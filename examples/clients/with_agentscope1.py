@@ -1,0 +1,28 @@
+"""AgentScope 1.x."""
+
+import asyncio
+import os
+
+import httpx
+from agentscope.model import OpenAIChatModel
+
+tuneloop = os.environ.get("TUNELOOP_URL", "http://localhost:8010")
+model = os.environ.get("TUNELOOP_MODEL", "tiny")
+
+
+async def ask() -> str:
+    """Ask; the id of the reply."""
+    chat = OpenAIChatModel(
+        model,
+        api_key="none",
+        stream=False,
+        client_kwargs={"base_url": f"{tuneloop}/v1"},
+        generate_kwargs={"max_tokens": 12, "metadata": {"task_id": "task-1", "run_id": "0"}},
+    )
+    reply = await chat([{"role": "user", "content": "3+4="}])
+    print(reply.id, reply.content[0]["text"])
+    return reply.id
+
+
+feedback = {"msg_ids": [asyncio.run(ask())], "reward": 1.0}
+print(httpx.post(f"{tuneloop}/feedback", json=feedback).json())

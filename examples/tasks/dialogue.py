@@ -1,0 +1,121 @@
+"""What an agent does, without the network: it says what to ask next, is told the reply, and judges in the end.
+
+A dialogue is a generator, so that the same agent plays against an OpenAI endpoint and against a model in this process:
+
+    asked = next(dialogue)                   the first messages
+    asked = dialogue.send(reply)             the next ones, with what the tool said
+    StopIteration.value                      the verdict on the whole run
+"""
+
+import json
+import random
+import re
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
+
+
+class Call(NamedTuple):
+    """A tool that the model wants called; `arguments` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def given(self) -> dict[str, Any]:
+        """The arguments; nothing if they are no JSON object."""
+        try:
+            given = json.loads(self.arguments)
+        except ValueError:
+            return {}
+        return given if isinstance(given, dict) else {}
+
+    def answered(self, result: str) -> Message:
+        """The tool's message."""
+        return {"role": "tool", "tool_call_id": self.id, "content": result}
+
+
+class Reply(NamedTuple):
+    """What the model said."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The reply as a message of the conversation."""
+        said: Message = {"role": "assistant", "content": self.text or None}
+        if self.calls:
+            said["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return said
+
+
+class Verdict(NamedTuple):
+    """`reward` is what the feedback says of the run, `right` whether it ended as it should."""
+
+    reward: float
+    right: bool
+
+
+Dialogue = Generator[list[Message], Reply, Verdict]
+
+
+class Task(Protocol):
+    """A kind of question, and the agent that asks it. `reward_range` is what its verdicts lie in."""
+
+    name: str
+    tools: Sequence[Tool]
+    max_tokens: int
+    reward_range: tuple[float, float]
+
+    def questions(self) -> Sequence[Any]:
+        """All there are."""
+        ...
+
+    def dialogue(self, question: Any) -> Dialogue:
+        """One run of the agent."""
+        ...
+
+    def replies(self, question: Any, slip: random.Random | None) -> Iterator[Reply]:
+        """What a teacher would reply turn by turn: the right thing, or with `slip` often a wrong one."""
+        ...
+
+
+def forever(task: Task, seed: int) -> Iterator[Any]:
+    """Questions without end, each of them once in every round."""
+    order, every = random.Random(seed), task.questions()
+    while True:
+        yield from order.sample(every, len(every))
+
+
+def called(name: str, **arguments: object) -> Reply:
+    """A reply that calls one tool."""
+    return Reply("", (Call("call_0", name, json.dumps(arguments)),))
+
+
+def written(reply: Reply) -> str:
+    """The reply as the model writes it (the Hermes format), as the chat template shows it later."""
+    calls = [f'<tool_call>\n{{"name": "{c.name}", "arguments": {c.arguments}}}\n</tool_call>' for c in reply.calls]
+    return "\n".join([*([reply.text] if reply.text else []), *calls])
+
+
+def read(text: str) -> Reply:
+    """The reply in what the model wrote, read as vLLM's parser `hermes` does: one bad call, and it is all text."""
+    if "<tool_call>" not in text:
+        return Reply(text)
+    try:
+        found = [json.loads(whole or rest) for whole, rest in _CALL.findall(text)]
+        calls = tuple(
+            Call(f"call_{i}", str(each["name"]), json.dumps(each["arguments"], ensure_ascii=False))
+            for i, each in enumerate(found)
+        )
+    except (ValueError, KeyError, TypeError):
+        return Reply(text)
+    return Reply(text[: text.find("<tool_call>")], calls)

@@ -1,0 +1,140 @@
+"""The agent of the tasks: plays them by the stock OpenAI client, and gives feedback on each run."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+from examples.sums.drive import POLL_S, Client, Pace, together
+from examples.tasks.dialogue import Call, Message, Reply, Task, Verdict, forever, written
+from shared.experience import State
+from shared.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rater:
+    """Turns verdicts into rewards: as they are, the opposite in the share `flip`, `offset` higher, or tossed."""
+
+    low: float
+    high: float
+    flip: float = 0.0
+    offset: float = 0.0
+    coin: bool = False
+
+    def reward(self, verdict: Verdict, chance: random.Random) -> float:
+        """What the feedback says."""
+        reward = verdict.reward
+        if self.coin:
+            reward = chance.choice((self.low, self.high))
+        elif chance.random() < self.flip:
+            reward = self.low + self.high - reward
+        return reward + self.offset
+
+
+class Turn(NamedTuple):
+    """One run of a question: the task's name in the labels, and the run's number in it."""
+
+    question: Any
+    task_id: str
+    run_id: str
+
+
+class Agent(Client):
+    """One client of the explorer at `url`. It plays each question `runs` times, and at most `most` runs in all.
+
+    `demonstrate`: say beside the reward what the last reply should have been. `judged` are the verdicts so far.
+    """
+
+    def __init__(self, url: str, task: Task, rater: Rater, *, runs: int, most: int, demonstrate: bool = False) -> None:
+        super().__init__(url)
+        self.judged: list[Verdict] = []
+        self._task, self._rater, self._runs, self._most, self._demonstrate = task, rater, runs, most, demonstrate
+
+    async def measure(self, questions: int, *, seed: int) -> float:
+        """The share of runs that end right, without giving any feedback."""
+        waiting, right = islice(forever(self._task, seed), questions), 0
+
+        async def work() -> None:
+            nonlocal right
+            for each in waiting:
+                async with self.requests.count():
+                    _, verdict = await self._play(each, {"train": "false"})
+                    right += verdict.right
+
+        await together(work)
+        return right / questions
+
+    async def drive(self, ledger: Ledger, *, seed: int, until_step: int, ahead: int) -> None:
+        """Play and give feedback until the trainer has made `until_step` steps, or `most` runs have been played.
+
+        At most `ahead` replies wait for the trainer at any time, so that it learns from fresh ones.
+        """
+        pace, chance = Pace(ahead), random.Random(seed)
+        turns = islice(turns_of(self._task, seed, self._runs), self._most)
+
+        async def work() -> None:
+            for turn in turns:
+                if not await pace.go():
+                    return
+                try:
+                    await self._turn(turn, chance)
+                finally:
+                    pace.answered()
+
+        async with asyncio.TaskGroup() as group:
+            leading = group.create_task(self._lead(ledger, pace, until_step=until_step))
+            await together(work)
+            leading.cancel()
+        while (await asyncio.to_thread(ledger.counts))[State.REWARDED]:
+            await self._commit()
+            await asyncio.sleep(POLL_S)
+
+    async def _turn(self, turn: Turn, chance: random.Random) -> None:
+        async with self.requests.count():
+            labels = {"task_id": turn.task_id, "run_id": turn.run_id}
+            msg_ids, verdict = await self._play(turn.question, labels)
+            self.judged.append(verdict)
+            said: dict[str, Any] = {"msg_ids": msg_ids, "reward": self._rater.reward(verdict, chance), **labels}
+            if self._demonstrate:
+                *_, said["demonstration"] = map(written, self._task.replies(turn.question, None))
+            async with self.requests.count():
+                await self._post("/feedback", said)
+
+    async def _play(self, question: Any, labels: dict[str, str]) -> tuple[list[str], Verdict]:
+        """The ids of the run's replies, and its verdict."""
+        dialogue, msg_ids = self._task.dialogue(question), list[str]()
+        messages = next(dialogue)
+        while True:
+            msg_id, reply = await self._ask(messages, labels)
+            msg_ids.append(msg_id)
+            try:
+                messages = dialogue.send(reply)
+            except StopIteration as end:
+                return msg_ids, end.value
+
+    async def _ask(self, messages: list[Message], labels: dict[str, str]) -> tuple[str, Reply]:
+        tools: dict[str, Any] = {"tools": list(self._task.tools)} if self._task.tools else {}
+        reply = await self._chat.chat.completions.create(
+            model=self._task.name,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=self._task.max_tokens,
+            temperature=1.0,
+            metadata=labels,
+            **tools,
+        )
+        said = reply.choices[0].message
+        calls = [
+            Call(each.id, each.function.name, each.function.arguments)
+            for each in said.tool_calls or ()
+            if each.type == "function"
+        ]
+        return reply.id, Reply(said.content or "", tuple(calls))
+
+
+def turns_of(task: Task, seed: int, runs: int) -> Iterator[Turn]:
+    """Turns without end: each question `runs` times in a row, as one task; a question asked later is another task."""
+    for number, question in zip(count(), forever(task, seed), strict=False):
+        for run in range(runs):
+            yield Turn(question, f"{task.name}-{seed}-{number}", str(run))

@@ -1,0 +1,116 @@
+"""The tasks: what is asked, what the judges give, and that an agent's dialogue ends."""
+
+import random
+
+import pytest
+
+from examples.tasks.calculator import Calculator, Sequel, calculate
+from examples.tasks.dialogue import Call, Dialogue, Reply, Verdict, called, forever, read, written
+from examples.tasks.sums import Sums
+from examples.tasks.tools import Shop, Wish, judge
+
+TASKS = (Sums(), Shop(), Calculator())
+
+
+def played(dialogue: Dialogue, *replies: Reply) -> Verdict:
+    """The verdict after just these replies."""
+    next(dialogue)
+    for reply in replies[:-1]:
+        dialogue.send(reply)
+    with pytest.raises(StopIteration) as end:
+        dialogue.send(replies[-1])
+    verdict: Verdict = end.value.value
+    return verdict
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_teacher_is_right_without_slips_and_often_wrong_with_them(task: Sums | Shop | Calculator) -> None:
+    chance = random.Random(0)
+    for question in task.questions():
+        verdict = played(task.dialogue(question), *task.replies(question, None))
+        assert verdict == (task.reward_range[1], True)
+    slips = [
+        played(task.dialogue(question), *task.replies(question, chance))
+        for question in chance.choices(task.questions(), k=300)
+    ]
+    assert 0.05 < sum(verdict.right for verdict in slips) / len(slips) < 0.6
+    assert all(task.reward_range[0] <= verdict.reward <= task.reward_range[1] for verdict in slips)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_questions_differ_and_each_comes_once_in_a_round(task: Sums | Shop | Calculator) -> None:
+    questions, asked = task.questions(), forever(task, 3)
+    first = [next(asked) for _ in questions]
+    assert sorted(map(str, first)) == sorted(map(str, set(questions)))
+    assert [next(asked) for _ in questions] != first
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        (called("track", order=7), 2.5),
+        (called("track", order=8), 1.0),
+        (called("cancel", order=7), 0.5),
+        (called("cancel", order=8), 0.0),
+        (called("track", order="7"), 1.0),
+        (called("track", order=7, more=1), 1.0),
+        (called("help", order=7), -2.0),
+        (Reply("7"), -2.0),
+        (Reply(""), -2.0),
+        (Reply("", (*called("track", order=7).calls, *called("track", order=7).calls)), -2.0),
+        (Reply("", (Call("1", "track", "no json"),)), 1.0),
+    ],
+)
+def test_the_shop_pays_for_tool_argument_and_success(reply: Reply, reward: float) -> None:
+    wish = Wish("where is 7?", "track", 7)
+    assert wish in Shop().questions()
+    assert judge(wish, reply.calls) == reward
+    assert played(Shop().dialogue(wish), reply) == (reward, reward == 2.5)
+
+
+def test_a_calculation_in_two_steps() -> None:
+    dialogue = Calculator().dialogue(Sequel(3, "+", 4, "*", 5))
+    assert next(dialogue) == [{"role": "user", "content": "(3+4)*5="}]
+    first = dialogue.send(called("calc", expr="3+4"))
+    assert first[-1] == {"role": "tool", "tool_call_id": "call_0", "content": "7"}
+    assert dialogue.send(called("calc", expr="7*5"))[: len(first)] == first
+    with pytest.raises(StopIteration) as end:
+        dialogue.send(Reply(" 35"))
+    assert end.value.value == (1.0, True)
+
+
+def test_an_agent_that_never_answers_is_stopped() -> None:
+    step = called("calc", expr="1+1")
+    assert played(Calculator().dialogue(Sequel(1, "+", 1, "+", 1)), step, step, step) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("3+4", "7"), ("12*5", "60"), ("3-4", "error"), ("(3+4)*5", "error"), ("", "error"), (None, "error"), (7, "error"),
+     ("9" * 4 + "+1", "error"), ("__import__('os')", "error"), ("٣+٤", "error")],
+)  # fmt: skip
+def test_the_calculator_does_one_step_and_nothing_else(expression: object, result: str) -> None:
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize("reply", [called("track", order=7), Reply("12"), Reply("")])
+def test_what_is_written_is_read_back(reply: Reply) -> None:
+    assert read(written(reply)) == reply
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call>{}</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": "x"}</tool_call>',
+        "12",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert read(text) == Reply(text)
+
+
+def test_a_call_whose_arguments_are_no_object_gives_nothing() -> None:
+    assert read('<tool_call>{"name": "x", "arguments": [1]}</tool_call>').calls[0].given() == {}

@@ -1,0 +1,46 @@
+"""The start models: what is learnt in a lesson, and that a run's prompts extend each other."""
+
+import random
+
+import pytest
+import torch
+
+from examples.tasks import warmup
+from examples.tasks.calculator import Calculator, Sequel
+from examples.tasks.dialogue import called
+from examples.tasks.sums import Sums
+
+
+def test_a_lesson_labels_what_the_model_says_and_nothing_else() -> None:
+    _, words = warmup.build(0)
+    lesson = warmup.lesson(Calculator(), words, Sequel(3, "+", 4, "*", 5), None)
+    labels = lesson.labels[lesson.labels >= 0]
+    assert words.decode(labels) == (
+        '<tool_call>\n{"name": "calc", "arguments": {"expr": "3+4"}}\n</tool_call><|im_end|>'
+        '<tool_call>\n{"name": "calc", "arguments": {"expr": "7*5"}}\n</tool_call><|im_end|>'
+        "35<|im_end|>"
+    )
+    said = lesson.labels[:-1] >= 0
+    assert torch.equal(lesson.labels[:-1][said], lesson.ids[1:][said])
+    assert words.decode(lesson.ids).count("<|im_start|>tool\n") == 2
+
+
+def test_each_prompt_of_a_run_goes_on_where_the_last_reply_ended() -> None:
+    _, words = warmup.build(0)
+    task, question = Calculator(), Sequel(3, "+", 4, "*", 5)
+    dialogue = task.dialogue(question)
+    first = warmup.prompt_ids(task, words, next(dialogue))
+    said = [*words(warmup.written(called("calc", expr="3+4"))).input_ids, words.eos_token_id]
+    second = warmup.prompt_ids(task, words, dialogue.send(called("calc", expr="3+4")))
+    assert second[: len(first) + len(said)] == first + said
+
+
+def test_a_few_steps_of_warming_up_bring_a_right_reply_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Sums()
+    monkeypatch.setattr(warmup, "CLEAN_STEPS", 6)
+    monkeypatch.setattr(warmup, "NOISY_STEPS", 1)
+    model, words = warmup.build(0)
+    right = [warmup.lesson(task, words, each, None) for each in random.Random(0).sample(list(task.questions()), 8)]
+    before = warmup.share_right(model, words, right)
+    after = warmup.warm_up(task, model, words, seed=0)
+    assert after > before

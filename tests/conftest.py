@@ -70,3 +70,11 @@ def engine(place: Place) -> Iterator[Engine]:
 def ledger(engine: Engine) -> Ledger:
     """An empty ledger."""
     return Ledger(engine)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in parallel, those of a file stay together, and so do those that share a real engine."""
+    for item in items:
+        engines = {"explorer", "bare_engine"}.intersection(getattr(item, "fixturenames", ()))
+        shared = engines and "tests/loop" in str(item.path)
+        item.add_marker(pytest.mark.xdist_group("engine" if shared else str(item.path)))

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, insert, text
 
 from shared.codec import to_blob
+from shared.config import RewardRule
 from shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
-from shared.ledger import Ledger
+from shared.ledger import BatchPolicy, Ledger
+from shared.reward import definition
+from shared.schema import reward_rules
 
 SHA256 = "5" * 64
 
@@ -48,10 +51,11 @@ def feedback(**but: Any) -> Feedback:
     """Later than any made before it."""
     fields: dict[str, Any] = {
         "event_id": f"event-{next(_numbers)}",
+        "call_id": "call",
         "msg_id": "chatcmpl-0",
         "choice": None,
         "tenant": "acme",
-        "reward": 1.0,
+        "value": 1.0,
         "received_at": float(next(_numbers)),
     }
     return Feedback(**fields | but)
@@ -60,7 +64,7 @@ def feedback(**but: Any) -> Feedback:
 def rewarded(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
     """Exchanges in the ledger that have their reward, but are not committed; `but` goes to `exchange`."""
     said = [exchange(**but) for _ in range(count)]
-    ledger.record([*said, *(feedback(msg_id=each.msg_id) for each in said)])
+    ledger.record([*said, *(feedback(msg_id=each.msg_id, tenant=each.tenant) for each in said)])
     return said
 
 
@@ -75,7 +79,7 @@ def leased(ledger: Ledger, count: int = 1) -> tuple[int, list[Sample]]:
     """A new epoch, and that many experiences leased under it."""
     committed(ledger, count)
     epoch = ledger.take_epoch("trainer")
-    return epoch, ledger.lease(epoch, count, max_staleness=8)
+    return epoch, ledger.lease(epoch, count, BatchPolicy())
 
 
 def fill(engine: Engine, count: int) -> None:
@@ -83,15 +87,20 @@ def fill(engine: Engine, count: int) -> None:
     numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})"
     name = "'chatcmpl-' || i"
     with engine.begin() as connection:
-        connection.exec_driver_sql(
-            "INSERT INTO exchanges (msg_id, tenant, endpoint, request, received_at, latency_s) "
-            f"{numbers} SELECT {name}, 'acme', '/', '', i, 0 FROM n"
+        connection.execute(insert(reward_rules).values(id=1, definition=definition(RewardRule()), created_at=0))
+        connection.execute(
+            text(
+                "INSERT INTO exchanges (msg_id, tenant, endpoint, request, received_at, latency_s) "
+                f"{numbers} SELECT {name}, 'acme', '/', :request, i, 0 FROM n"
+            ),
+            {"request": b"{}"},
         )
         connection.execute(
             text(
-                "INSERT INTO experiences (id, msg_id, choice, state, reward, version_min, version_max, temperature, "
-                "text, completion_tokens, blob, recorded_at, rewarded_at, committed_at) "
-                f"{numbers} SELECT i, {name}, 0, 'committed', 1, 0, 0, 1, '', 2, :blob, 0, 0, 0 FROM n"
+                "INSERT INTO experiences (id, msg_id, choice, correction, tenant, priority, state, reward, "
+                "reward_rule, version_min, version_max, temperature, text, completion_tokens, blob, sampled_at, "
+                "rewarded_at, committed_at) "
+                f"{numbers} SELECT i, {name}, 0, 0, 'acme', 0, 'committed', 1, 1, 0, 0, 1, '', 2, :blob, i, 0, 0 FROM n"
             ),
             {"blob": to_blob(experience())},
         )

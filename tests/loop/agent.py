@@ -30,7 +30,9 @@ class Agent:
         asyncio.run(self._work(questions))
 
     async def _work(self, questions: int) -> None:
-        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        # The client's own 5 s to connect are too few where it shares two cores with engines and trainer.
+        patience = openai.Timeout(600, connect=60)
+        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=patience)
         async with client, httpx.AsyncClient(base_url=self.url, timeout=60) as http:
             for first in range(0, questions, self.lanes):
                 await asyncio.gather(*(self._one(client, http, first + lane) for lane in range(self.lanes)))
@@ -43,6 +45,7 @@ class Agent:
             body = {"msg_ids": [msg_id], "reward": reward, "task_id": f"task-{number % 4}", "run_id": number}
             (await http.post("/feedback", json=body)).raise_for_status()
         except (openai.OpenAIError, httpx.HTTPError) as error:
+            error.add_note(f"because of {error.__cause__!r}")
             self.failures.append(error)
         else:
             self.rewards.append(reward)

@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shared.ledger import Ledger
-from tests.loop.services import Service, ledger_of, make_model, write_settings
+from tests.loop.bare_engine import bare_engine as bare_engine
+from tests.loop.services import Service, client_of_engine, ledger_of, make_model, write_settings
+
+pytest.register_assert_rewrite("tests.loop.likeness")
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +37,10 @@ def ledger(explorer: Service) -> Iterator[Ledger]:
     yield ledger
     assert ledger.imbalance() == []
     ledger.close()
+
+
+@pytest.fixture(scope="session")
+def engine_http(explorer: Service) -> Iterator[httpx.Client]:
+    """A client of the explorer's engine itself, on its private socket."""
+    with client_of_engine(explorer) as client:
+        yield client

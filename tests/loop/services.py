@@ -2,11 +2,15 @@
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,12 @@ _COMMANDS = {"both": (str(Path(sys.executable).with_name("tuneloop")), "run")}
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
+    """Below those that outgoing connections get: one of them could take it while its owner is being restarted."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
@@ -79,6 +85,14 @@ def _stop_with_the_tests() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def started(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """A process group of its own, which does not outlive the tests."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=_stop_with_the_tests
+        )
+
+
 class Service:
     """A service, or both under their supervisor, as a process."""
 
@@ -87,14 +101,7 @@ class Service:
         self.settings: Settings = load_settings(config)
         self.url = f"http://127.0.0.1:{self.settings.explorer.proxy_port}"
         self.log = config.parent / f"{what}.log"
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*_COMMANDS.get(what, (sys.executable, "-m", what)), "--config", str(config)],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=_stop_with_the_tests,
-            )
+        self.process = started([*_COMMANDS.get(what, (sys.executable, "-m", what)), "--config", str(config)], self.log)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S
@@ -118,6 +125,15 @@ class Service:
         """SIGKILL to the whole process group, as a terminal or a shell would."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def client_of_engine(explorer: Service) -> httpx.Client:
+    """A client of the explorer's engine itself, on its private socket."""
+    commands = [
+        Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in descendants(explorer.process.pid)
+    ]
+    socket = next(after for command in commands for before, after in pairwise(command) if before == "--uds")
+    return httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://engine", timeout=60)
 
 
 def ledger_of(settings: Settings) -> Ledger:

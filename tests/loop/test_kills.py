@@ -1,12 +1,20 @@
-"""Exactly once, by SIGKILL at random moments under load."""
+"""Exactly once, by SIGKILL of every process at random moments under load."""
 
 from pathlib import Path
+
+import pytest
 
 from tests.loop.kills import run
 
 
-def test_through_a_dozen_kills_nothing_is_lost_and_nothing_is_trained_on_twice(tmp_path: Path) -> None:
-    report = run(tmp_path, kills=12)
-    assert report.exchanges > 200
-    assert (report.exchanges_lost, report.feedbacks_lost, report.rewards_wrong) == (0, 0, 0)
-    assert (report.imbalance, report.steps_not_accounted_for) == ((), 0)
+@pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=pytest.mark.postgres)])
+def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twice(
+    tmp_path: Path, postgres: bool
+) -> None:
+    report = run(tmp_path, kills=10, postgres=postgres)
+    assert report.verdict.spotless, report
+    assert len(report.kills) == (5 if postgres else 3)
+    assert report.exchanges > 100
+    assert report.sent_twice
+    assert report.corrected
+    assert report.versions

@@ -1,0 +1,84 @@
+"""AgentScope 2.x."""
+
+import asyncio
+import sys
+from typing import Any
+
+import openai
+from agentscope.credential import OpenAICredential
+from agentscope.message import UserMsg
+from agentscope.model import OpenAIChatModel
+from serve import HURRY_S, TOOLS, refusal, serve
+
+ASKED = [UserMsg(name="user", content="3+4=")]
+
+
+class Client:
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+        self._run = asyncio.Runner().run
+        self._whole, self._stream = self._chat(stream=False), self._chat(stream=True)
+
+    def _chat(self, *, stream: bool, model: str | None = None, **but: Any) -> OpenAIChatModel:
+        credential = OpenAICredential(api_key="none", base_url=f"{self._url}/v1")
+        parameters = OpenAIChatModel.Parameters(max_tokens=99)
+        return OpenAIChatModel(credential, model or self._model, parameters=parameters, stream=stream, **but)
+
+    def whole(self) -> dict[str, Any]:
+        return _text(self._run(self._whole(ASKED)))
+
+    def streamed(self) -> dict[str, Any]:
+        return _text(self._run(self._last()))
+
+    def called(self) -> dict[str, Any]:
+        return _call(self._run(self._whole(ASKED, tools=TOOLS)))
+
+    def called_in_stream(self) -> dict[str, Any]:
+        return _call(self._run(self._last(tools=TOOLS)))
+
+    async def _last(self, **but: Any) -> Any:
+        async for reply in await self._stream(ASKED, **but):  # the last holds all that was said
+            last = reply
+        assert last.is_last
+        return last
+
+    def unknown_model(self) -> dict[str, Any]:
+        try:
+            self._run(self._chat(stream=False, model="nope")(ASKED))
+        except openai.NotFoundError as error:
+            return refusal(error, error.request_id)
+        raise AssertionError
+
+    def hurried(self) -> dict[str, Any]:
+        hurry = {"timeout": HURRY_S, "max_retries": 0}
+        try:
+            self._run(self._chat(stream=False, max_retries=0, client_kwargs=hurry)(ASKED))
+        except openai.APITimeoutError as error:
+            return refusal(error, None)
+        raise AssertionError
+
+    def streams(self, count: int, until: str) -> list[str]:
+        async def read_all() -> list[str]:
+            return list(await asyncio.gather(*(self._read(until) for _ in range(count))))
+
+        return self._run(read_all())
+
+    async def _read(self, until: str) -> str:
+        stream = await self._stream(ASKED)
+        async for reply in stream:
+            if until == "middle" and reply.content:
+                break
+        await stream.aclose()
+        return reply.id
+
+
+def _text(reply: Any) -> dict[str, Any]:
+    return {"id": reply.id, "text": reply.content[0].text}
+
+
+def _call(reply: Any) -> dict[str, Any]:
+    [call] = [block for block in reply.content if block.type == "tool_call"]
+    return {"id": reply.id, "name": call.name, "arguments": call.input}
+
+
+serve(Client(*sys.argv[1:]))

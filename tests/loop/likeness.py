@@ -1,0 +1,133 @@
+"""Whether two replies are the same reply: one of vLLM itself, one through the explorer in front of it."""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+Json = dict[str, Any]
+
+#: How far two log-probabilities of the same token may lie apart: what is in the prefix cache changes the last digits.
+NATS = 2e-4
+
+#: How often the two are asked until they cut a stream alike.
+_TRIES = 6
+
+_ID = re.compile(r"(chatcmpl-tool-|chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|modelperm-)[0-9A-Za-z]{16,}")
+_ADDS_UP = frozenset({"content", "text", "arguments", "reasoning", "token_ids"})
+
+
+class Said(NamedTuple):
+    """A reply, without what differs from call to call: a body, or the events of a stream."""
+
+    status: int
+    body: Any
+    events: list[Any]
+
+    @property
+    def joined(self) -> Any:
+        """All that a stream says, whatever pieces it comes in."""
+        return _joined(self.events)
+
+
+def ask(client: httpx.Client, path: str, body: Json) -> Said:
+    """Ask, and take out what differs from call to call."""
+    reply = client.post(path, json=body)
+    if reply.headers["content-type"].startswith("text/event-stream"):
+        return Said(reply.status_code, None, list(_events(reply.text)))
+    return Said(reply.status_code, masked(reply.json()), [])
+
+
+def masked(told: Any, key: str = "", parent: Json | None = None) -> Any:
+    """Without ids (but for how they begin) and times."""
+    if isinstance(told, dict):
+        return {name: masked(value, name, told) for name, value in told.items()}
+    if isinstance(told, list):
+        return [masked(value) for value in told]
+    if key == "id" and isinstance(told, str) and (id_ := _ID.fullmatch(told)):
+        # Anthropic's messages have ids of chat completions in vLLM, and ours their own.
+        return "msg_" if (parent or {}).get("type") == "message" else id_[1]
+    if key in {"created", "created_at"} and isinstance(told, int):
+        return 0
+    return told
+
+
+def nearly(told: Any) -> Any:
+    """The same, but numbers are equal when they nearly are."""
+    if isinstance(told, dict):
+        return {key: nearly(value) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [nearly(value) for value in told]
+    return pytest.approx(told, abs=NATS) if isinstance(told, float) else told
+
+
+def assert_alike(vllm: httpx.Client, ours: httpx.Client, path: str, body: Json) -> Said:
+    """Ask both. A stream has the same events one by one; if vLLM itself cuts it now so, now otherwise, the same in all.
+
+    How many tokens an event has depends on how fast vLLM's two processes run against each other.
+    """
+    cuts = []
+    for _ in range(_TRIES):
+        theirs, told = ask(vllm, path, body), ask(ours, path, body)
+        assert told.status == theirs.status, (told, theirs)
+        assert told.body == nearly(theirs.body)
+        if _by_choice(told.events) == nearly(_by_choice(theirs.events)):
+            return told
+        assert told.joined == nearly(theirs.joined)
+        cuts.append(len(theirs.events))
+    assert len(set(cuts)) > 1, (told.events, theirs.events)
+    return told
+
+
+def _events(text: str) -> Iterable[Any]:
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    for block in blocks:
+        data = block.removeprefix("data: ")
+        yield data if data == "[DONE]" else masked(json.loads(data))
+
+
+def _by_choice(events: list[Any]) -> list[Any]:
+    """The events of one choice after the other: how several take turns is the scheduler's."""
+    choices = [event["choices"] if isinstance(event, dict) and "choices" in event else [] for event in events]
+    last = 1 + max((choice[0]["index"] for choice in choices if choice), default=0)
+    order = sorted(range(len(events)), key=lambda at: choices[at][0]["index"] if choices[at] else last)
+    return [events[at] for at in order]
+
+
+def _joined(events: list[Any]) -> Any:
+    """What each choice comes to, what was said beside the choices, and how the stream began and ended."""
+    choices: dict[int, Json] = {}
+    around: Json = {}
+    beside = []
+    for event in events:
+        if not isinstance(event, dict) or not event.get("choices"):
+            beside.append(event)
+            continue
+        for choice in event["choices"]:
+            _add(choices.setdefault(choice["index"], {}), {**choice, "usage": event.get("usage")})
+        around |= {
+            name: value for name, value in event.items() if name not in {"choices", "usage"} and value is not None
+        }
+    return [choices, around, beside]
+
+
+def _add(whole: Json, piece: Json) -> None:
+    for name, value in piece.items():
+        if value is None:
+            whole.setdefault(name, None)
+        elif name == "tool_calls":
+            calls = whole.setdefault(name, {})
+            for call in value:
+                _add(calls.setdefault(call["index"], {}), call)
+        elif isinstance(value, dict):
+            if whole.get(name) is None:
+                whole[name] = {}
+            _add(whole[name], value)
+        elif (name in _ADDS_UP or isinstance(value, list)) and whole.get(name) is not None:
+            whole[name] = whole[name] + value
+        else:
+            whole[name] = value

@@ -1,0 +1,158 @@
+"""A student of a real vLLM: the teacher's numbers are transformers', and the student comes nearer to it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from threading import Event
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from examples.sums.model import build, save, tokenizer
+from explorer import vllm_api
+from shared.config import Settings
+from shared.errors import EnvironmentRefused
+from shared.experience import Sample
+from shared.settings_file import load_settings
+from tests.loop.oracle import Oracle
+from tests.loop.services import free_port, make_model, wait_for, write_settings
+from tests.trainer.factories import sample
+from trainer import snapshot
+from trainer.endpoint import RemoteTeacher
+from trainer.learner import Learner
+from trainer.sequences import TokenSequence
+from trainer.teacher import NotTaught
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = np.array(tokenizer().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), np.int32)
+
+
+@pytest.fixture(scope="module")
+def opinionated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model than the student, which is sure of what it says."""
+    folder = tmp_path_factory.mktemp("opinionated")
+    network, words = build(1)
+    with torch.no_grad():
+        network.lm_head.weight.mul_(8)
+    save(network, words, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM as its users start it, on a port, but for our log-probabilities' dtype and a small memory."""
+    folder = tmp_path_factory.mktemp("teacher")
+    settings, port = load_settings(write_settings(folder, opinionated)), free_port()
+    command = [sys.executable, "-m", "explorer.guard", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    place = ["--host", "127.0.0.1", "--port", str(port), "--api-key", "secret", "--max-model-len", "512"]
+    name = ["--model", str(opinionated), "--served-model-name", "big", "--distributed-executor-backend", "uni"]
+    said = folder / "engine.log"
+    with said.open("wb") as log:
+        engine = subprocess.Popen(
+            [*command, *name, *options, *place],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=vllm_api.environment(settings, 0),
+        )
+    assert engine.stdin is not None
+
+    def ready() -> bool:
+        assert engine.poll() is None, said.read_text()
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for(ready, timeout_s=240, why=f"the engine did not start: {said}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        engine.stdin.close()
+        engine.wait(30)
+
+
+@pytest.fixture
+def settings(teacher_url: str, tmp_path: Path) -> Settings:
+    distill = {"teacher_url": teacher_url, "teacher_model": "big", "teacher_key": "secret"}
+    algorithm = {"algorithm_type": "distill", "distill": distill, "kl_coef": 0.0, "optimizer": {"lr": 3e-3}}
+    model = make_model(tmp_path / "student")
+    return load_settings(write_settings(tmp_path, model, mode="train", algorithm=algorithm))
+
+
+def said_by(learner: Learner, random: torch.Generator, *, replies: int, length: int) -> list[Sample]:
+    """Replies that the student samples, with their log-probabilities."""
+    ids_BT = torch.from_numpy(PROMPT).long().expand(replies, -1)
+    logprobs = []
+    for _ in range(length):
+        with torch.no_grad():
+            next_BV = learner.actor.network(input_ids=ids_BT).logits[:, -1].log_softmax(-1)
+        chosen_B1 = torch.multinomial(next_BV.exp(), 1, generator=random)
+        ids_BT = torch.cat([ids_BT, chosen_B1], 1)
+        logprobs.append(next_BV.gather(1, chosen_B1))
+    numbers = torch.cat(logprobs, 1).numpy()
+    tails = ids_BT[:, len(PROMPT) :].numpy().astype(np.int32)
+    return [
+        sample(i, prompt_ids=PROMPT, completion_ids=tails[i], logprobs=numbers[i], temperature=1.0, reward=0.0)
+        for i in range(replies)
+    ]
+
+
+def divergence(learner: Learner, oracle: Oracle) -> float:
+    """KL(student || teacher) of the first token, over the whole vocabulary."""
+    ids = torch.from_numpy(PROMPT).long()[None]
+    with torch.no_grad():
+        student = learner.actor.network(input_ids=ids).logits[0, -1].log_softmax(-1)
+        teacher = oracle._model(input_ids=ids).logits[0, -1].log_softmax(-1)
+    return float((student.exp() * (student - teacher)).sum())
+
+
+def test_the_teacher_s_numbers_are_those_of_transformers(settings: Settings, opinionated: Path) -> None:
+    teacher, oracle = RemoteTeacher(settings, Event()), Oracle(opinionated)
+    samples = [sample(i, temperature=0.7) for i in range(12)]
+    told = teacher.score([TokenSequence.alone(each) for each in samples])
+    for row, each in zip(told, samples, strict=True):
+        expected = oracle.logprobs(each.prompt_ids.tolist(), each.completion_ids.tolist())
+        assert row[: len(expected)].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_student_comes_nearer_to_it(settings: Settings, opinionated: Path) -> None:
+    learner, oracle = snapshot.load(settings, None), Oracle(opinionated)
+    learner.teacher = RemoteTeacher(settings, Event())
+    random, told = torch.Generator().manual_seed(0), []
+    before = divergence(learner, oracle)
+    for _ in range(40):
+        told.append(learner.step(said_by(learner, random, replies=24, length=3))["actor/teacher_kl"])
+    assert before > 0.5
+    assert divergence(learner, oracle) < 0.5 * before
+    assert mean(told[-8:]) < 0.6 * mean(told[:2])
+
+
+def test_its_replies_can_be_had_and_what_does_not_fit_is_refused(settings: Settings) -> None:
+    teacher = RemoteTeacher(settings, Event())
+    taught, reasons = [], set()
+    for number in range(8):  # Untrained, it may speak to its limit, which is refused.
+        try:
+            taught += teacher.reply([sample(number, prompt_ids=PROMPT)])
+        except NotTaught as error:
+            reasons |= error.refused.keys()
+    assert reasons <= {"the teacher's reply was cut off at 16 tokens"}
+    assert all(each.completion_ids[-1] == tokenizer().eos_token_id for each in taught)
+    long = sample(9, prompt_ids=np.resize(PROMPT, 600))
+    with pytest.raises(NotTaught, match="the teacher refuses it: This model's maximum context length is 512 tokens"):
+        teacher.reply([long])
+    with pytest.raises(NotTaught, match="the teacher refuses it: This model's maximum context length is 512 tokens"):
+        teacher.score([TokenSequence.alone(long)])
+
+
+def test_a_wrong_key_is_refused_in_a_sentence(settings: Settings) -> None:
+    distill = settings.algorithm.distill.model_copy(update={"teacher_key": "wrong"})
+    wrong = settings.model_copy(update={"algorithm": settings.algorithm.model_copy(update={"distill": distill})})
+    with pytest.raises(EnvironmentRefused, match=r"teacher_url: .* answers 401: Unauthorized"):
+        RemoteTeacher(wrong, Event()).check()

@@ -1,0 +1,162 @@
+"""Does it learn? Each method on tasks of a tiny model: in one process, through the whole loop, and beside TRL.
+
+    .venv/bin/python -m benchmarks.learning ours ppo grpo --seeds 0 1 2
+    .venv/bin/python -m benchmarks.learning ours ppo --flip 0.2 | --offset 1 | --coin | --late 8
+    .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
+    .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2
+    .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
+    .venv/bin/python -m benchmarks.learning all --out FOLDER --trl FOLDER/bin/python
+    .venv/bin/python -m benchmarks.learning report --out FOLDER [--curves docs/methods]
+
+Every run prints one line and is kept as a JSON line in FOLDER/runs/NAME.json; a run that is there is not made again, so
+`all` goes on where it was stopped. How TRL's environment is made, benchmarks/learning_trl.py says. `loop` wants a quiet
+machine: 100 to 200 s a run there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning_plan import BUDGET, TRL_OFFLINE, Wanted, everything
+from benchmarks.learning_report import draw, tables
+from examples.tasks.start import TASKS, start
+
+
+def main() -> int:
+    """Make the runs, or say what came of them."""
+    options = _options()
+    if options.what == "report":
+        lines = [json.loads(file.read_text()) for file in sorted((options.out / "runs").glob("*.json"))]
+        print(tables(lines))
+        if options.curves:
+            draw(lines, options.curves)
+        return 0
+    failed = 0
+    for wanted in everything() if options.what == "all" else _wanted(options):
+        file = options.out / "runs" / f"{wanted.name}.json"
+        if not file.exists():
+            try:
+                line = _run(wanted, options.out, options.trl)
+            except RunFailed as error:
+                print(f"{wanted.name}: {error}", file=sys.stderr, flush=True)
+                failed += 1
+                continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"name": wanted.name, "kind": wanted.kind, **line}) + "\n")
+        print(summary(json.loads(file.read_text())), flush=True)
+    return 1 if failed else 0
+
+
+class RunFailed(Exception):
+    """A run of another process ended badly; the message is the end of what it said."""
+
+
+def summary(line: Mapping[str, Any]) -> str:
+    """A run in one line."""
+    steps, seconds = line.get("steps", "-"), line.get("cpu_s", line.get("wall_s", 0))
+    return f"{line['name']:48s} {line['before']:.3f} -> {line['after']:.3f}  {steps} steps, {seconds:.0f} s"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("ours", "loop", "trl", "all", "report"))
+    parser.add_argument("methods", nargs="*")
+    parser.add_argument("--task", choices=TASKS, default="sums")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--samples", type=int, default=BUDGET)
+    parser.add_argument("--flip", type=float, default=0.0, help="share of rewards that say the opposite")
+    parser.add_argument("--offset", type=float, default=0.0, help="added to each reward")
+    parser.add_argument("--coin", action="store_true", help="rewards are tossed")
+    parser.add_argument("--late", type=int, default=0, help="steps between sampling and learning; `ours` only")
+    parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
+    parser.add_argument("--out", type=Path, default=Path("learning"))
+    parser.add_argument("--trl", type=Path, help="python of the environment that TRL is in")
+    parser.add_argument("--curves", type=Path, help="folder to draw the curves into")
+    return parser.parse_args()
+
+
+def _wanted(options: argparse.Namespace) -> Iterator[Wanted]:
+    for seed in options.seeds:
+        for method in options.methods:
+            yield Wanted(
+                place=options.what,
+                method=method,
+                task=options.task,
+                seed=seed,
+                samples=options.samples,
+                flip=options.flip,
+                offset=options.offset,
+                coin=options.coin,
+                late=options.late,
+                offline=options.offline,
+                changes=tuple(options.set),
+            )
+
+
+def _run(wanted: Wanted, out: Path, trl: Path | None) -> dict[str, Any]:
+    if wanted.place == "loop":
+        return _loop(wanted, out)
+    # Torch takes seconds.
+    from benchmarks import learning_ours
+
+    task, base = TASKS[wanted.task], start(out, wanted.task, wanted.seed)
+    replies = out / "start" / f"{wanted.task}-{wanted.seed}.jsonl"
+    if wanted.offline or (wanted.place == "trl" and wanted.method in TRL_OFFLINE):
+        learning_ours.write_replies(replies, task, base, seed=wanted.seed, samples=wanted.samples)
+    if wanted.place == "trl":
+        return _trl(wanted, base, replies, trl)
+    return learning_ours.learn(wanted, task, base, replies if wanted.offline else None)
+
+
+def _trl(wanted: Wanted, base: Path, replies: Path, trl: Path | None) -> dict[str, Any]:
+    if trl is None:
+        raise RunFailed("--trl: name the python of an environment that holds trl")
+    command = [trl, "-m", "benchmarks.learning_trl", wanted.method, "--seed", wanted.seed, "--start", base]
+    command += ["--samples", wanted.samples, "--offline", replies]
+    for each in wanted.changes:
+        name, value = each.split("=", 1)
+        command += [f"--{name}", value]
+    line: dict[str, Any] = json.loads(_said(command).splitlines()[-1])
+    return line
+
+
+def _loop(wanted: Wanted, out: Path) -> dict[str, Any]:
+    """The run of `python -m examples.tasks`, whose folder is kept only if it fails."""
+    start(out, wanted.task, wanted.seed)
+    with tempfile.TemporaryDirectory(prefix="learning-") as folder:
+        command = [sys.executable, "-m", "examples.tasks", wanted.task, "--method", wanted.method]
+        command += ["--seed", wanted.seed, "--samples", wanted.samples, "--start", out, "--dir", folder]
+        command += ["--flip", wanted.flip, "--offset", wanted.offset, *(["--coin"] if wanted.coin else [])]
+        command += ["--set", *wanted.changes]
+        _said(command)
+        found = json.loads((Path(folder) / "summary.json").read_text())
+    return {
+        "trainer": "loop",
+        "method": wanted.method,
+        "task": wanted.task,
+        "seed": wanted.seed,
+        "samples": wanted.samples,
+        "before": found["reward_before"],
+        "after": found["reward_after"],
+        "steps": found["steps"],
+        "wall_s": found["seconds"],
+        "curve": [[at, right] for at, _, right in found["judged"]],
+        **{name: found[name] for name in ("versions", "trained", "requests", "requests_failed")},
+    }
+
+
+def _said(command: Iterable[object]) -> str:
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RunFailed(f"exit code {ended.returncode}\n{(ended.stdout + ended.stderr)[-2000:]}")
+    return ended.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The runs of the benchmark: what each is, its name, and which of them make up the whole."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from examples.tasks.methods import LEARNING_RATES_OF_TRL, REINFORCEMENT
+
+#: `ours`: our trainer in one process; `loop`: both services with vLLM; `trl`: TRL's trainer of the method's name.
+Place = Literal["ours", "loop", "trl"]
+
+SEEDS = (0, 1, 2)
+BUDGET = 4096
+TRL_ONLINE, TRL_OFFLINE = ("grpo", "rloo"), ("dpo", "kto", "sft")
+ROBUST = ("ppo", "reinforce", "raft", "kto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One run. `samples` counts replies, runs of a task in the loop.
+
+    `flip`: the share of rewards that say the opposite; `offset`: added to each; `coin`: rewards are tossed; `late`:
+    steps between sampling and learning; `offline`: learn from replies of the start weights alone; `changes`: settings
+    of `algorithm` over the method's own, as NAME=VALUE.
+    """
+
+    place: Place
+    method: str
+    task: str = "sums"
+    seed: int = 0
+    samples: int = BUDGET
+    flip: float = 0.0
+    offset: float = 0.0
+    coin: bool = False
+    late: int = 0
+    offline: bool = False
+    changes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """What seeds have in common."""
+        marks = {"flip": self.flip, "offset": self.offset, "late": self.late}
+        said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
+        said += [mark for mark in ("coin", "offline") if getattr(self, mark)]
+        return "-".join([self.place, self.task, self.method, *said, *self.changes, str(self.samples)])
+
+    @property
+    def name(self) -> str:
+        """The name of the file that the run is kept in."""
+        return f"{self.kind}-{self.seed}"
+
+
+def everything() -> Iterator[Wanted]:
+    """All runs, the quick ones first."""
+    for seed in SEEDS:
+        yield from _in_process(seed)
+    for seed in SEEDS:
+        yield from _beside_trl(seed)
+    for seed in SEEDS:
+        yield from _through_the_loop(seed)
+
+
+def _in_process(seed: int) -> Iterator[Wanted]:
+    for method in (*REINFORCEMENT, "dpo", "kto", "raft", "sft"):
+        yield Wanted(place="ours", method=method, seed=seed)
+    for method in ROBUST:
+        yield Wanted(place="ours", method=method, seed=seed, flip=0.2)
+        yield Wanted(place="ours", method=method, seed=seed, offset=1.0)
+        yield Wanted(place="ours", method=method, seed=seed, late=8)
+    for method in REINFORCEMENT:
+        yield Wanted(place="ours", method=method, seed=seed, coin=True)
+        yield Wanted(place="ours", method=method, seed=seed, task="tools")
+    for method in ("ppo", "reinforce", "grpo", "multi_step_grpo"):
+        yield Wanted(place="ours", method=method, seed=seed, task="calculator", samples=3 * BUDGET)
+
+
+def _beside_trl(seed: int) -> Iterator[Wanted]:
+    for method in TRL_ONLINE:
+        for rate in LEARNING_RATES_OF_TRL:
+            yield Wanted(place="trl", method=method, seed=seed, changes=(f"lr={rate}",))
+    for method in TRL_OFFLINE:
+        yield Wanted(place="ours", method=method, seed=seed, offline=True)
+        for rate in LEARNING_RATES_OF_TRL:
+            yield Wanted(place="trl", method=method, seed=seed, changes=(f"lr={rate}",))
+
+
+def _through_the_loop(seed: int) -> Iterator[Wanted]:
+    for method in (*REINFORCEMENT, "dpo", "kto", "raft", "sft"):
+        yield Wanted(place="loop", method=method, seed=seed, samples=2 * BUDGET)
+    for method in ("ppo", "reinforce"):
+        yield Wanted(place="loop", method=method, seed=seed, flip=0.2)
+        yield Wanted(place="loop", method=method, seed=seed, offset=1.0)
+        yield Wanted(place="loop", method=method, seed=seed, coin=True)
+    for method in ("ppo", "grpo"):
+        yield Wanted(place="loop", method=method, seed=seed, task="tools")
+    for method in ("reinforce", "multi_step_grpo"):
+        yield Wanted(place="loop", method=method, seed=seed, task="calculator", samples=2048)

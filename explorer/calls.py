@@ -98,7 +98,8 @@ class Calls:
             labels=labels,
             ignored=ignored,
             request_id=visit.header(b"x-request-id") or msg_id,
-            received_at=time.time(),
+            # Before its body was read, which may have taken the client long.
+            received_at=time.time() - (time.monotonic() - started),
             started=started,
             teller=dialect.teller(body, msg_id, dialect.upstream_prefix + name),
         )

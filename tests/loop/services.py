@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -175,8 +175,8 @@ def alive(pid: int) -> bool:
     return state != "Z" and os.path.exists(f"/proc/{pid}")
 
 
-def publish_by_hand(settings: Settings, ledger: Ledger, seed: int) -> int:
-    """Register a version of other weights, as a trainer would."""
+def stage_by_hand(settings: Settings, ledger: Ledger, seed: int) -> Callable[[], int]:
+    """Write other weights, as a trainer would; what registers them as a version."""
     store, epoch = CheckpointStore(settings.job_dir), ledger.take_epoch("by hand")
     staging = store.stage(epoch)
     make_model(staging / "actor", seed)
@@ -197,7 +197,7 @@ def publish_by_hand(settings: Settings, ledger: Ledger, seed: int) -> int:
         )
         return store.publish(staging, manifest)
 
-    return ledger.register(epoch, [], step=1, publish=publish)
+    return lambda: ledger.register(epoch, [], step=1, publish=publish)
 
 
 def wait_until_served(ledger: Ledger, version: int, *, timeout_s: float = 60) -> None:

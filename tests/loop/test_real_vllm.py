@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,7 @@ from shared.experience import Sample
 from shared.ledger import BatchPolicy, Ledger
 from shared.schema import experiences
 from tests.loop.oracle import Oracle
-from tests.loop.services import Service, publish_by_hand, wait_for, wait_until_served
+from tests.loop.services import Service, stage_by_hand, wait_for, wait_until_served
 
 pytestmark = pytest.mark.vllm
 
@@ -131,44 +132,42 @@ def greedy(http: httpx.Client, model: str, content: str) -> tuple[str, list[floa
     return choice["message"]["content"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
 
-async def stream_whole(url: str, model: str, number: int) -> tuple[str, str]:
-    """One long stream: its finish reason and the version that began it."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    async with client:
-        raw = await client.chat.completions.with_raw_response.create(
-            # However the weights turn out, some stream is under way when they are swapped.
-            model=model,
-            stream=True,
-            extra_body={"ignore_eos": True},
-            **ask(f"tell me about {number}", max_tokens=200),
-        )
-        reason = ""
-        async for piece in raw.parse():
-            reason = piece.choices[0].finish_reason or reason
-        return reason, raw.headers["x-tuneloop-version"]
+async def stream_whole(http: httpx.AsyncClient, model: str, number: int) -> tuple[str, str]:
+    """One long stream: its finish reason and the version that began it.
 
-
-async def load_until(url: str, model: str, served: "asyncio.Future[None]") -> list[tuple[str, str]]:
-    """Keep eight streams in flight until a version is served, and a little longer."""
-    done: list[tuple[str, str]] = []
-
-    async def lane(number: int) -> None:
-        while not served.done():
-            done.append(await stream_whole(url, model, number))
-        done.append(await stream_whole(url, model, number))
-
-    await asyncio.gather(*(lane(number) for number in range(8)))
-    return done
+    Read by as light a client as can be: one that is slower than the engine would leave it idle between two streams.
+    """
+    # However the weights turn out, some stream is under way when they are swapped.
+    body = ask(f"tell me about {number}", model=model, max_tokens=800, stream=True, ignore_eos=True)
+    ending = b""
+    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        async for piece in reply.aiter_raw():
+            ending = ending[-4096:] + piece
+    *_, last, done = (line.removeprefix(b"data: ") for line in ending.splitlines() if line)
+    assert done == b"[DONE]"
+    return json.loads(last)["choices"][0]["finish_reason"], reply.headers["x-tuneloop-version"]
 
 
 async def reload_under_load(explorer: Service, ledger: Ledger, seed: int) -> tuple[int, list[tuple[str, str]]]:
-    served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    load = asyncio.create_task(load_until(explorer.url, explorer.settings.served_model_name, served))
-    await asyncio.sleep(1)
-    version = await asyncio.to_thread(publish_by_hand, explorer.settings, ledger, seed)
-    await asyncio.to_thread(wait_until_served, ledger, version)
-    served.set_result(None)
-    return version, await load
+    """Keep eight streams in flight until a new version is served, and let eight more begin on it."""
+    # Not while streams are read: it would keep this process from reading them.
+    register = stage_by_hand(explorer.settings, ledger, seed)
+    served = asyncio.Event()
+    done: list[tuple[str, str]] = []
+
+    async def lane(number: int) -> None:
+        while not served.is_set():
+            done.append(await stream_whole(http, explorer.settings.served_model_name, number))
+        done.append(await stream_whole(http, explorer.settings.served_model_name, number))
+
+    async with httpx.AsyncClient(base_url=explorer.url, timeout=120) as http, asyncio.TaskGroup() as lanes:
+        for number in range(8):
+            lanes.create_task(lane(number))
+        await asyncio.sleep(1)
+        version = await asyncio.to_thread(register)
+        await asyncio.to_thread(wait_until_served, ledger, version)
+        served.set()
+    return version, done
 
 
 def test_after_a_reload_under_load_the_engine_answers_as_a_fresh_one_on_that_checkpoint(
@@ -199,8 +198,10 @@ def test_after_a_reload_under_load_the_engine_answers_as_a_fresh_one_on_that_che
 
 def test_replies_that_two_versions_wrote_are_kept_and_marked(explorer: Service, ledger: Ledger) -> None:
     before = of_two_versions(explorer)
-    asyncio.run(reload_under_load(explorer, ledger, seed=12))
-    wait_for(lambda: of_two_versions(explorer) > before, timeout_s=30, why="no reply of two versions was marked")
+    _, streams = asyncio.run(reload_under_load(explorer, ledger, seed=12))
+    assert {reason for reason, _ in streams} == {"length"}
+    why = f"no reply of two versions was marked; they began with {Counter(began for _, began in streams)}"
+    wait_for(lambda: of_two_versions(explorer) > before, timeout_s=60, why=why)
 
 
 def of_two_versions(explorer: Service) -> int:

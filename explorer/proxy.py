@@ -233,6 +233,7 @@ class Spoken:
             run_id=call.labels.run_id,
             user=call.labels.user,
             priority=call.labels.priority,
+            engine=self.engine.number,
         )
 
 

@@ -10,6 +10,7 @@ TuneloopError
 ├── LedgerError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
+│   ├── VersionRefused      a version cannot be what somebody wants it to be
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
@@ -81,6 +82,10 @@ class StaleEpoch(LedgerError):
 
 class LeaseLost(LedgerError):
     """Rows that a version was trained on are leased no more."""
+
+
+class VersionRefused(LedgerError):
+    """A version cannot be promoted, rolled back or pinned as asked; nothing has changed."""
 
 
 class LedgerUnavailable(LedgerError):

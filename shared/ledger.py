@@ -14,6 +14,7 @@ from shared.config import Settings
 from shared.database import connect
 from shared.errors import EnvironmentRefused
 from shared.ledger_alarms import Alarm
+from shared.ledger_appointments import Appointments
 from shared.ledger_drift import Drift
 from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
@@ -22,13 +23,13 @@ from shared.ledger_reports import Reports, VersionReward
 from shared.ledger_stored import StoredCompletions
 from shared.ledger_training import LEASE_S, Training
 from shared.ledger_transactions import ignoring
-from shared.ledger_versions import Version, VersionLedger
+from shared.ledger_versions import Version
 from shared.schema import experiment
 
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
 
 
-class Ledger(Recording, Training, StoredCompletions, VersionLedger, Reports, Exports, Judged, Drift):
+class Ledger(Recording, Training, StoredCompletions, Appointments, Reports, Exports, Judged, Drift):
     """Every verb of the ledger; each of its bases is a page of them."""
 
     @classmethod

@@ -27,10 +27,11 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
     text,
 )
 
-from shared.experience import AlarmState, Kind, Outcome, State, VersionState
+from shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
 
 metadata = MetaData(
     naming_convention={
@@ -118,20 +119,62 @@ versions = Table(
     Column("created_at", Double, nullable=False),
     Column("served_at", Double, nullable=True),
     Column("reason", Words, nullable=True),
+    Column("pinned", Boolean, nullable=False, server_default=false()),
     CheckConstraint(_one_of("state", VersionState), name="state"),
     CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
     CheckConstraint("purged >= 0 AND purged <= consumed", name="purged_of_the_consumed"),
     CheckConstraint("(version = 0) = (epoch IS NULL)", name="trained_under_an_epoch"),
     CheckConstraint("(version = 0) = (manifest_sha256 IS NULL)", name="manifest"),
-    CheckConstraint("(state = 'rejected') = (reason IS NOT NULL)", name="rejected_with_reason"),
+    CheckConstraint("(state IN ('rejected', 'rolled_back')) = (reason IS NOT NULL)", name="rejected_with_reason"),
     CheckConstraint("state <> 'champion' OR served_at IS NOT NULL", name="champion_was_served"),
 )
+for _state in (VersionState.CHAMPION, VersionState.CANARY):
+    Index(
+        f"ix_versions_one_{_state}",
+        versions.c.state,
+        unique=True,
+        sqlite_where=text(f"state = '{_state}'"),
+        postgresql_where=text(f"state = '{_state}'"),
+    )
 Index(
-    "ix_versions_one_champion",
-    versions.c.state,
+    "ix_versions_one_pinned",
+    versions.c.pinned,
     unique=True,
-    sqlite_where=text("state = 'champion'"),
-    postgresql_where=text("state = 'champion'"),
+    sqlite_where=text("pinned"),
+    postgresql_where=text("pinned"),
+)
+
+#: What happened to each version, by whom and why; `details` is JSON: the figures that decided it.
+version_events = Table(
+    "version_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("version", Integer, ForeignKey("versions.version"), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("action", String(16), nullable=False),
+    Column("actor", Words, nullable=False),
+    Column("reason", Words, nullable=True),
+    Column("details", Words, nullable=True),
+    CheckConstraint(_one_of("action", VersionAction), name="action"),
+    Index(None, "version", "id"),
+)
+
+#: How each version did on tasks that it was not trained on: `slice` is empty for all of them.
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("version", Integer, ForeignKey("versions.version"), nullable=False),
+    Column("evaluator", String(16), nullable=False),
+    Column("metric", String(64), nullable=False),
+    Column("slice", String(64), nullable=False),
+    Column("value", Double, nullable=False),
+    Column("deviation", Double, nullable=False),
+    Column("samples", Integer, nullable=False),
+    Column("evaluated_at", Double, nullable=False),
+    PrimaryKeyConstraint("version", "evaluator", "metric", "slice"),
+    CheckConstraint(_one_of("evaluator", Evaluator), name="evaluator"),
+    CheckConstraint("samples >= 1 AND deviation >= 0", name="samples"),
+    CheckConstraint("value > -1e300 AND value < 1e300", name="value_is_finite"),
 )
 
 #: Every rule by which feedback has become a reward: its definition is JSON, written once.
@@ -153,6 +196,7 @@ exchanges = Table(
     Column("request", LargeBinary, nullable=False),
     Column("received_at", Double, nullable=False),
     Column("latency_s", Double, nullable=False),
+    Column("engine", SmallInteger, nullable=True),
 )
 _partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 _partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)

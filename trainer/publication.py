@@ -84,7 +84,8 @@ def prune(store: CheckpointStore, ledger: Ledger, *, keep: int) -> None:
     versions = ledger.versions()
     numbers = [version.version for version in versions]
     last = numbers[-keep:] if keep else numbers
-    needed = {each.version for each in versions if each.state in {VersionState.CHAMPION, VersionState.CANDIDATE}}
+    may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
+    needed = {each.version for each in versions if each.pinned or each.state in may_serve}
     # The number after the newest may be a checkpoint that a newer trainer is just registering.
     spared = {*last, *needed, ledger.newest().version, numbers[-1] + 1}
     try:

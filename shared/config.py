@@ -27,6 +27,7 @@ from shared.config_kinds import (
     Share,
 )
 from shared.config_monitor import Monitor
+from shared.config_rollout import Gate, Rollout
 
 
 class Model(Section):
@@ -188,6 +189,8 @@ class Settings(Section):
     retention: Retention = Retention()
     synchronizer: Synchronizer = Synchronizer()
     monitor: Monitor = Monitor()
+    gate: Gate = Gate()
+    rollout: Rollout = Rollout()
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":
@@ -204,6 +207,9 @@ class Settings(Section):
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
             *self._verdicts_too_late(),
+            *self.rollout.contradictions(),
+            *self._one_engine_for_two_versions(),
+            *self._gate_without_tasks(),
         ]
         if contradictions:
             raise ValueError("\n".join(contradictions))
@@ -287,6 +293,22 @@ class Settings(Section):
             yield (
                 f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
                 " Lower the one or raise the other"
+            )
+
+    def _one_engine_for_two_versions(self) -> Iterator[str]:
+        rollout = self.explorer.rollout_model
+        engines = len(rollout.engine_urls) or rollout.engine_num
+        if self.mode != "train" and self.rollout.tries and engines < 2:
+            yield (
+                f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines; raise"
+                " explorer.rollout_model.engine_num, or write rollout.mode: all"
+            )
+
+    def _gate_without_tasks(self) -> Iterator[str]:
+        if self.gate.mode != "off" and self.monitor.evaluation.path is None:
+            yield (
+                f"gate.mode: {self.gate.mode} needs tasks to try a version on; name their file in"
+                " monitor.evaluation.path, or write gate: off"
             )
 
     @property

@@ -61,7 +61,7 @@ class VersionState(StrEnum):
     """Where a set of weights stands. The arrows are the only legal transitions."""
 
     CANDIDATE = "candidate"  # -> canary, champion, rejected, retired (a newer one came first)
-    CANARY = "canary"  # -> champion, rolled_back; answers a part of the traffic, or copies of it
+    CANARY = "canary"  # -> champion, retired, rolled_back; answers a part of the traffic, or copies of it
     CHAMPION = "champion"  # -> retired, rolled_back
     REJECTED = "rejected"  # final: never answered anybody, with the reason
     ROLLED_BACK = "rolled_back"  # final: has answered somebody, and must not again, with the reason

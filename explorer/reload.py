@@ -40,7 +40,8 @@ class Reloader:
         self._deaths: Counter[int] = Counter()
         self._unreadable: Counter[int] = Counter()
         self._held: int | None = None
-        self._turn = asyncio.Lock()
+        #: Whoever swaps weights or takes an engine out of rotation holds it, so that nobody else touches one meanwhile.
+        self.swapping = asyncio.Lock()
 
     async def run(self) -> None:
         """Look for a new version every `service_status_check_interval` seconds, for ever."""
@@ -58,7 +59,7 @@ class Reloader:
 
         While an alarm holds, candidates are left as they are.
         """
-        async with self._turn:
+        async with self.swapping:
             champion = await asyncio.to_thread(self._ledger.champion)
             self._metrics.version_served.set(champion.version)
             candidate = await asyncio.to_thread(self._ledger.candidate)
@@ -83,7 +84,7 @@ class Reloader:
         for engine in self._fleet.engines:
             if engine.state is EngineState.READY and engine.version != champion.version:
                 await self._fleet.set(engine, EngineState.RELOADING)
-                await self._put_back(engine, champion)
+                await self.put_back(engine, champion)
 
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
@@ -132,21 +133,24 @@ class Reloader:
             await _load_paused(engine, version, self._fleet)
             await engine.control.prove(probe)
         except (EngineError, CheckpointRejected) as error:
-            await self._put_back(engine, back_to)
+            await self.put_back(engine, back_to)
             if engine.state is EngineState.READY:
                 raise CheckpointRejected(str(error)) from error
             raise EngineError(str(error)) from error
         await self._fleet.set(engine, EngineState.READY)
         self._metrics.reload_seconds.observe(time.monotonic() - started)
 
-    async def _put_back(self, engine: Engine, champion: Version) -> None:
-        """Load the old weights again; an engine that cannot is marked down, which makes its supervisor restart it."""
+    async def put_back(self, engine: Engine, champion: Version) -> None:
+        """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
+
+        To be called while `swapping` is held, with the engine out of rotation.
+        """
         try:
             await load(engine, champion, fleet=self._fleet)
             if champion.version:
                 await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
         except (EngineError, CheckpointRejected) as error:
-            log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
+            log.error("engine_notput_back", engine=engine.number, version=champion.version, reason=str(error))
             await self._fleet.set(engine, EngineState.DOWN)
         else:
             await self._fleet.set(engine, EngineState.READY)

@@ -150,7 +150,7 @@ class Reloader:
             if champion.version:
                 await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
         except (EngineError, CheckpointRejected) as error:
-            log.error("engine_notput_back", engine=engine.number, version=champion.version, reason=str(error))
+            log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
             await self._fleet.set(engine, EngineState.DOWN)
         else:
             await self._fleet.set(engine, EngineState.READY)

@@ -38,6 +38,12 @@ class Call(NamedTuple):
     started: float
     teller: Teller
 
+    @property
+    def key(self) -> str:
+        """Whose request it is: who comes again with the same key meets the same version."""
+        labels = self.labels
+        return f"{TENANT}:{labels.user or labels.task_id or self.msg_id}"
+
     def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
         """What the reply says about itself."""
         headers = [

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from explorer.fleet import EngineState
+from explorer.split import Split
 from explorer.tally import Sample
 from shared.errors import TuneloopError
 
@@ -45,8 +46,15 @@ class Begin(Question, frozen=True):
     """A worker: here I am. The answer is a Beginning."""
 
 
+class FleetView(msgspec.Struct, frozen=True):
+    """All engines, and how the requests are divided between them."""
+
+    engines: list[EngineView]
+    split: Split | None
+
+
 class Writes(Question, frozen=True):
-    """A worker: this is my slot. It serves when that is known."""
+    """A worker: this is my slot. It serves when that is known. The answer is a FleetView."""
 
     folder: str
 
@@ -77,6 +85,12 @@ class Learn(Question, frozen=True):
     """The control process: an engine has changed."""
 
     engine: EngineView
+
+
+class Divide(Question, frozen=True):
+    """The control process: divide the requests so from now on."""
+
+    split: Split | None
 
 
 class UntilIdle(Question, frozen=True):

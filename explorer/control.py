@@ -27,9 +27,11 @@ from explorer.channel import (
     ChannelLost,
     Count,
     Counted,
+    Divide,
     EngineView,
     Expose,
     Failed,
+    FleetView,
     Learn,
     Mind,
     Question,
@@ -40,6 +42,7 @@ from explorer.channel import (
 from explorer.fleet import Engine
 from explorer.patient_ledger import open_ledger
 from explorer.slots import RemoteSlot, Slots
+from explorer.split import Split
 from explorer.tally import Sample
 from explorer.upkeep import Upkeep, open_upkeep
 from shared.config import Settings
@@ -166,6 +169,10 @@ class Workers:
         """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
 
+    async def divide(self, split: Split | None) -> None:
+        """Return when all workers divide their requests so, or are no more."""
+        await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
+
     async def until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(UntilIdle(engine.number))
@@ -226,7 +233,7 @@ class Workers:
                 raise TypeError(question)
         return None
 
-    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> list[EngineView]:
+    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> FleetView:
         loop = asyncio.get_running_loop()
 
         def renew() -> None:
@@ -236,7 +243,7 @@ class Workers:
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
-        return _views(self._upkeep)
+        return FleetView(_views(self._upkeep), self._upkeep.fleet.split)
 
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:

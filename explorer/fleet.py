@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from explorer.engine_http import EngineHttp
+from explorer.split import Split
 from explorer.vllm_api import Control
 from shared.errors import RequestRefused
 
@@ -73,15 +74,22 @@ class Audience(Protocol):
     async def tell(self, engine: Engine) -> None:
         """Return when all know the engine as it is now."""
 
+    async def divide(self, split: Split | None) -> None:
+        """Return when all divide their requests so."""
+
     async def until_idle(self, engine: Engine) -> None:
         """Return when none has a request in flight there."""
 
 
 class Fleet:
-    """All engines. Requests wait while none is ready, for at most `patience_s`."""
+    """All engines. Requests wait while none is ready, for at most `patience_s`.
+
+    With a `split`, engines that have the version which is being tried get its share of the requests and no others.
+    """
 
     def __init__(self, engines: Iterable[Engine], *, patience_s: float, audience: Audience | None = None) -> None:
         self.engines = list(engines)
+        self.split: Split | None = None
         self._patience_s = patience_s
         self._audience = audience
         self._changed = asyncio.Condition()
@@ -105,6 +113,14 @@ class Fleet:
         """Say which version an engine has."""
         engine.version = version
         await self._tell(engine)
+
+    async def divide(self, split: Split | None) -> None:
+        """Divide the requests between the champion and a version that is being tried; None: there is none."""
+        self.split = split
+        if self._audience is not None:
+            await self._audience.divide(split)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def learn(self, known: Sequence[Known]) -> None:
         """Take over what is known elsewhere of engines."""
@@ -131,14 +147,23 @@ class Fleet:
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state is EngineState.DOWN)
 
-    async def take(self) -> Engine:
-        """The ready engine with the least in flight, counted as busy until it is given back."""
-        engine = least_busy(self.engines) or await self._wait_for_one()
+    async def take(self, key: str | None = None) -> Engine:
+        """The engine that answers the requests of a key, counted as busy until it is given back.
+
+        Without a key it is one of the champion's.
+        """
+        engine = chosen(self.engines, self.split, key) or await self._wait_for_one(key)
         return self._taken(engine)
 
-    def take_another(self, than: Engine) -> Engine | None:
-        """The same, but not this one; None if no other is ready."""
-        engine = least_busy(each for each in self.engines if each is not than)
+    def take_another(self, than: Engine, key: str | None = None) -> Engine | None:
+        """The same, but not this one; None if no other may."""
+        engine = chosen([each for each in self.engines if each is not than], self.split, key)
+        return self._taken(engine) if engine else None
+
+    def take_for_copies(self) -> Engine | None:
+        """A ready engine of the version that gets copies, counted as busy until it is given back."""
+        split = self.split
+        engine = least_busy(each for each in self.engines if split and each.version == split.version)
         return self._taken(engine) if engine else None
 
     def give_back(self, engine: Engine) -> None:
@@ -152,10 +177,10 @@ class Fleet:
         engine.idle.clear()
         return engine
 
-    async def _wait_for_one(self) -> Engine:
+    async def _wait_for_one(self, key: str | None) -> Engine:
         try:
             async with asyncio.timeout(self._patience_s), self._changed:
-                while (engine := least_busy(self.engines)) is None:
+                while (engine := chosen(self.engines, self.split, key)) is None:
                     if not self.ready:
                         break
                     await self._changed.wait()
@@ -164,6 +189,20 @@ class Fleet:
         if engine is None:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine
+
+
+def chosen(engines: Sequence[Engine], split: Split | None, key: str | None) -> Engine | None:
+    """The ready engine that answers the requests of a key, if any.
+
+    The champion's engines stand in for the one that is being tried, but never the other way round.
+    """
+    if split is None:
+        return least_busy(engines)
+    if key is not None and split.answers(key):
+        tried = least_busy(each for each in engines if each.version == split.version)
+        if tried is not None:
+            return tried
+    return least_busy(each for each in engines if each.version != split.version)
 
 
 def least_busy(engines: Iterable[Engine]) -> Engine | None:

@@ -77,7 +77,7 @@ class Proxy:
             self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
 
     async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
-        engine = await self._fleet.take()  # with a patience of its own: nobody was asked yet
+        engine = await self._fleet.take(call.key)  # with a patience of its own: nobody was asked yet
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._ask(engine, call, visit, told)
@@ -124,11 +124,11 @@ class Proxy:
         spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
         try:
             reply = await engine.http.ask("POST", dialect.upstream_path, call.upstream, headers)
-            if reply.status < _ILL or (other := self._fleet.take_another(engine)) is None:
+            if reply.status < _ILL or (other := self._fleet.take_another(engine, call.key)) is None:
                 return spoken, reply
             reply.close()
         except EngineUnreachable:
-            if (other := self._fleet.take_another(engine)) is None:
+            if (other := self._fleet.take_another(engine, call.key)) is None:
                 self._fleet.give_back(engine)
                 raise
         except BaseException:

@@ -30,9 +30,11 @@ from explorer.channel import (
     ChannelLost,
     Count,
     Counted,
+    Divide,
     EngineView,
     Expose,
     Failed,
+    FleetView,
     Learn,
     Mind,
     Renew,
@@ -168,7 +170,9 @@ class Worker:
             metrics=self._metrics,
             backstage=Remote(self._channel),
         )
-        await self._fleet.learn(await self._channel.ask(Writes(str(self._spool.folder)), list[EngineView]))
+        known: FleetView = await self._channel.ask(Writes(str(self._spool.folder)), FleetView)
+        await self._fleet.divide(known.split)
+        await self._fleet.learn(known.engines)
         stack.push_async_callback(self._count)
         return road, [*tasks, self._count_for_ever()]
 
@@ -197,6 +201,8 @@ class Worker:
         match question:
             case Learn(engine):
                 await self._fleet.learn([engine])
+            case Divide(split):
+                await self._fleet.divide(split)
             case UntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
             case Count():

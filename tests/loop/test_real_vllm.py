@@ -112,7 +112,7 @@ class Fresh:
         self.http = httpx.Client(transport=httpx.HTTPTransport(uds=str(self._socket)), base_url="http://engine")
 
     def wait_until_ready(self) -> None:
-        wait_for(self._listening, timeout_s=240, why="the fresh engine did not start")
+        wait_for(self._listening, timeout_s=600, why="the fresh engine did not start")
         wait_for(lambda: self.http.get("/health").status_code == 200, timeout_s=60)
 
     def _listening(self) -> bool:

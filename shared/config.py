@@ -26,6 +26,7 @@ from shared.config_kinds import (
     Section,
     Share,
 )
+from shared.config_lora import Lora
 from shared.config_monitor import Monitor
 from shared.config_rollout import Gate, Rollout
 
@@ -40,6 +41,7 @@ class Model(Section):
     max_response_tokens: Positive | None = None
     temperature: NotNegativeReal = 1.0
     trust_remote_code: bool = False
+    lora: Lora = Lora()
 
 
 class Cluster(Section):
@@ -69,6 +71,7 @@ class RolloutModel(Section):
     engine_key: str | None = None
     engine_args: tuple[str, ...] = ()
     startup_timeout: Seconds = 900.0
+    health_timeout: Seconds = 10.0
 
 
 class Explorer(Section):
@@ -84,6 +87,7 @@ class Explorer(Section):
     max_waiting: NotNegative = 1024
     wait_timeout: Seconds = 60.0
     on_reload: Literal["keep", "wait"] = "keep"
+    prefix_affinity: bool = True
     durability: Literal["fsync", "write"] = "fsync"
     spool_dir: Path | None = None
     spool_max_bytes: Positive = 1 << 30

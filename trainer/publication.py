@@ -73,6 +73,7 @@ class Publication:
             dtype=self._settings.trainer_dtype,
             probe=probe,
             files=files,
+            kind="lora" if self._settings.model.lora.rank else "full",
         )
 
 

@@ -128,6 +128,19 @@ evaluations = Table(
     CheckConstraint("value > -1e300 AND value < 1e300", name="value_is_finite"),
 )
 
+#: When an engine was found with other weights than it should have had. What it sampled from `since` to `until` is not
+#: trained on, however late it comes in.
+mismatches = Table(
+    "mismatches",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("engine", SmallInteger, nullable=False),
+    Column("since", Double, nullable=False),
+    Column("until", Double, nullable=False),
+    UniqueConstraint("engine", "since", "until"),
+    CheckConstraint("since <= until", name="range"),
+)
+
 #: Every rule by which feedback has become a reward: its definition is JSON, written once.
 reward_rules = Table(
     "reward_rules",

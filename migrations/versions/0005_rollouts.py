@@ -22,10 +22,12 @@ def upgrade() -> None:
     op.add_column("exchanges", sa.Column("engine", sa.SmallInteger, nullable=True))
     _version_events()
     _evaluations()
+    _mismatches()
 
 
 def downgrade() -> None:
     """Take the step back. Events, evaluations and pins are lost; a canary is a candidate, one rolled back rejected."""
+    op.drop_table("mismatches")
     op.drop_table("evaluations")
     op.drop_table("version_events")
     op.drop_column("exchanges", "engine")
@@ -142,6 +144,19 @@ def _evaluations() -> None:
         sa.CheckConstraint("evaluator IN ('engine', 'trainer')", name=op.f("ck_evaluations_evaluator")),
         sa.CheckConstraint("samples >= 1 AND deviation >= 0", name=op.f("ck_evaluations_samples")),
         sa.CheckConstraint("value > -1e300 AND value < 1e300", name=op.f("ck_evaluations_value_is_finite")),
+    )
+
+
+def _mismatches() -> None:
+    op.create_table(
+        "mismatches",
+        sa.Column("id", sa.Integer, nullable=False),
+        sa.Column("engine", sa.SmallInteger, nullable=False),
+        sa.Column("since", sa.Double, nullable=False),
+        sa.Column("until", sa.Double, nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_mismatches")),
+        sa.UniqueConstraint("engine", "since", "until", name=op.f("uq_mismatches_engine_since_until")),
+        sa.CheckConstraint("since <= until", name=op.f("ck_mismatches_range")),
     )
 
 

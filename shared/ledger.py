@@ -19,6 +19,7 @@ from shared.ledger_attestation import Attested
 from shared.ledger_drift import Drift
 from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
+from shared.ledger_lineage import Lineage
 from shared.ledger_recording import Recording
 from shared.ledger_reports import Reports, VersionReward
 from shared.ledger_stored import StoredCompletions
@@ -30,7 +31,7 @@ from shared.schema import experiment
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
 
 
-class Ledger(Recording, Training, StoredCompletions, Appointments, Reports, Exports, Judged, Drift, Attested):
+class Ledger(Recording, Training, StoredCompletions, Appointments, Reports, Exports, Judged, Drift, Attested, Lineage):
     """Every verb of the ledger; each of its bases is a page of them."""
 
     @classmethod

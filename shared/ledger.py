@@ -16,6 +16,7 @@ from shared.errors import EnvironmentRefused
 from shared.ledger_alarms import Alarm
 from shared.ledger_appointments import Appointments
 from shared.ledger_attestation import Attested
+from shared.ledger_comparison import Comparisons
 from shared.ledger_drift import Drift
 from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
@@ -31,7 +32,19 @@ from shared.schema import experiment
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
 
 
-class Ledger(Recording, Training, StoredCompletions, Appointments, Reports, Exports, Judged, Drift, Attested, Lineage):
+class Ledger(
+    Recording,
+    Training,
+    StoredCompletions,
+    Appointments,
+    Reports,
+    Exports,
+    Judged,
+    Drift,
+    Comparisons,
+    Attested,
+    Lineage,
+):
     """Every verb of the ledger; each of its bases is a page of them."""
 
     @classmethod

@@ -70,6 +70,23 @@ class Metrics:
     def _of_the_engines(self, registry: CollectorRegistry) -> None:
         self.engines = Gauge("tuneloop_engines", "Engines by what they are doing", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
+        self.canary_version = Gauge(
+            "tuneloop_canary_version", "The version that is being tried beside the champion; 0: none", registry=registry
+        )
+        self.canary_share = Gauge(
+            "tuneloop_canary_share", "The part of the requests that it answers", registry=registry
+        )
+        self.probes = Counter(
+            "tuneloop_engine_probes", "Proofs of engines' weights, by what came of them", ["outcome"], registry=registry
+        )
+        self.last_good_probe = Gauge(
+            "tuneloop_engine_last_good_probe_timestamp_seconds",
+            "When the last proof that found the engine right began",
+            ["engine"],
+            registry=registry,
+        )
+        for outcome in ("matched", "mismatched", "failed"):
+            self.probes.labels(outcome)
         self.reload_seconds = Histogram(
             "tuneloop_reload_seconds", "From pausing an engine to serving again", buckets=_SECONDS, registry=registry
         )

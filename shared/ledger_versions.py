@@ -85,10 +85,12 @@ class VersionLedger(VersionEvents):
     def promote(self, version: int, *, by: str = "explorer", reason: str = "", details: Details | None = None) -> None:
         """Make `version` the champion, as the newest that is fit; the one before it and older candidates retire.
 
-        A version that a newer champion has retired stays retired. Raises LedgerError for a rejected or unknown one.
+        A version that a newer champion has retired stays retired. Raises LedgerError for a rejected or unknown one, and
+        VersionRefused if another one is pinned.
         """
         with self._write() as connection:
             alone(connection, "promote")
+            _require_unpinned(connection, version)
             state = state_of(connection, version)
             if state not in SERVABLE:
                 raise LedgerError(f"version {version} is {state or 'unknown'}: it cannot be served")
@@ -98,10 +100,11 @@ class VersionLedger(VersionEvents):
     def begin_canary(self, version: int, *, by: str, reason: str, details: Details | None = None) -> None:
         """Let a candidate answer a part of the traffic, or copies of it; older candidates retire.
 
-        Raises VersionRefused, and changes nothing, if it is no candidate or there is another canary.
+        Raises VersionRefused, and changes nothing, if it is no candidate, there is another canary, or one is pinned.
         """
         with self._write() as connection:
             alone(connection, "promote")
+            _require_unpinned(connection, version)
             decision = Decision(by, self._clock(), reason, details)
             state = state_of(connection, version)
             if state != VersionState.CANDIDATE:
@@ -141,6 +144,12 @@ def state_of(connection: Connection, version: int) -> str | None:
     """The state of a version, None if there is none of that number."""
     found: str | None = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
     return found
+
+
+def _require_unpinned(connection: Connection, version: int) -> None:
+    pinned = connection.execute(select(versions.c.version).where(PINNED)).scalar()
+    if pinned not in {None, version}:
+        raise VersionRefused(f"version {pinned} is pinned; unpin it first")
 
 
 def appoint(connection: Connection, version: int, decision: Decision) -> None:

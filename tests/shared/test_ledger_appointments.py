@@ -145,3 +145,13 @@ def test_events_are_told_oldest_first_and_the_last_so_many(made: Ledger) -> None
     every = made.version_events()
     assert [event.id for event in every] == sorted(event.id for event in every)
     assert made.version_events(last=2) == every[-2:]
+
+
+def test_while_a_version_is_pinned_no_other_comes_into_service(made: Ledger) -> None:
+    made.pin(2, instead_of=2, by="anna", reason="the release")
+    with pytest.raises(VersionRefused, match="version 2 is pinned"):
+        made.promote(3)
+    with pytest.raises(VersionRefused, match="version 2 is pinned"):
+        made.begin_canary(3, by="explorer", reason="")
+    assert made.champion().version == 2
+    made.promote(2)

@@ -14,6 +14,7 @@ TuneloopError
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
+├── NotEvaluated            a version cannot be evaluated at the moment
 ├── EngineError             an engine answered wrongly or not at all
 └── SpoolFull               the local spool has reached its bound
 """
@@ -98,6 +99,10 @@ class CheckpointRejected(TuneloopError):
 
 class CheckpointUnreadable(CheckpointRejected):
     """A checkpoint whose files cannot be read at the moment; a shared file system may come back."""
+
+
+class NotEvaluated(TuneloopError):
+    """A version cannot be evaluated at the moment, for a reason that says nothing of the version."""
 
 
 class EngineError(TuneloopError):

@@ -18,6 +18,7 @@ from shared.ledger_appointments import Appointments
 from shared.ledger_attestation import Attested
 from shared.ledger_comparison import Comparisons
 from shared.ledger_drift import Drift
+from shared.ledger_evaluations import Evaluations
 from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
 from shared.ledger_lineage import Lineage
@@ -43,6 +44,7 @@ class Ledger(
     Drift,
     Comparisons,
     Attested,
+    Evaluations,
     Lineage,
 ):
     """Every verb of the ledger; each of its bases is a page of them."""

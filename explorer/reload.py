@@ -38,24 +38,91 @@ log = structlog.get_logger()
 _DEATHS, _UNREADABLE = 2, 5
 
 
-class Reloader:
+class Swaps:
+    """Swaps the weights of one engine at a time."""
+
+    def __init__(self, fleet: Fleet, *, metrics: Metrics, drain_s: float) -> None:
+        """An engine is waited for at most `drain_s` to end what it has in flight, where that is wanted."""
+        self._fleet = fleet
+        self._metrics = metrics
+        self._drain_s = drain_s
+        #: Whoever swaps weights or takes an engine out of rotation holds it, so that nobody else touches one meanwhile.
+        self.swapping = asyncio.Lock()
+
+    async def _swap(
+        self,
+        engine: Engine,
+        version: Version,
+        probe: Probe,
+        *,
+        back_to: Version,
+        drain: bool,
+        entering: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Give an engine a version. `entering` is called with the proven engine before it is in rotation again."""
+        await self._fleet.set(engine, EngineState.RELOADING)
+        started = time.monotonic()
+        if drain:
+            await self._drain(engine)
+        try:
+            await engine.control.pause("keep")
+        except EngineError as error:
+            # It has not seen the version yet, so this is none of the version's doing.
+            log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
+            await self._fleet.set(engine, EngineState.DOWN)
+            return
+        try:
+            await _load_paused(engine, version, self._fleet)
+            await engine.control.prove(probe)
+            if entering:
+                await entering()
+        except LedgerError:
+            await self.put_back(engine, back_to)
+            raise
+        except (EngineError, CheckpointRejected) as error:
+            await self.put_back(engine, back_to)
+            if engine.state is EngineState.READY:
+                raise CheckpointRejected(str(error)) from error
+            raise EngineError(str(error)) from error
+        await self._fleet.set(engine, EngineState.READY)
+        self._metrics.reload_seconds.observe(time.monotonic() - started)
+
+    async def put_back(self, engine: Engine, champion: Version) -> None:
+        """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
+
+        To be called while `swapping` is held, with the engine out of rotation.
+        """
+        try:
+            await load(engine, champion, fleet=self._fleet)
+            if champion.version:
+                await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
+        except (EngineError, CheckpointRejected) as error:
+            log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
+            await self._fleet.set(engine, EngineState.DOWN)
+        else:
+            await self._fleet.set(engine, EngineState.READY)
+
+    async def _drain(self, engine: Engine) -> None:
+        if not engine.control.in_place:  # nothing changes under what is in flight
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._fleet.until_idle(engine), self._drain_s)
+
+
+class Reloader(Swaps):
     """Follows the versions that the trainer registers."""
 
     def __init__(self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics) -> None:
+        super().__init__(fleet, metrics=metrics, drain_s=settings.explorer.request_timeout)
         self._interval_s = settings.explorer.service_status_check_interval
         self._drain_first = settings.explorer.on_reload == "wait"
-        self._drain_s = settings.explorer.request_timeout
         self._base = settings.model.model_path.absolute()
         self._rollout = settings.rollout
-        self._fleet = fleet
         self._ledger = ledger
-        self._metrics = metrics
         self._deaths: Counter[int] = Counter()
         self._unreadable: Counter[int] = Counter()
         self._held: int | None = None
         self._champion: int | None = None
-        #: Whoever swaps weights or takes an engine out of rotation holds it, so that nobody else touches one meanwhile.
-        self.swapping = asyncio.Lock()
 
     async def run(self) -> None:
         """Look for a new version every `service_status_check_interval` seconds, for ever."""
@@ -204,63 +271,6 @@ class Reloader:
             reason = f"engines die of it: {reason}"
         await self._reject(version, reason)
         return True
-
-    async def _swap(
-        self,
-        engine: Engine,
-        version: Version,
-        probe: Probe,
-        *,
-        back_to: Version,
-        drain: bool,
-        entering: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """Give an engine a version. `entering` is called with the proven engine before it is in rotation again."""
-        await self._fleet.set(engine, EngineState.RELOADING)
-        started = time.monotonic()
-        if drain:
-            await self._drain(engine)
-        try:
-            await engine.control.pause("keep")
-        except EngineError as error:
-            # It has not seen the version yet, so this is none of the version's doing.
-            log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
-            await self._fleet.set(engine, EngineState.DOWN)
-            return
-        try:
-            await _load_paused(engine, version, self._fleet)
-            await engine.control.prove(probe)
-            if entering:
-                await entering()
-        except LedgerError:
-            await self.put_back(engine, back_to)
-            raise
-        except (EngineError, CheckpointRejected) as error:
-            await self.put_back(engine, back_to)
-            if engine.state is EngineState.READY:
-                raise CheckpointRejected(str(error)) from error
-            raise EngineError(str(error)) from error
-        await self._fleet.set(engine, EngineState.READY)
-        self._metrics.reload_seconds.observe(time.monotonic() - started)
-
-    async def put_back(self, engine: Engine, champion: Version) -> None:
-        """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
-
-        To be called while `swapping` is held, with the engine out of rotation.
-        """
-        try:
-            await load(engine, champion, fleet=self._fleet)
-            if champion.version:
-                await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
-        except (EngineError, CheckpointRejected) as error:
-            log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
-            await self._fleet.set(engine, EngineState.DOWN)
-        else:
-            await self._fleet.set(engine, EngineState.READY)
-
-    async def _drain(self, engine: Engine) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._fleet.until_idle(engine), self._drain_s)
 
     async def _reject(self, version: Version, reason: str) -> None:
         log.error("version_rejected", version=version.version, reason=reason)

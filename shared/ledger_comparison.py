@@ -22,6 +22,9 @@ READ = 500
 # The square of a reward of 1e300 would be no number any more.
 _LARGEST = 1e100
 
+# No reply is as late as that.
+_NEVER = 1e300
+
 _given = experiences.c.reward
 _reward = case((_given > _LARGEST, _LARGEST), (_given < -_LARGEST, -_LARGEST), else_=_given)
 _tokens = as_type(experiences.c.completion_tokens, Double)
@@ -40,7 +43,7 @@ class Comparisons(Transactions):
         trained on counts with its first reward. A slice is what stands before the first `/` of a task_id. Rewards
         beyond 1e100 count as 1e100.
         """
-        near = self._read(select(_reward).where(_alone(version, since), _given.is_not(None)).limit(1))
+        near = self._read(_alone(select(_reward).where(_given.is_not(None)), version, since).limit(1))
         shift = near[0][0] if near else 0.0
         [sums] = self._read(_totals(version, since, shift))
         return Figures(
@@ -59,17 +62,18 @@ class Comparisons(Transactions):
         return {row[0]: _sample(row[1:], shift) for row in rows}
 
     def _refusals(self, version: int, since: float, patterns: Collection[re.Pattern[str]]) -> Share:
-        newest = select(func.substr(experiences.c.text, 1, LONGEST)).where(_alone(version, since))
-        texts = [row[0] for row in self._read(newest.order_by(experiences.c.id.desc()).limit(READ))]
+        replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
+        texts = [row[0] for row in self._read(replies.order_by(experiences.c.sampled_at.desc()).limit(READ))]
         return Share(sum(any(each.search(text) for each in patterns) for text in texts), len(texts))
 
 
-def _alone(version: int, since: float) -> ColumnElement[bool]:
-    """The rows, each reply once. They are found by their time, not by their version: a champion has very many."""
+def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
+    """Those rows, each reply once. They are found by their time, not by their version: a champion has very many."""
     # All states there are, so that the index by state and time serves; and nothing that one by version would.
-    lately = and_(experiences.c.state.in_(list(State)), experiences.c.sampled_at >= since)
+    # SQLite takes a stretch with two ends for a short one.
+    lately = and_(experiences.c.state.in_(list(State)), experiences.c.sampled_at.between(since, _NEVER))
     alone = and_(experiences.c.version_max == version, experiences.c.version_min + 0 == version)
-    return and_(lately, alone, experiences.c.correction == 0)
+    return rows.where(lately, alone, experiences.c.correction == 0)
 
 
 def _totals(version: int, since: float, shift: float) -> Select[Any]:
@@ -82,7 +86,7 @@ def _totals(version: int, since: float, shift: float) -> Select[Any]:
         func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
         func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
     )
-    units = _of_units(*columns).where(_alone(version, since)).subquery().c
+    units = _alone(_of_units(*columns), version, since).subquery().c
     return select(
         *_sums(units.rewarded, units.reward, units.rewarded),
         *_sums(units.replies, units.tokens, units.replies),
@@ -92,8 +96,9 @@ def _totals(version: int, since: float, shift: float) -> Select[Any]:
 
 def _by_slice(name: ColumnElement[str], version: int, since: float, shift: float) -> Select[Any]:
     columns = (name.label("slice"), func.count().label("rewarded"), func.sum(_reward - shift).label("reward"))
-    rewarded = and_(_given.is_not(None), experiences.c.task_id.is_not(None))
-    units = _of_units(*columns).where(_alone(version, since), rewarded).group_by(name).subquery().c
+    # Not that task_id is something: an index of all rows of which it is would be read.
+    rewarded = and_(_given.is_not(None), name.is_not(None))
+    units = _alone(_of_units(*columns), version, since).where(rewarded).group_by(name).subquery().c
     by_slice = select(units.slice, *_sums(units.rewarded, units.reward, units.rewarded)).group_by(units.slice)
     return by_slice.order_by(func.sum(units.rewarded).desc(), units.slice).limit(MOST_SLICES)
 

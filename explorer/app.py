@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from explorer import envelope, passing, responses_kept, stored
+from explorer import admin, envelope, passing, responses_kept, stored
 from explorer.backstage import Backstage, OnFailure, Task, report
 from explorer.conversations import Conversations
 from explorer.dialects import CHAT, MESSAGES, RESPONSES, TEXT, Chat, Dialect, Messages, Responses, Text
@@ -73,6 +73,7 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failu
     passing.add_routes(app, max_body_bytes=settings.explorer.max_body_bytes)
     stored.add_routes(app, ledger, default_model=settings.served_model_name)
     responses_kept.add_routes(app)
+    admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_here)
     return ShortWays(app, {("POST", path): _way(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})

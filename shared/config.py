@@ -17,6 +17,7 @@ from shared.config_kinds import (
     Address,
     AtLeastTwo,
     FolderName,
+    HardToGuess,
     NotNegative,
     NotNegativeReal,
     Port,
@@ -93,6 +94,7 @@ class Explorer(Section):
     spool_max_bytes: Positive = 1 << 30
     spool_max_age: Seconds = 86400.0
     max_body_bytes: Positive = 16 << 20
+    admin_key: HardToGuess | None = None
 
 
 class Trainer(Section):

@@ -1,16 +1,17 @@
 """What an administrator may decide about versions, by the command line and by the admin API alike.
 
-Each says which champion was seen, or takes that of now: of two who decide at once, the second is told so.
+Each says which champion was seen, or takes that of now: of two who decide at once, the second is told so. What is to
+serve is first read by the verifier, like all that engines read: it may have been damaged or deleted since it served.
 """
 
+import subprocess
+import sys
 from typing import NamedTuple
 
 from shared.errors import VersionRefused
-from shared.ledger import Ledger
+from shared.ledger import Ledger, Version
+from shared.ledger_versions import SERVABLE
 from shared.version_report import existing
-
-#: The longest reason, in characters.
-MAX_REASON = 2000
 
 
 class Decided(NamedTuple):
@@ -30,8 +31,8 @@ class Ruling(NamedTuple):
 
 def promote(ledger: Ledger, version: int, decided: Decided) -> Ruling:
     """Make it the champion. Raises VersionRefused."""
-    existing(ledger, version)
     seen = _seen(ledger, decided)
+    _verify(ledger, existing(ledger, version), seen)
     ledger.appoint(version, instead_of=seen, by=_admin(decided), reason=decided.reason)
     return Ruling(version, version)
 
@@ -58,8 +59,8 @@ def roll_back(ledger: Ledger, version: int | None, decided: Decided) -> Ruling:
 
 def pin(ledger: Ledger, version: int, decided: Decided) -> Ruling:
     """Serve this version and no other. Raises VersionRefused."""
-    existing(ledger, version)
     seen = _seen(ledger, decided)
+    _verify(ledger, existing(ledger, version), seen)
     ledger.pin(version, instead_of=seen, by=_admin(decided), reason=decided.reason)
     return Ruling(version, version)
 
@@ -68,6 +69,18 @@ def unpin(ledger: Ledger, decided: Decided) -> Ruling:
     """Let newer versions be served again. Raises VersionRefused if none is pinned."""
     version = ledger.unpin(by=_admin(decided), reason=decided.reason)
     return Ruling(version, ledger.champion().version)
+
+
+def _verify(ledger: Ledger, version: Version, champion: int) -> None:
+    """Raise VersionRefused if the checkpoint of a version that does not serve yet is not fit to."""
+    if version.version in {0, champion} or version.state not in SERVABLE:  # the ledger refuses the others
+        return
+    base, sha256 = existing(ledger, 0).path, version.manifest_sha256 or ""
+    verifier = [sys.executable, "-P", "-m", "explorer.verifier", str(version.path), sha256, str(version.version)]
+    said = subprocess.run([*verifier, str(base)], stdout=subprocess.PIPE, text=True, errors="replace", check=False)
+    if said.returncode:
+        reason = said.stdout.strip() or f"its verifier died ({said.returncode})"
+        raise VersionRefused(f"version {version.version} cannot be served: {reason}")
 
 
 def _seen(ledger: Ledger, decided: Decided) -> int:

@@ -319,7 +319,7 @@ async def verified(version: Version, base: Path) -> Probe:
         if process.returncode is None:  # we are told to stop
             process.kill()
             await process.wait()
-    if process.returncode == 1:
+    if process.returncode == 1 and said:  # without a reason it is Python that ended so
         raise CheckpointRejected(said.decode(errors="replace"))
     if process.returncode != 0:
         raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")

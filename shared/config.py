@@ -95,6 +95,7 @@ class Explorer(Section):
     spool_max_age: Seconds = 86400.0
     max_body_bytes: Positive = 16 << 20
     admin_key: HardToGuess | None = None
+    version_pins: bool = False
 
 
 class Trainer(Section):

@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from explorer.adapters import Renaming
 from explorer.fleet import EngineState
 from explorer.split import Split
 from explorer.tally import Sample
@@ -36,6 +37,7 @@ class EngineView(msgspec.Struct, frozen=True):
     state: EngineState
     version: int
     loads: int
+    renaming: Renaming | None = None
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):

@@ -318,6 +318,7 @@ def _view(engine: Engine, upkeep: Upkeep) -> EngineView:
         state=engine.state,
         version=engine.version,
         loads=engine.loads,
+        renaming=engine.renaming,
     )
 
 

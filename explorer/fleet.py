@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+from explorer.adapters import Renaming
 from explorer.engine_http import EngineHttp
 from explorer.split import Split
 from explorer.vllm_api import Control
@@ -47,6 +48,22 @@ class Engine:
         assert self._control is not None
         return self._control
 
+    @property
+    def renaming(self) -> Renaming | None:
+        """The adapter that it serves, if that is what versions are."""
+        return self.http.renaming
+
+    def begin_load(self) -> None:
+        """Weights begin to change under what is in flight; adapters do not."""
+        if self._control is None or self._control.in_place:
+            self.loads += 1
+
+    def end_load(self, version: int) -> None:
+        """From now on it answers with this version."""
+        self.version = version
+        if self._control is not None:
+            self.http.renaming = self._control.renaming
+
 
 class Known(Protocol):
     """What there is to know of an engine."""
@@ -66,6 +83,10 @@ class Known(Protocol):
     @property
     def loads(self) -> int:
         """How often its weights changed."""
+
+    @property
+    def renaming(self) -> Renaming | None:
+        """The adapter that it serves."""
 
 
 class Audience(Protocol):
@@ -106,12 +127,12 @@ class Fleet:
 
     async def loading(self, engine: Engine) -> None:
         """Say that an engine's weights begin to change: what is in flight there is written by two versions."""
-        engine.loads += 1
+        engine.begin_load()
         await self._tell(engine)
 
     async def loaded(self, engine: Engine, version: int) -> None:
         """Say which version an engine has."""
-        engine.version = version
+        engine.end_load(version)
         await self._tell(engine)
 
     async def divide(self, split: Split | None) -> None:
@@ -127,6 +148,7 @@ class Fleet:
         for each in known:
             engine = self.engines[each.number]
             engine.state, engine.version, engine.loads = each.state, each.version, each.loads
+            engine.http.renaming = each.renaming
         async with self._changed:
             self._changed.notify_all()
 

@@ -7,6 +7,7 @@ import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
+from explorer.adapters import without_adapters
 from explorer.body import read_bytes
 from explorer.fleet import Fleet
 from shared.errors import EngineError, RequestRefused
@@ -38,7 +39,8 @@ def add_routes(app: FastAPI, *, max_body_bytes: int) -> None:
 
     @app.get("/v1/models")
     async def models(fleet: FleetOf) -> Response:
-        return await _asked(fleet, "GET", "/v1/models")
+        told = await _asked(fleet, "GET", "/v1/models")
+        return Response(without_adapters(bytes(told.body)), told.status_code, media_type="application/json")
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, fleet: FleetOf) -> Response:
@@ -61,7 +63,7 @@ async def _models(fleet: Fleet) -> list[dict[str, Any]]:
     """What an engine says of its models. Raises EngineError if it says something else."""
     told = await _asked(fleet, "GET", "/v1/models")
     try:
-        found = orjson.loads(told.body)["data"]
+        found = orjson.loads(without_adapters(bytes(told.body)))["data"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
         found = None
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):

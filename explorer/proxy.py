@@ -216,7 +216,7 @@ class Spoken:
 
     def exchange(self) -> Exchange:
         """What is kept of the request and of what was heard until now."""
-        call = self.call
+        call, mixed = self.call, self.engine.loads != self._loads
         return Exchange(
             msg_id=call.msg_id,
             tenant=TENANT,
@@ -226,8 +226,8 @@ class Spoken:
             latency_s=time.monotonic() - call.started,
             experiences=call.teller.transcript.experiences(
                 call.sampling,
-                versions=(self.version, self.engine.version),
-                mixed=self.engine.loads != self._loads,
+                versions=(self.version, self.engine.version if mixed else self.version),
+                mixed=mixed,
             ),
             task_id=call.labels.task_id,
             run_id=call.labels.run_id,

@@ -25,7 +25,8 @@ async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, 
         try:
             champion = await asyncio.to_thread(ledger.champion)
             probe = await verified(champion, base) if champion.version else None
-            await process.start(actor_of(champion))
+            await process.start(engine.control.starts_with(actor_of(champion)))
+            await engine.control.complete(actor_of(champion))
             if probe:
                 await engine.control.prove(probe)
             await fleet.loading(engine)

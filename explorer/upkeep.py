@@ -26,6 +26,7 @@ from explorer.slots import Slots
 from explorer.spool import Spool
 from explorer.supervisor import keep_running, stay_attached
 from explorer.tally import Tally
+from explorer.vllm_adapters import control_of
 from explorer.watch import Watch
 from shared.config import Settings
 from shared.ledger import Ledger
@@ -150,7 +151,7 @@ async def _open_engine(settings: Settings, number: int, address: Address, stack:
     session = vllm_api.open_session(url=address.url, socket=address.socket, key=rollout.engine_key)
     await stack.enter_async_context(session)
     tolerance = vllm_api.TOLERANCE[rollout.dtype]
-    control = vllm_api.Control(session, model_name=settings.served_model_name, tolerance=tolerance)
+    control = control_of(settings, session, tolerance=tolerance)
     http = EngineHttp(url=address.url, socket=address.socket, key=rollout.engine_key)
     stack.push_async_callback(http.close)
     return Engine(number, http, control)

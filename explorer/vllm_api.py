@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 
+from explorer.adapters import Renaming, is_adapter
 from shared.checkpoint import Probe
 from shared.config import Settings
 from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
@@ -35,6 +36,11 @@ _PATIENCE_S = 600.0
 #: A log-probability so near to 0 is one of a token that had no other beside it.
 _CERTAIN = 1e-3
 
+#: The ranks that vLLM reserves room for.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+#: Adapters that may sample at the same time: the newest, and those with which older replies are brought to their end.
+_ADAPTERS = 4
+
 #: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
 _KEEP_S = 4.0
 
@@ -45,6 +51,7 @@ BREAKS_CPU_ENGINES = frozenset({"seed"})
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
     wanted, rollout = settings.model, settings.explorer.rollout_model
+    rank = wanted.lora.rank
     options: dict[str, object] = {
         "--model": model,
         "--served-model-name": settings.served_model_name,
@@ -62,10 +69,13 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--kv-cache-memory-bytes": rollout.kv_cache_memory_bytes,
         "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
+        "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
+        "--max-loras": _ADAPTERS if rank else None,
     }
     flags = {
         "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
         "--enforce-eager": rollout.enforce_eager,
+        "--enable-lora": bool(rank),
         "--trust-remote-code": wanted.trust_remote_code,
         "--disable-uvicorn-access-log": True,
     }
@@ -89,6 +99,7 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
         # Longer than we keep an idle connection: the engine never closes one that is just being used.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
     if gpus:
         size = rollout.tensor_parallel_size
@@ -135,6 +146,10 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> aio
 class Control:
     """The weight routes of one engine, over a session of its own."""
 
+    #: Whether `load` changes the weights under what is in flight.
+    in_place = True
+    renaming: Renaming | None = None
+
     def __init__(self, session: aiohttp.ClientSession, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
         self._session = session
@@ -153,8 +168,17 @@ class Control:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
         await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
 
+    def starts_with(self, actor: Path) -> Path:
+        """The weights that an engine is started with in order to serve `actor`."""
+        return actor
+
+    async def complete(self, actor: Path) -> None:
+        """Bring an engine that was started so to `actor`."""
+
     async def load(self, actor: Path) -> None:
         """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
+        if is_adapter(actor):
+            raise CheckpointRejected("it is an adapter, and model.lora.rank is 0 here")
         await self._post("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
 
     async def forget_prefixes(self) -> None:

@@ -114,10 +114,8 @@ def _freedom(one: Sample, other: Sample) -> float:
 
 def _widened(variance: float, difference: float, freedom: float) -> float:
     """The variance with which a normal score is as rare as Student's with so few degrees of freedom."""
-    if not variance > 0 or not difference:
-        return variance
-    square = difference**2 / variance
-    return difference**2 / (freedom * math.log1p(square / freedom))
+    excess = difference**2 / variance / freedom if variance > 0 else 0.0
+    return variance * excess / math.log1p(excess) if excess > 1e-9 else variance
 
 
 @cache

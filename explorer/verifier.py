@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from explorer.tensors import Tensor, is_finite, tensors
+from explorer.verifier_lora import verify_adapter
 from shared.checkpoint import ACTOR, check_files, read_manifest
 from shared.errors import CheckpointRejected, CheckpointUnreadable
 
@@ -53,6 +54,9 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
         if Path(file.path).suffix in _PICKLES:
             raise CheckpointRejected(f"{file.path} may hold a pickle")
     actor = checkpoint / ACTOR
+    if manifest.kind == "lora":
+        verify_adapter(actor, base=base, weights=_of_base(tensors, base))
+        return
     config, wanted = _config(actor), _of_base(_config, base)
     _same_config(config, wanted)
     _same_companions(actor, base)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from explorer import vllm_api
+from explorer import affinity, vllm_api
 from explorer.body import object_of, wrong_type
 from explorer.dialects import MESSAGES, Dialect, Teller
 from explorer.door import Headers, Visit
@@ -37,6 +37,7 @@ class Call(NamedTuple):
     received_at: float
     started: float
     teller: Teller
+    beginnings: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -68,6 +69,8 @@ class Calls:
         self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes = explorer.max_body_bytes
         self._timeout_s = explorer.request_timeout
+        rollout = explorer.rollout_model
+        self._sticks = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
         self._unsafe = vllm_api.BREAKS_CPU_ENGINES if on_cpu else frozenset()
         # Engines of others may have defaults of their own, and then a reply would not be what we take it for.
@@ -108,6 +111,7 @@ class Calls:
             received_at=time.time() - (time.monotonic() - started),
             started=started,
             teller=dialect.teller(body, msg_id, dialect.upstream_prefix + name),
+            beginnings=affinity.beginnings(asked) if self._sticks else (),
         )
 
     def _verbatim(self, dialect: Dialect, asked: dict[str, Any], msg_id: str, ignored: tuple[str, ...]) -> bytes | None:

@@ -4,11 +4,12 @@ The decisions are synchronous, so no lock is needed: nothing else runs between l
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
 from explorer.adapters import Renaming
+from explorer.affinity import Affinity, overloaded
 from explorer.engine_http import EngineHttp
 from explorer.split import Split
 from explorer.vllm_api import Control
@@ -113,12 +114,17 @@ class Fleet:
         self.split: Split | None = None
         self._patience_s = patience_s
         self._audience = audience
+        self._affinity = Affinity()
         self._changed = asyncio.Condition()
 
     @property
     def ready(self) -> bool:
         """Whether a request would be answered: some engine is ready, or will be in a moment."""
-        return any(engine.state in {EngineState.READY, EngineState.RELOADING} for engine in self.engines)
+        return self._about_to_be(self.engines)
+
+    @staticmethod
+    def _about_to_be(engines: Iterable[Engine]) -> bool:
+        return any(engine.state in {EngineState.READY, EngineState.RELOADING} for engine in engines)
 
     async def set(self, engine: Engine, state: EngineState) -> None:
         """Change an engine's state and wake whoever waits for it."""
@@ -169,18 +175,35 @@ class Fleet:
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state is EngineState.DOWN)
 
-    async def take(self, key: str | None = None) -> Engine:
-        """The engine that answers the requests of a key, counted as busy until it is given back.
+    async def take(self, key: str | None = None, beginnings: Sequence[int] = ()) -> Engine:
+        """The engine that answers a request of a key, counted as busy until it is given back.
 
-        Without a key it is one of the champion's.
+        Without a key it is one of the champion's. `beginnings` are those of what it is asked (`explorer/affinity.py`).
         """
-        engine = chosen(self.engines, self.split, key) or await self._wait_for_one(key)
-        return self._taken(engine)
+        engine = self._chosen(self.engines, key, beginnings)
+        return self._taken(engine or await self._wait_for_one(self.engines, key, beginnings), beginnings)
 
-    def take_another(self, than: Engine, key: str | None = None) -> Engine | None:
+    def take_another(self, than: Engine, key: str | None = None, beginnings: Sequence[int] = ()) -> Engine | None:
         """The same, but not this one; None if no other may."""
-        engine = chosen([each for each in self.engines if each is not than], self.split, key)
-        return self._taken(engine) if engine else None
+        engine = self._chosen(self._others(than), key, beginnings)
+        return self._taken(engine, beginnings) if engine else None
+
+    async def wait_for_another(
+        self, than: Engine, key: str | None = None, beginnings: Sequence[int] = ()
+    ) -> Engine | None:
+        """The same, but one that is being reloaded is waited for; None if no other may, nor will in a moment."""
+        others = self._others(than)
+        engine = self._chosen(others, key, beginnings)
+        if engine is None and self._about_to_be(others):
+            engine = await self._wait_for_one(others, key, beginnings)
+        return self._taken(engine, beginnings) if engine else None
+
+    def _others(self, than: Engine) -> list[Engine]:
+        return [each for each in self.engines if each is not than]
+
+    def _chosen(self, engines: Sequence[Engine], key: str | None, beginnings: Sequence[int]) -> Engine | None:
+        knowing = self._affinity.knowing(beginnings, engines) if beginnings else ()
+        return chosen(engines, self.split, key, knowing)
 
     def take_for_copies(self) -> Engine | None:
         """A ready engine of the version that gets copies, counted as busy until it is given back."""
@@ -194,16 +217,17 @@ class Fleet:
         if not engine.in_flight:
             engine.idle.set()
 
-    def _taken(self, engine: Engine) -> Engine:
+    def _taken(self, engine: Engine, beginnings: Sequence[int] = ()) -> Engine:
+        self._affinity.note(beginnings, engine)
         engine.in_flight += 1
         engine.idle.clear()
         return engine
 
-    async def _wait_for_one(self, key: str | None) -> Engine:
+    async def _wait_for_one(self, engines: Sequence[Engine], key: str | None, beginnings: Sequence[int]) -> Engine:
         try:
             async with asyncio.timeout(self._patience_s), self._changed:
-                while (engine := chosen(self.engines, self.split, key)) is None:
-                    if not self.ready:
+                while (engine := self._chosen(engines, key, beginnings)) is None:
+                    if not self._about_to_be(engines):
                         break
                     await self._changed.wait()
         except TimeoutError:
@@ -213,18 +237,37 @@ class Fleet:
         return engine
 
 
-def chosen(engines: Sequence[Engine], split: Split | None, key: str | None) -> Engine | None:
-    """The ready engine that answers the requests of a key, if any.
+def chosen(
+    engines: Sequence[Engine], split: Split | None, key: str | None, knowing: Sequence[Container[int]] = ()
+) -> Engine | None:
+    """The ready engine that answers a request of a key, if any; of several `best` says which.
 
     The champion's engines stand in for the one that is being tried, but never the other way round.
     """
     if split is None:
-        return least_busy(engines)
+        return best(engines, knowing)
     if key is not None and split.answers(key):
-        tried = least_busy(each for each in engines if each.version == split.version)
+        tried = best((each for each in engines if each.version == split.version), knowing)
         if tried is not None:
             return tried
-    return least_busy(each for each in engines if each.version != split.version)
+    return best((each for each in engines if each.version != split.version), knowing)
+
+
+def best(engines: Iterable[Engine], knowing: Sequence[Container[int]] = ()) -> Engine | None:
+    """Of the ready engines one that knows the beginning of the conversation, unless it is overloaded; else the least
+    busy one.
+
+    `knowing` are the numbers of those who know one, the longest first.
+    """
+    if not knowing:
+        return least_busy(engines)
+    ready = [engine for engine in engines if engine.state is EngineState.READY]
+    least = least_busy(ready)
+    for numbers in knowing:
+        usual = least_busy(engine for engine in ready if engine.number in numbers)
+        if least and usual and not overloaded(usual.in_flight, least.in_flight):
+            return usual
+    return least
 
 
 def least_busy(engines: Iterable[Engine]) -> Engine | None:

@@ -6,6 +6,7 @@ said in another way by `explorer/dialects.py`.
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import orjson
 import structlog
@@ -77,7 +78,7 @@ class Proxy:
             self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
 
     async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
-        engine = await self._fleet.take(call.key)  # with a patience of its own: nobody was asked yet
+        engine = await self._fleet.take(call.key, call.beginnings)  # with a patience of its own: nobody was asked yet
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._ask(engine, call, visit, told)
@@ -123,25 +124,34 @@ class Proxy:
         headers = {"X-Request-Id": name, "Content-Type": "application/json"}
         spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
         try:
-            reply = await engine.http.ask("POST", dialect.upstream_path, call.upstream, headers)
-            if reply.status < _ILL or (other := self._fleet.take_another(engine, call.key)) is None:
-                return spoken, reply
-            reply.close()
-        except EngineUnreachable:
-            if (other := self._fleet.take_another(engine, call.key)) is None:
-                self._fleet.give_back(engine)
-                raise
+            told = await self._told_by(engine, call, headers)
         except BaseException:
             self._fleet.give_back(engine)
             raise
-        log.warning("asking_another_engine", engine=engine.number, other=other.number, msg_id=call.msg_id)
+        if isinstance(told, Reply):
+            return spoken, told
+        log.warning("asking_another_engine", engine=engine.number, other=told.number, msg_id=call.msg_id)
         self._fleet.give_back(engine)
-        spoken = Spoken(call, other)
+        spoken = Spoken(call, told)
         try:
-            return spoken, await other.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+            return spoken, await told.http.ask("POST", dialect.upstream_path, call.upstream, headers)
         except BaseException:
-            self._fleet.give_back(other)
+            self._fleet.give_back(told)
             raise
+
+    async def _told_by(self, engine: Engine, call: Call, headers: Mapping[str, str]) -> Reply | Engine:
+        """An engine's reply, or which one is asked instead of it."""
+        try:
+            reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
+        except EngineUnreachable:
+            other = await self._fleet.wait_for_another(engine, call.key, call.beginnings)
+            if other is None:
+                raise
+            return other
+        if reply.status < _ILL or (other := self._fleet.take_another(engine, call.key, call.beginnings)) is None:
+            return reply
+        reply.close()
+        return other
 
     async def _stream(self, spoken: "Spoken", visit: Visit, reply: Reply) -> None:
         """Send the pieces as the engine says them. All is on disk before the last one, whatever ends it."""

@@ -136,11 +136,13 @@ async def _open_fleet(
     addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
     fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
+    timeout_s = explorer.rollout_model.health_timeout
     if urls:
-        return fleet, addresses, [stay_attached(each, fleet=fleet, ledger=ledger) for each in engines]
+        attached = [stay_attached(each, fleet=fleet, ledger=ledger, health_timeout_s=timeout_s) for each in engines]
+        return fleet, addresses, attached
     processes = [EngineProcess(settings, each, socket=socket) for each, socket in zip(engines, own, strict=True)]
     runs = [
-        keep_running(engine, process, fleet=fleet, ledger=ledger, base=base)
+        keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
         for engine, process in zip(engines, processes, strict=True)
     ]
     return fleet, addresses, runs

@@ -156,10 +156,10 @@ class Control:
         self._model_name = model_name
         self._tolerance = tolerance
 
-    async def healthy(self) -> bool:
-        """Whether the engine answers and is fit to serve."""
+    async def healthy(self, within_s: float = 5.0) -> bool:
+        """Whether the engine answers in time and is fit to serve."""
         try:
-            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=within_s)) as reply:
                 return reply.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

@@ -64,6 +64,7 @@ class EngineDouble:
     end_after: int | None = None  # pieces, then a clean end without [DONE]
     stalls_after: int | None = None  # pieces, then nothing more until the client leaves
     hangs: bool = False
+    silent: bool = False  # hangs, and does not say either that it is healthy
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
     answer_to_probe: bytes | None = None
@@ -117,6 +118,7 @@ class EngineDouble:
         if path == "/v1/completions":
             return await self._probe(body, send)
         if path == "/health":
+            await _until(lambda: not self.silent)
             return await _say(send, 200, b"")
         if path == "/v1/models":
             return await _say(send, 200, recorded("models.json"))
@@ -183,7 +185,7 @@ class EngineDouble:
         if refusal := _refusal(asked):
             return await _say(send, *refusal)
         self.chats.append(Heard(headers, asked, self.weights))
-        await _until(lambda: not (self.hangs or self.paused))
+        await _until(lambda: not (self.hangs or self.silent or self.paused))
         if self.status != 200 or self.answer is not None:
             return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
         said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)

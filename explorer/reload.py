@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from explorer.fleet import Engine, EngineState, Fleet
+from explorer.gate import Gate
 from explorer.metrics import Metrics
 from explorer.split import split_of
 from explorer.trial import Trial, division, to_try_on, trial_of
@@ -123,6 +124,7 @@ class Reloader(Swaps):
         self._unreadable: Counter[int] = Counter()
         self._held: int | None = None
         self._champion: int | None = None
+        self.gate = Gate(settings, ledger, metrics)
 
     async def run(self) -> None:
         """Look for a new version every `service_status_check_interval` seconds, for ever."""
@@ -150,7 +152,8 @@ class Reloader(Swaps):
             await self._divide(champion, trial)
             candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.candidate)
             ready = any(engine.state is EngineState.READY for engine in self._fleet.engines)
-            if candidate is None or not ready or self._fleet.split or await self._is_held(candidate):
+            waits = not ready or self._fleet.split or (candidate is not None and await self._is_held(candidate))
+            if candidate is None or waits or not await self.gate.admits(candidate, champion):
                 await self._align(champion, trial)
             elif self._rollout.tries:
                 await self._align(champion)

@@ -15,6 +15,7 @@ from explorer.backstage import OnFailure, Task
 from explorer.conversations import Conversations
 from explorer.engine_http import EngineHttp
 from explorer.engine_process import EngineProcess
+from explorer.examination import Examination
 from explorer.fleet import Audience, Engine, EngineState, Fleet
 from explorer.flusher import Flusher
 from explorer.forgetting import Forgetting
@@ -91,6 +92,7 @@ async def open_upkeep(
     forgetting = Forgetting(settings, ledger, slots, metrics=metrics, interval_s=interval_s)
     fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
+    examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
     upkeep = Upkeep(
         fleet=fleet,
         addresses=addresses,
@@ -101,7 +103,7 @@ async def open_upkeep(
         watch=watch,
     )
     judging = [_judging(upkeep, ledger, own).run(interval_s)] if own else []
-    return upkeep, [watch.run(), forgetting.run(), reloader.run(), *judging, *runs]
+    return upkeep, [watch.run(), forgetting.run(), reloader.run(), examination.run(), *judging, *runs]
 
 
 def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:

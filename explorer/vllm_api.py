@@ -9,7 +9,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
@@ -121,6 +123,13 @@ def _gpus_from(first: int, size: int) -> list[str]:
             f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
         )
     return named[first : first + size]
+
+
+def priority_of(settings: Settings) -> dict[str, object]:
+    """What makes the engine answer a request of ours after those of clients, where it was started to heed that."""
+    args = settings.explorer.rollout_model.engine_args
+    heeds = "--scheduling-policy=priority" in args or ("--scheduling-policy", "priority") in pairwise(args)
+    return {"priority": 1} if heeds else {}
 
 
 def installed() -> str | None:
@@ -241,6 +250,14 @@ class Control:
         answer = orjson.loads(await self._post("/v1/completions", json=body))
         rows = answer["choices"][0]["prompt_logprobs"][1:]
         return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
+
+    async def ask(self, path: str, **asked: object) -> dict[str, Any]:
+        """What the engine answers to a request of ours, which nobody records. Raises EngineError."""
+        try:
+            said: dict[str, Any] = orjson.loads(await self._post(path, json={"model": self._model_name, **asked}))
+        except ValueError as error:
+            raise EngineError(f"{path}: its answer is no JSON") from error
+        return said
 
     async def _post(
         self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None

@@ -80,6 +80,7 @@ class EngineDouble:
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
+    says: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint: what its whole replies say
 
     chats: list[Heard] = field(default_factory=list)
     posts: list[str] = field(default_factory=list)
@@ -191,6 +192,10 @@ class EngineDouble:
         said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)
         if asked.get("stream"):
             return await self._stream([piece for piece in pieces(said) if _wanted(piece, asked)], send)
+        if self.weights.parent.name in self.says:
+            told = json.loads(said)
+            told["choices"][0]["message"]["content"] = self.says[self.weights.parent.name]
+            said = json.dumps(told).encode()
         await asyncio.sleep(self.piece_pause_s)
         await _say(send, 200, said, cut=self.cut_after is not None)
 

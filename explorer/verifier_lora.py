@@ -62,7 +62,7 @@ def _checked(config: Mapping[str, Any], base: Path) -> tuple[int, frozenset[str]
         raise CheckpointRejected(f"{ADAPTER_CONFIG}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
     if type(rank) is not int or rank < 1:
         raise CheckpointRejected(f"{ADAPTER_CONFIG}: r is {rank!r}")
-    if type(alpha) not in {int, float} or not (math.isfinite(alpha) and alpha > 0):
+    if not isinstance(alpha, int | float) or not (math.isfinite(alpha) and alpha > 0):
         raise CheckpointRejected(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}")
     if not (isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets)):
         raise CheckpointRejected(f"{ADAPTER_CONFIG}: target_modules is {targets!r}")

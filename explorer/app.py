@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from explorer import admin, envelope, passing, responses_kept, stored
 from explorer.backstage import Backstage, OnFailure, Task, report
 from explorer.conversations import Conversations
+from explorer.copies import Copies
 from explorer.dialects import CHAT, MESSAGES, RESPONSES, TEXT, Chat, Dialect, Messages, Responses, Text
 from explorer.door import ShortWay, ShortWays, Visit
 from explorer.feedback import FeedbackDesk
@@ -150,7 +151,14 @@ def open_road(
     room = Room(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
     mint, recorder = Mint(load_key(key_path(settings))), Recorder(spool, room, metrics)
     conversations = Conversations(mint, backstage=backstage, ledger=ledger)
-    proxy = Proxy(settings, fleet, mint=mint, recorder=recorder, metrics=metrics)
+    copies = Copies(
+        fleet,
+        refusals=settings.monitor.drift.refusal_patterns,
+        told=backstage.copied,
+        metrics=metrics,
+        timeout_s=explorer.request_timeout,
+    )
+    proxy = Proxy(settings, fleet, mint=mint, recorder=recorder, metrics=metrics, copied=copies.offer)
     metrics.in_flight.set_function(lambda: proxy.places.taken)
     metrics.waiting.set_function(lambda: proxy.places.waiting)
     asked = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
@@ -178,4 +186,4 @@ def open_road(
         room=room,
         spool=spool,
     )
-    return road, [room.run(), proxy.background.run()]
+    return road, [room.run(), proxy.background.run(), copies.run()]

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from explorer.adapters import Renaming
+from explorer.copies import Copied
 from explorer.fleet import EngineState
 from explorer.split import Split
 from explorer.tally import Sample
@@ -69,6 +70,12 @@ class CaughtUp(Question, frozen=True):
 
 class Expose(Question, frozen=True):
     """A worker: what does the whole service's /metrics say?"""
+
+
+class Tried(Question, frozen=True):
+    """A worker: this became of the copy of a request."""
+
+    copied: Copied
 
 
 class Failed(Question, frozen=True):

@@ -36,6 +36,7 @@ from explorer.channel import (
     Mind,
     Question,
     Renew,
+    Tried,
     UntilIdle,
     Writes,
 )
@@ -223,6 +224,8 @@ class Workers:
                 return await self._let_serve(worker, Path(folder))
             case CaughtUp(timeout_s):
                 return await upkeep.caught_up(timeout_s)
+            case Tried(copied):
+                await upkeep.copied(copied)
             case Expose():
                 return await self._exposition()
             case Counted(samples):

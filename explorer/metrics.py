@@ -1,6 +1,7 @@
 """The explorer's Prometheus metrics. Names here are the names in docs/metrics.md; no ids or users as labels."""
 
 from functools import cache
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -17,6 +18,18 @@ class Metrics:
             "tuneloop_requests",
             "Requests answered, by the version that answered",
             ["endpoint", "status", "version"],
+            registry=registry,
+        )
+        self.replies = Counter(
+            "tuneloop_replies",
+            "What became of the requests that each version's engines were asked, whoever answered in the end",
+            ["version", "outcome"],
+            registry=registry,
+        )
+        self.copies = Counter(
+            "tuneloop_copies",
+            "Copies of requests for a version that is being tried, by what became of them",
+            ["outcome"],
             registry=registry,
         )
         self.request_seconds = Histogram(
@@ -56,12 +69,17 @@ class Metrics:
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
         self._answered = cache(self._counters_of)
+        self._replied = cache(self.replies.labels)
 
     def answered(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
         """Count a request that has been answered; `version` None: no engine was asked."""
         count, duration = self._answered(endpoint, status, version)
         count.inc()
         duration.observe(seconds)
+
+    def replied(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
+        """Count what became of a request that an engine of a version was asked."""
+        self._replied(str(version), outcome).inc()
 
     def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
         named = "" if version is None else str(version)
@@ -87,6 +105,12 @@ class Metrics:
         )
         for outcome in ("matched", "mismatched", "failed"):
             self.probes.labels(outcome)
+        self.rollouts = Counter(
+            "tuneloop_rollouts",
+            "Versions that were tried, by what the explorer has decided about them",
+            ["action"],
+            registry=registry,
+        )
         self.reload_seconds = Histogram(
             "tuneloop_reload_seconds", "From pausing an engine to serving again", buckets=_SECONDS, registry=registry
         )

@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from explorer import vllm_api
 from explorer.backstage import OnFailure, Task
 from explorer.conversations import Conversations
+from explorer.copies import Copied
 from explorer.engine_http import EngineHttp
 from explorer.engine_process import EngineProcess
 from explorer.examination import Examination
@@ -23,6 +24,7 @@ from explorer.judging import Judging
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint, key_path, load_key
 from explorer.reload import Reloader
+from explorer.rollout import Rollout
 from explorer.slots import Slots
 from explorer.spool import Spool
 from explorer.supervisor import keep_running, stay_attached
@@ -55,10 +57,15 @@ class Upkeep:
     settings: Settings
     flusher: Flusher
     watch: Watch
+    rollout: Rollout
 
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
         return await self.flusher.caught_up(timeout_s)
+
+    async def copied(self, copy: Copied) -> None:
+        """Take down what became of the copy of a request."""
+        self.rollout.copied(copy)
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
@@ -93,17 +100,28 @@ async def open_upkeep(
     fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
+    tally = Tally(metrics.registry)
+    rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
     upkeep = Upkeep(
         fleet=fleet,
         addresses=addresses,
         metrics=metrics,
-        tally=Tally(metrics.registry),
+        tally=tally,
+        rollout=rollout,
         settings=settings,
         flusher=flusher,
         watch=watch,
     )
     judging = [_judging(upkeep, ledger, own).run(interval_s)] if own else []
-    return upkeep, [watch.run(), forgetting.run(), reloader.run(), examination.run(), *judging, *runs]
+    return upkeep, [
+        watch.run(),
+        forgetting.run(),
+        reloader.run(),
+        examination.run(),
+        rollout.run(),
+        *judging,
+        *runs,
+    ]
 
 
 def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:

@@ -38,9 +38,11 @@ from explorer.channel import (
     Learn,
     Mind,
     Renew,
+    Tried,
     UntilIdle,
     Writes,
 )
+from explorer.copies import Copied
 from explorer.door import Door
 from explorer.engine_http import EngineHttp
 from explorer.fleet import Engine, Fleet
@@ -72,6 +74,11 @@ class Remote:
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
         return bool(await self._channel.ask(CaughtUp(timeout_s), bool))
+
+    async def copied(self, copy: Copied) -> None:
+        """Let those hear of a copy who decide about the version that it went to."""
+        with suppress(ChannelLost):
+            await self._channel.ask(Tried(copy))
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""

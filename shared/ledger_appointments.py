@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, Select, func, select, update
 
 from shared.errors import VersionRefused
 from shared.experience import VersionAction, VersionState
@@ -30,12 +30,20 @@ class Appointments(VersionLedger):
             if version != instead_of:
                 appoint(connection, version, Decision(by, self._clock(), reason, details))
 
-    def roll_back(self, version: int, *, by: str, reason: str, details: Details | None = None) -> int:
+    def roll_back(
+        self,
+        version: int,
+        *,
+        by: str,
+        reason: str,
+        details: Details | None = None,
+        only_as: VersionState | None = None,
+    ) -> int:
         """Take a canary or the champion out of service for good; returns the champion's number after that.
 
         In place of a champion comes the one before it. Newer versions that wait descend from what is rolled back, so
-        they are rejected. Raises VersionRefused, and changes nothing, if the version does not serve, is pinned, or
-        there is none to go back to.
+        they are rejected. Raises VersionRefused, and changes nothing, if the version does not serve, or not as
+        `only_as`, is pinned, or there is none to go back to.
         """
         with self._write() as connection:
             alone(connection, "promote")
@@ -43,6 +51,8 @@ class Appointments(VersionLedger):
             state = state_of(connection, version)
             if state not in {VersionState.CANARY, VersionState.CHAMPION}:
                 raise VersionRefused(f"version {version} is {state or 'unknown'}: only what serves can be rolled back")
+            if only_as not in {None, state}:
+                raise VersionRefused(f"version {version} is {state} by now, not {only_as}")
             if _pinned(connection) == version:
                 raise VersionRefused(f"version {version} is pinned; unpin it first")
             before = _champion_before(connection) if state == VersionState.CHAMPION else None
@@ -53,6 +63,11 @@ class Appointments(VersionLedger):
             if before is not None:
                 appoint(connection, before, decision.because(f"version {version} was rolled back"))
             return _champion(connection)
+
+    def champion_before(self) -> int | None:
+        """Which version would be served if the champion were rolled back now; None if there is none to go back to."""
+        rows = self._read(_champions_before())
+        return rows[0].version if rows else None
 
     def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
         """Serve this version and no other until it is unpinned; a canary retires.
@@ -120,6 +135,11 @@ def _require_servable(connection: Connection, version: int) -> None:
 
 
 def _champion_before(connection: Connection) -> int | None:
+    found: int | None = connection.execute(_champions_before()).scalar()
+    return found
+
+
+def _champions_before() -> Select[Any]:
     """Which retired version was the champion last. A canary that retired never was one."""
 
     def last(action: VersionAction) -> Any:
@@ -132,10 +152,7 @@ def _champion_before(connection: Connection) -> int | None:
     retired = select(versions.c.version).where(
         versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
     )
-    found: int | None = connection.execute(
-        retired.order_by(crowned.desc(), versions.c.version.desc()).limit(1)
-    ).scalar()
-    return found
+    return retired.order_by(crowned.desc(), versions.c.version.desc()).limit(1)
 
 
 def _end_descendants(connection: Connection, version: int, decision: Decision) -> None:

@@ -22,6 +22,7 @@ from explorer.feedback import FeedbackDesk
 from explorer.fleet import Fleet
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint, key_path, load_key
+from explorer.pins import Pins
 from explorer.proxy import Proxy
 from explorer.recorder import Recorder
 from explorer.responses_engine import EngineResponses
@@ -71,7 +72,7 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failu
     app = FastAPI(title="tuneloop", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     envelope.install(app)
     _add_routes(app)
-    passing.add_routes(app, max_body_bytes=settings.explorer.max_body_bytes)
+    passing.add_routes(app, Pins(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored.add_routes(app, ledger, default_model=settings.served_model_name)
     responses_kept.add_routes(app)
     admin.add_routes(app, settings, ledger)

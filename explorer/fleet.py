@@ -11,9 +11,13 @@ from typing import Protocol
 from explorer.adapters import Renaming
 from explorer.affinity import Affinity, overloaded
 from explorer.engine_http import EngineHttp
+from explorer.pins import Pin
 from explorer.split import Split
 from explorer.vllm_api import Control
 from shared.errors import RequestRefused
+
+#: By what the engine of a request is chosen: whose it is, or which version must answer it.
+Key = str | Pin
 
 
 class EngineState(StrEnum):
@@ -122,6 +126,11 @@ class Fleet:
         """Whether a request would be answered: some engine is ready, or will be in a moment."""
         return self._about_to_be(self.engines)
 
+    @property
+    def served(self) -> list[int]:
+        """The versions that answer now."""
+        return sorted({each.version for each in self.engines if each.state is EngineState.READY})
+
     @staticmethod
     def _about_to_be(engines: Iterable[Engine]) -> bool:
         return any(engine.state in {EngineState.READY, EngineState.RELOADING} for engine in engines)
@@ -175,7 +184,7 @@ class Fleet:
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state is EngineState.DOWN)
 
-    async def take(self, key: str | None = None, beginnings: Sequence[int] = ()) -> Engine:
+    async def take(self, key: Key | None = None, beginnings: Sequence[int] = ()) -> Engine:
         """The engine that answers a request of a key, counted as busy until it is given back.
 
         Without a key it is one of the champion's. `beginnings` are those of what it is asked (`explorer/affinity.py`).
@@ -183,25 +192,25 @@ class Fleet:
         engine = self._chosen(self.engines, key, beginnings)
         return self._taken(engine or await self._wait_for_one(self.engines, key, beginnings), beginnings)
 
-    def take_another(self, than: Engine, key: str | None = None, beginnings: Sequence[int] = ()) -> Engine | None:
+    def take_another(self, than: Engine, key: Key | None = None, beginnings: Sequence[int] = ()) -> Engine | None:
         """The same, but not this one; None if no other may."""
         engine = self._chosen(self._others(than), key, beginnings)
         return self._taken(engine, beginnings) if engine else None
 
     async def wait_for_another(
-        self, than: Engine, key: str | None = None, beginnings: Sequence[int] = ()
+        self, than: Engine, key: Key | None = None, beginnings: Sequence[int] = ()
     ) -> Engine | None:
         """The same, but one that is being reloaded is waited for; None if no other may, nor will in a moment."""
         others = self._others(than)
         engine = self._chosen(others, key, beginnings)
-        if engine is None and self._about_to_be(others):
+        if engine is None and self._about_to_be(able(others, key)):
             engine = await self._wait_for_one(others, key, beginnings)
         return self._taken(engine, beginnings) if engine else None
 
     def _others(self, than: Engine) -> list[Engine]:
         return [each for each in self.engines if each is not than]
 
-    def _chosen(self, engines: Sequence[Engine], key: str | None, beginnings: Sequence[int]) -> Engine | None:
+    def _chosen(self, engines: Sequence[Engine], key: Key | None, beginnings: Sequence[int]) -> Engine | None:
         knowing = self._affinity.knowing(beginnings, engines) if beginnings else ()
         return chosen(engines, self.split, key, knowing)
 
@@ -223,27 +232,31 @@ class Fleet:
         engine.idle.clear()
         return engine
 
-    async def _wait_for_one(self, engines: Sequence[Engine], key: str | None, beginnings: Sequence[int]) -> Engine:
+    async def _wait_for_one(self, engines: Sequence[Engine], key: Key | None, beginnings: Sequence[int]) -> Engine:
         try:
             async with asyncio.timeout(self._patience_s), self._changed:
                 while (engine := self._chosen(engines, key, beginnings)) is None:
-                    if not self._about_to_be(engines):
+                    if not self._about_to_be(able(engines, key)):
                         break
                     await self._changed.wait()
         except TimeoutError:
             engine = None
+        if engine is None and isinstance(key, Pin) and self.ready and not self._about_to_be(key.able(self.engines)):
+            raise key.refused(self.served)
         if engine is None:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine
 
 
 def chosen(
-    engines: Sequence[Engine], split: Split | None, key: str | None, knowing: Sequence[Container[int]] = ()
+    engines: Sequence[Engine], split: Split | None, key: Key | None, knowing: Sequence[Container[int]] = ()
 ) -> Engine | None:
     """The ready engine that answers a request of a key, if any; of several `best` says which.
 
     The champion's engines stand in for the one that is being tried, but never the other way round.
     """
+    if isinstance(key, Pin):
+        return best(key.able(engines), knowing)
     if split is None:
         return best(engines, knowing)
     if key is not None and split.answers(key):
@@ -251,6 +264,11 @@ def chosen(
         if tried is not None:
             return tried
     return best((each for each in engines if each.version != split.version), knowing)
+
+
+def able(engines: Sequence[Engine], key: Key | None) -> Sequence[Engine]:
+    """The engines that may answer a request of a key, now or when they are ready."""
+    return key.able(engines) if isinstance(key, Pin) else engines
 
 
 def best(engines: Iterable[Engine], knowing: Sequence[Container[int]] = ()) -> Engine | None:

@@ -42,12 +42,13 @@ class Pins:
     def __init__(self, settings: Settings) -> None:
         #: The model's own name, as engines know it.
         self.name = settings.served_model_name
-        self._allowed = settings.explorer.version_pins
+        #: Whether clients may name a version.
+        self.allowed = settings.explorer.version_pins
 
     def of(self, body: Mapping[str, Any]) -> Pin | None:
         """The version that a body names. Raises RequestRefused if it is no number."""
         model = body.get("model")
-        if not self._allowed or not isinstance(model, str) or not model.startswith(f"{self.name}@"):
+        if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.name}@"):
             return None
         number = model.removeprefix(f"{self.name}@")
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
@@ -59,5 +60,5 @@ class Pins:
         """The models that an engine tells, and the versions that may be named."""
         for model in models:
             yield model
-            if self._allowed and model.get("id") == self.name:
+            if self.allowed and model.get("id") == self.name:
                 yield from (model | {"id": f"{self.name}@{version}"} for version in served)

@@ -89,7 +89,7 @@ class Proxy:
             self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
 
     async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
-        engine = await self._fleet.take(call.key, call.beginnings)  # with a patience of its own: nobody was asked yet
+        engine = await self._fleet.take(call.wanted, call.beginnings)  # with its own patience: nobody was asked yet
         version = engine.version
         self._copied(call)
         try:
@@ -170,11 +170,11 @@ class Proxy:
         try:
             reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
         except EngineUnreachable:
-            other = await self._fleet.wait_for_another(engine, call.key, call.beginnings)
+            other = await self._fleet.wait_for_another(engine, call.wanted, call.beginnings)
             if other is None:
                 raise
             return other
-        if reply.status < _ILL or (other := self._fleet.take_another(engine, call.key, call.beginnings)) is None:
+        if reply.status < _ILL or (other := self._fleet.take_another(engine, call.wanted, call.beginnings)) is None:
             return reply
         reply.close()
         return other

@@ -21,8 +21,11 @@ _FEWER = 4
 #: A slice with at least this part of the champion's rewards is waited for before a version is promoted.
 _WEIGHTY = 0.02
 
+#: It is waited for until there are so many times the rewards that it takes to be rolled back: luck hides little then.
+_TWICE = 2
+
 #: A slice that lies so many standard errors below the champion's is in doubt, though not shown to be worse.
-_DOUBT = 2.5
+_DOUBT = 2.0
 
 #: Fewer units than that raise no doubt.
 _FEWEST = 3
@@ -94,9 +97,12 @@ def _doubts(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str
 def _unknown(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str]:
     """The slices that are too large for so few rewards to be enough."""
     for name, (mine, other) in _pairs(champion, tried):
-        weighty = other.units >= LEAST_UNITS and other.replies >= _WEIGHTY * champion.reward.replies
-        if weighty and mine.replies < _least(rollout) <= other.replies:
-            yield f"it has only {mine.replies} of {_least(rollout)} rewarded replies on the tasks {name!r}"
+        # A lone task of nobody's cannot be on both sides.
+        weighty = other.units > 1 and other.replies >= _WEIGHTY * champion.reward.replies
+        fewest = min(mine.replies, other.replies)
+        enough = _TWICE * _least(rollout)
+        if weighty and fewest < enough:
+            yield f"there are only {fewest} of {enough} rewarded replies of each on the tasks {name!r}"
 
 
 def _pairs(champion: Figures, tried: Figures) -> Iterator[tuple[str, tuple[Sample, Sample]]]:

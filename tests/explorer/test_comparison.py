@@ -66,15 +66,16 @@ def test_a_scrambled_version_is_rolled_back_as_soon_as_there_are_rewards_enough(
     assert statistics.median(end.of_tried for end in ends) <= rollout.rewards + 10
 
 
+@pytest.mark.parametrize("rollout", [CANARY, AB])
 @pytest.mark.parametrize("elsewhere", [0.6, 0.7])
-def test_a_version_that_fails_on_a_twentieth_of_the_requests_is_rolled_back(elsewhere):
+def test_a_version_that_fails_on_a_twentieth_of_the_requests_is_rolled_back(elsewhere, rollout):
     """Even if it is better elsewhere."""
     failing = Traffic(bernoulli(0.6), bernoulli(elsewhere), there=bernoulli(0.0))
-    ends = list(trials(50, CANARY, failing, rewards=10_000))
+    ends = list(trials(50, rollout, failing, rewards=10_000))
     assert {end.decision.action for end in ends} == {"roll_back"}
     by_its_slice = [end for end in ends if "'few'" in end.decision.reason]
     assert len(by_its_slice) >= 45
-    assert statistics.median(end.of_tried for end in by_its_slice) < 500
+    assert statistics.median(end.of_tried for end in by_its_slice) < 600
 
 
 def test_a_better_version_whose_slices_are_all_fine_is_promoted():
@@ -146,12 +147,12 @@ def test_a_better_version_waits_for_a_slice_that_is_in_doubt_or_has_too_few_rewa
     most = {"a": sample(0.95, 380, deviation=0.2)}
     few = decide(CANARY, champion, fine(**better, slices=most), elapsed_s=0.0)
     assert few.action == "wait"
-    assert "only 0 of 12" in few.reason
+    assert "only 0 of 24" in few.reason
     assert action(champion=champion, **better, slices=most, elapsed_s=CANARY.window) == "promote"
     doubtful = most | {"b": sample(0.0, 7, deviation=0.0)}
     for elapsed_s, expected in ((0.0, "wait"), (CANARY.window, "roll_back")):
         assert action(champion=champion, **better, slices=doubtful, elapsed_s=elapsed_s) == expected
-    assert action(champion=champion, **better, slices=most | {"b": sample(0.5, 20, deviation=0.5)}) == "promote"
+    assert action(champion=champion, **better, slices=most | {"b": sample(0.5, 24, deviation=0.5)}) == "promote"
 
 
 def test_the_reason_has_the_numbers_and_says_what_is_missing():

@@ -51,7 +51,7 @@ class Renaming(msgspec.Struct, frozen=True):
             said = orjson.loads(body)
         except orjson.JSONDecodeError:
             return None
-        if not isinstance(said, dict) or said.get("model") not in {None, "", self.public}:
+        if not isinstance(said, dict) or said.get("model") not in (None, "", self.public):
             return None
         return orjson.dumps(said | {"model": self.adapter})
 

@@ -8,7 +8,7 @@ import structlog
 from explorer.metrics import Metrics
 from shared.config import Settings
 from shared.evaluation_figures import TASKS, Figure
-from shared.evaluation_tasks import fingerprint, tasks_of
+from shared.evaluation_tasks import fingerprint, judge_of, tasks_of
 from shared.experience import Evaluator, VersionAction
 from shared.gate import Verdict, evaluator_of, judge
 from shared.ledger import Ledger, Version
@@ -22,7 +22,7 @@ PATIENCE_S = 300.0
 class Gate:
     """Stands between a candidate and whoever would serve it.
 
-    Raises EnvironmentRefused if the tasks cannot be read.
+    Raises EnvironmentRefused if the tasks cannot be read, or the function that judges is not there.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, metrics: Metrics, *, patience_s: float = PATIENCE_S) -> None:
@@ -30,6 +30,8 @@ class Gate:
         self.tasks = tasks_of(settings.monitor.evaluation) if self.mode != "off" else []
         self.on_engine = self.mode != "off" and evaluator_of(settings) is Evaluator.ENGINE
         self._options = settings.gate
+        if self.tasks:
+            judge_of(settings.monitor.evaluation)  # What is refused is so now.
         self._evaluator = evaluator_of(settings)
         self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation)
         self._ledger = ledger

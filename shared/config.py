@@ -217,6 +217,7 @@ class Settings(Section):
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
             *self._gate_without_tasks(),
+            *self._evaluation_without_a_judge(),
         ]
         if contradictions:
             raise ValueError("\n".join(contradictions))
@@ -310,6 +311,10 @@ class Settings(Section):
                 f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines; raise"
                 " explorer.rollout_model.engine_num, or write rollout.mode: all"
             )
+
+    def _evaluation_without_a_judge(self) -> Iterator[str]:
+        if self.monitor.evaluation.judge == "model" and self.judge.url is None:
+            yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
 
     def _gate_without_tasks(self) -> Iterator[str]:
         if self.gate.mode != "off" and self.monitor.evaluation.path is None:

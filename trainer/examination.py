@@ -17,6 +17,7 @@ from shared.evaluation_tasks import tasks_of
 from shared.experience import Evaluator, VersionAction
 from shared.gate import evaluator_of, judge
 from shared.ledger import Ledger, Version
+from trainer import snapshot
 from trainer.evaluation import HeldOut
 from trainer.learner import Learner
 from trainer.model import Actor
@@ -89,6 +90,7 @@ class Examination:
 
     def _actor(self, version: Version) -> Actor:
         try:
-            return Actor.load(self._settings, version.path / ACTOR if version.version else version.path)
+            folder = version.path / ACTOR if version.version else self._settings.model.model_path
+            return snapshot.actor_in(self._settings, folder)
         except EnvironmentRefused as error:
             raise NotEvaluated(str(error)) from error

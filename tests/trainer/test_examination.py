@@ -5,6 +5,7 @@ from threading import Event
 
 import pytest
 import torch
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from shared.errors import NotEvaluated
@@ -129,6 +130,11 @@ def test_the_distance_is_none_from_itself_and_some_from_another(gated, opinionat
 
 
 # A model that judges.
+
+
+def test_a_model_that_judges_must_be_named(gated):
+    with pytest.raises(ValidationError, match=r"monitor\.evaluation\.judge: model needs judge\.url"):
+        gated(evaluation={"judge": "model"})
 
 
 def test_a_model_judges_with_the_question_and_the_answer_before_it(gated):

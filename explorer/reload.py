@@ -47,7 +47,8 @@ class Swaps:
         self._fleet = fleet
         self._metrics = metrics
         self._drain_s = drain_s
-        #: Whoever swaps weights or takes an engine out of rotation holds it, so that nobody else touches one meanwhile.
+        #: Held while versions are taken up. Who sets an engine's state in the same breath as he sees that it is ready
+        #: has that engine to himself without it.
         self.swapping = asyncio.Lock()
 
     async def _swap(
@@ -66,6 +67,7 @@ class Swaps:
         if drain:
             await self._drain(engine)
         try:
+            await engine.control.remember(probe)
             await engine.control.pause("keep")
         except EngineError as error:
             # It has not seen the version yet, so this is none of the version's doing.
@@ -91,7 +93,7 @@ class Swaps:
     async def put_back(self, engine: Engine, champion: Version) -> None:
         """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
 
-        To be called while `swapping` is held, with the engine out of rotation.
+        To be called by whoever has taken the engine out of rotation.
         """
         try:
             await load(engine, champion, fleet=self._fleet)

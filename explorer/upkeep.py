@@ -11,6 +11,7 @@ from typing import NamedTuple
 from prometheus_client import generate_latest
 
 from explorer import vllm_api
+from explorer.attestation import Attestation
 from explorer.backstage import OnFailure, Task
 from explorer.conversations import Conversations
 from explorer.copies import Copied
@@ -100,6 +101,7 @@ async def open_upkeep(
     fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
+    attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     tally = Tally(metrics.registry)
     rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
     upkeep = Upkeep(
@@ -119,6 +121,7 @@ async def open_upkeep(
         reloader.run(),
         examination.run(),
         rollout.run(),
+        attestation.run(),
         *judging,
         *runs,
     ]

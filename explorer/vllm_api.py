@@ -7,8 +7,10 @@ socket.
 import importlib.metadata
 import json
 import os
+import random
+import string
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import aiohttp
 import orjson
 
 from explorer.adapters import Renaming, is_adapter
-from shared.checkpoint import Probe
+from shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
 from shared.config import Settings
 from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 
@@ -42,6 +44,9 @@ _CERTAIN = 1e-3
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Adapters that may sample at the same time: the newest, and those with which older replies are brought to their end.
 _ADAPTERS = 4
+
+#: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
+_SAMPLED = PROBE_ROOM // 2
 
 #: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
 _KEEP_S = 4.0
@@ -152,6 +157,28 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> aio
     )
 
 
+class Findings(NamedTuple):
+    """How far an engine's log-probabilities are from what they should be (mean absolute difference, nats).
+
+    `weights`: from those of the probe. `cache`: those that it finds with its prefix cache from those without.
+    """
+
+    weights: float
+    cache: float
+    allowed: float
+
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong, None if nothing is."""
+        if not self.weights <= self.allowed:
+            off = f"{self.weights:.2g} nats from the trainer's"
+        elif not self.cache <= self.allowed:
+            off = f"{self.cache:.2g} nats apart with and without its prefix cache"
+        else:
+            return None
+        return f"the engine's log-probabilities are {off}; allowed: {self.allowed:.2g}"
+
+
 class Control:
     """The weight routes of one engine, over a session of its own."""
 
@@ -201,18 +228,34 @@ class Control:
         await self._post("/resume")
 
     async def prove(self, probe: Probe) -> None:
-        """Raise CheckpointRejected unless the engine's log-probabilities are the trainer's."""
+        """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too."""
+        if complaint := (await self.examine(probe)).complaint:
+            raise CheckpointRejected(complaint)
+
+    async def examine(self, probe: Probe) -> Findings:
+        """How far the engine is from what the probe says. Raises CheckpointRejected if its answer cannot be read."""
         try:
             found = await self._logprobs(list(probe.prompt_ids))
-            differences = [abs(ours - theirs) for ours, theirs in zip(found, probe.logprobs, strict=True)]
-            mean = sum(differences) / len(differences)
+            return Findings(
+                weights=_mean_distance(found, probe.logprobs),
+                cache=await self._distance_by_cache(list(probe.prompt_ids)),
+                allowed=max(probe.tolerance, self._tolerance),
+            )
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
-        allowed = max(probe.tolerance, self._tolerance)
-        if not mean <= allowed:
-            raise CheckpointRejected(
-                f"the engine's log-probabilities are {mean:.2g} nats from the trainer's; allowed: {allowed:.2g}"
-            )
+
+    async def remember(self, probe: Probe) -> None:
+        """Have it keep the probe's prompt in its prefix cache, so that it shows if the cache outlives its weights."""
+        await self._complete(prompt=list(probe.prompt_ids), max_tokens=1)
+
+    async def describe(self) -> Probe:
+        """What the engine says of a fixed text: by this, others of the same weights are known, and it itself later."""
+        try:
+            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": _text()}))
+            ids = told["tokens"][: min(PROBE_LENGTH, told["max_model_len"] - PROBE_ROOM)]
+            return Probe(prompt_ids=tuple(ids), logprobs=tuple(await self._logprobs(ids)), tolerance=0.0)
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
 
     async def require_processed_logprobs(self) -> None:
         """Raise EngineError if it tells log-probabilities of another distribution than it samples from.
@@ -240,16 +283,22 @@ class Control:
             )
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
-        body = {
-            "model": self._model_name,
-            "prompt": prompt_ids,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
-        answer = orjson.loads(await self._post("/v1/completions", json=body))
-        rows = answer["choices"][0]["prompt_logprobs"][1:]
+        """Of each id but the first, after those before it. vLLM reads no cached prefix for this."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=1, prompt_logprobs=0)
+        rows = choice["prompt_logprobs"][1:]
         return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
+
+    async def _distance_by_cache(self, prompt_ids: list[int]) -> float:
+        """How far apart it is from itself when it reads the prompt from its prefix cache and when it does not."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=_SAMPLED, ignore_eos=True, **CAPTURE_TEXT)
+        ids, told = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        without = await self._logprobs([*prompt_ids, *ids])
+        return _mean_distance(told, without[-len(ids) :])
+
+    async def _complete(self, **asked: object) -> dict[str, Any]:
+        body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL, **asked}
+        choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", json=body))["choices"][0]
+        return choice
 
     async def ask(self, path: str, **asked: object) -> dict[str, Any]:
         """What the engine answers to a request of ours, which nobody records. Raises EngineError."""
@@ -271,3 +320,13 @@ class Control:
         if reply.status >= 300:
             raise EngineError(f"{path}: {reply.status} {body[:300].decode(errors='replace')}")
         return body
+
+
+def _mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def _text() -> str:
+    """Words that nobody has ever said, always the same: what a model expects after them, its weights alone decide."""
+    chance = random.Random(PROBE_LENGTH)
+    return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))

@@ -47,6 +47,13 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
+#: Ids of a probe's prompt, where `max_model_len` allows: more than a block of an engine's prefix cache.
+PROBE_LENGTH = 272
+
+#: How many ids fewer than `max_model_len` a probe's prompt has at least: an engine goes on from it.
+PROBE_ROOM = 32
+
+
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """Proof that what was trained is what is served.
 

@@ -83,6 +83,7 @@ class Explorer(Section):
     proxy_port: Port = 8010
     workers: Positive = 1
     service_status_check_interval: Seconds = 60.0
+    probe_interval: Seconds = 300.0
     request_timeout: Seconds = 3600.0
     max_in_flight: Positive = 1024
     max_waiting: NotNegative = 1024

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.checkpoint import ACTOR, ADAPTER_CONFIG, CRITIC, TRAINER_STATE, Probe
+from shared.checkpoint import ACTOR, ADAPTER_CONFIG, CRITIC, PROBE_LENGTH, PROBE_ROOM, TRAINER_STATE, Probe
 from shared.config import Settings
 from shared.errors import EnvironmentRefused
 from trainer.algorithms import ALGORITHMS
@@ -29,7 +29,6 @@ from trainer.model import Actor, Critic
 from trainer.optimizer import MasterAdamW
 from trainer.tokenizer import tokenizer_of
 
-_PROBE_LENGTH = 24
 _PROBE_SEED = 1729
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"}
@@ -94,7 +93,9 @@ def probe(learner: Learner, settings: Settings) -> Probe:
     """What the actor says of a fixed row of ordinary tokens. Raises EnvironmentRefused without a tokenizer."""
     ids = _ordinary_ids(settings, learner.actor.vocabulary)
     generator = torch.Generator().manual_seed(_PROBE_SEED)
-    chosen = [ids[i] for i in torch.randint(len(ids), (_PROBE_LENGTH,), generator=generator).tolist()]
+    longest = settings.model.max_model_len
+    length = PROBE_LENGTH if longest is None else max(2, min(PROBE_LENGTH, longest - PROBE_ROOM))
+    chosen = [ids[i] for i in torch.randint(len(ids), (length,), generator=generator).tolist()]
     return Probe(
         prompt_ids=tuple(chosen),
         logprobs=tuple(learner.logprobs(chosen)),

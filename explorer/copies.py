@@ -52,7 +52,7 @@ class Copies:
     ) -> None:
         """`refusals` are patterns of replies that refuse; `told` hears what became of each copy."""
         self._fleet = fleet
-        self._refusals = [re.compile(each) for each in refusals]
+        self._refusals = [re.compile(each, re.IGNORECASE) for each in refusals]
         self._told = told
         self._metrics = metrics
         self._timeout_s = timeout_s

@@ -43,7 +43,7 @@ class Rollout:
     def __init__(self, settings: Settings, ledger: Ledger, *, tally: Tally, metrics: Metrics) -> None:
         self._rollout = settings.rollout
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
-        self._refusals = [re.compile(each) for each in settings.monitor.drift.refusal_patterns]
+        self._refusals = [re.compile(each, re.IGNORECASE) for each in settings.monitor.drift.refusal_patterns]
         self._ledger = ledger
         self._tally = tally
         self._metrics = metrics
@@ -135,5 +135,5 @@ def figures_of(copies: Collection[Copied]) -> Figures:
 
 def _since(now: Mapping[str, Share], before: Mapping[str, Share], version: int) -> Share:
     name = str(version)
-    found, then = now.get(name, Share()), before.get(name, Share())
-    return Share(found[0] - then[0], found[1] - then[1])  # `count` is a method of every tuple, for mypy
+    asked_now, then = now.get(name, Share()), before.get(name, Share())
+    return Share(asked_now.found - then.found, asked_now.of - then.of)

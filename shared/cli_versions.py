@@ -12,6 +12,7 @@ import typer
 from shared.cli_options import ConfigOption, SetOption, existing_ledger
 from shared.config import Settings
 from shared.diagnosis import ago, moment, number
+from shared.evaluation_figures import TASKS
 from shared.version_comparison import FEWEST, Comparison, Mean, ScorePair, compared
 from shared.version_decisions import Decided, pin, promote, roll_back, unpin
 from shared.version_report import Event, Score, VersionRow, VersionStory, listed, story
@@ -173,9 +174,10 @@ def _told(told: VersionStory) -> Iterator[str]:
     }
     yield f"version {row.version}"
     yield from (f"  {name:<12} {value}" for name, value in facts.items() if value)
-    if told.evaluations:
+    scores = [each for each in told.evaluations if each.metric != TASKS]
+    if scores:
         yield "evaluations"
-        yield from (f"  {_named(each):<32} {_score(each)}" for each in told.evaluations)
+        yield from (f"  {_named(each):<32} {_score(each)}" for each in scores)
     yield "events"
     yield from (f"  {line}" for event in told.events for line in _event(event))
 
@@ -198,7 +200,10 @@ def _side_by_side(comparison: Comparison) -> Iterator[str]:
     yield _columns("rewarded", _rewarded(a.reward), _rewarded(b.reward))
     yield _columns("difference", _difference(comparison))
     for pair in comparison.evaluations:
-        yield _columns(_named(pair), _score(pair.a), _score(pair.b))
+        if pair.metric != TASKS:
+            yield _columns(_named(pair), _score(pair.a), _score(pair.b))
+        elif pair.a and pair.b and pair.a.value != pair.b.value:
+            yield f"by {pair.evaluator} they were asked different tasks: those figures say nothing of each other"
 
 
 def _columns(name: str, *values: str) -> str:

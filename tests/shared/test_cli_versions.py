@@ -85,8 +85,8 @@ def say(ledger: Ledger, version: int, *rewards: float) -> None:
         ledger.record([told, *about])
 
 
-def evaluate(ledger: Ledger, version: int, value: float, part: str = "") -> None:
-    row = {"version": version, "evaluator": Evaluator.ENGINE, "metric": "score", "slice": part, "value": value}
+def evaluate(ledger: Ledger, version: int, value: float, part: str = "", metric: str = "score") -> None:
+    row = {"version": version, "evaluator": Evaluator.ENGINE, "metric": metric, "slice": part, "value": value}
     with ledger._write() as connection:
         connection.execute(evaluations.insert().values(row | {"deviation": 0.5, "samples": 20, "evaluated_at": 1.0}))
 
@@ -173,6 +173,16 @@ def test_two_are_compared(file: Path, ledger: Ledger) -> None:
     assert told["interval"] == [pytest.approx(0.7254, abs=1e-4), pytest.approx(0.8746, abs=1e-4)]
     assert (told["evaluations"][1]["a"], told["evaluations"][1]["b"]["value"]) == (None, 0.5)
     assert refusal(versions(file, "compare", 1, 8)) == "there is no version 8"
+
+
+def test_figures_of_different_tasks_are_not_passed_off_as_comparable(file: Path, ledger: Ledger) -> None:
+    for version, fingerprint in ((1, 11.0), (2, 11.0), (3, 12.0)):
+        evaluate(ledger, version, fingerprint, metric="tasks")
+        evaluate(ledger, version, 0.5)
+    same, other = (versions(file, "compare", 1, version).output for version in (2, 3))
+    assert "different tasks" not in same
+    assert "by engine they were asked different tasks" in other
+    assert "tasks" not in versions(file, "show", 1).output
 
 
 def test_of_few_rewards_only_the_difference_is_told(file: Path, ledger: Ledger) -> None:

@@ -4,6 +4,7 @@ A name is made of what the adapter is: whatever an engine has kept under it, suc
 """
 
 import hashlib
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from shared.errors import CheckpointRejected
 
 _PREFIX = "tuneloop-adapter-"
 _DIGITS = 32
+#: Any adapter of ours: what an engine has kept may be of one before this.
+_NAMED = re.compile(rb'"model":"%b[^"]*"' % _PREFIX.encode())
 
 
 def is_adapter(actor: Path) -> bool:
@@ -57,8 +60,4 @@ class Renaming(msgspec.Struct, frozen=True):
 
     def told(self, lines: bytes) -> bytes:
         """Whole lines of a reply as clients get them. In a text of it the quotes would stand behind backslashes."""
-        return lines.replace(_model(self.adapter), _model(self.public))
-
-
-def _model(name: str) -> bytes:
-    return b'"model":%b' % orjson.dumps(name)
+        return _NAMED.sub(lambda _: b'"model":%b' % orjson.dumps(self.public), lines)

@@ -286,7 +286,7 @@ class EngineHttp:
         a new one. A new connection that is lost is another thing: the request may be what the engine died of.
         """
         renaming = self.renaming
-        if renaming is not None:
+        if renaming is not None and body:
             renamed = renaming.asked(body)
             body, renaming = (renamed, renaming) if renamed is not None else (body, None)
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())

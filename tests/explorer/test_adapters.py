@@ -177,13 +177,14 @@ def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path:
     assert environment(without, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
 
 
-RENAMING = Renaming(public="ours", adapter="theirs")
+THEIRS = "tuneloop-adapter-2-abc"
+RENAMING = Renaming(public="ours", adapter=THEIRS)
 
 
 @pytest.mark.parametrize("model", ["ours", "", None])
 def test_a_request_for_what_we_serve_is_for_the_adapter(model: str | None) -> None:
     asked = RENAMING.asked(json.dumps({"model": model, "max_tokens": 1}).encode())
-    assert json.loads(asked or b"") == {"model": "theirs", "max_tokens": 1}
+    assert json.loads(asked or b"") == {"model": THEIRS, "max_tokens": 1}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model":"another"}', b'{"model":["ours"]}'])
@@ -193,10 +194,10 @@ def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
-    event = b'data: {"model":"%b","text":"\\"model\\":\\"theirs\\""}\n\n'
+    event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
     reply, heard = RenamedReply(cast(_Connection, None), RENAMING), bytearray()
     reply._pour = lambda block: heard.extend(block) is None
-    said = event % b"theirs" * 3 + b'{"model":"theirs"}'
+    said = event % THEIRS.encode() * 3 + b'{"model":"tuneloop-adapter-1-of-before"}'
     for at in range(0, len(said), size):
         reply.take(said[at : at + size])
     reply.end()

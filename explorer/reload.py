@@ -197,14 +197,23 @@ class Reloader(Swaps):
         if trial and split and split.version == trial.version.version:
             tried = to_try_on(self._fleet.engines, split.version, trial.share)
         for engine in self._fleet.engines:
-            if engine.state is EngineState.READY and engine.version != champion.version and engine not in tried:
+            if engine.state is not EngineState.READY or engine.version == champion.version or engine in tried:
+                continue
+            fit = await self._is_fit(engine.version)
+            if engine.state is EngineState.READY and (self._may_leave(engine) or not fit):
                 await self._fleet.set(engine, EngineState.RELOADING)
-                if self._drain_first and await self._is_fit(engine.version):
+                if self._drain_first and fit:
                     await self._drain(engine)
                 await self.put_back(engine, champion)
         for engine in tried:
             if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
                 await self._try_on(engine, trial.version, champion)
+
+    def _may_leave(self, engine: Engine) -> bool:
+        """Whether an engine may leave the rotation: with `rolling` not the last that answers, unless it is the only one."""
+        others = [each for each in self._fleet.engines if each is not engine]
+        ready = any(each.state is EngineState.READY for each in others)
+        return self._rollout.mode != "rolling" or ready or not others
 
     async def _is_fit(self, number: int) -> bool:
         """Whether replies of a version may be let to their end."""
@@ -240,6 +249,8 @@ class Reloader(Swaps):
     ) -> None:
         try:
             probe = await verified(version, self._base)
+            if engine.state is not EngineState.READY:
+                return
             # What is in flight there is the champion's: it must not be ended by what is only tried.
             await self._swap(engine, version, probe, back_to=champion, drain=True, entering=entering)
         except (CheckpointRejected, EngineError) as error:
@@ -250,7 +261,9 @@ class Reloader(Swaps):
         try:
             probe = await verified(candidate, self._base)
             for engine in self._fleet.engines:
-                if engine.state is EngineState.READY and engine.version != candidate.version:
+                if engine.state is not EngineState.READY or engine.version == candidate.version:
+                    continue
+                if self._may_leave(engine):
                     await self._swap(engine, candidate, probe, back_to=champion, drain=self._drain_first)
         except (CheckpointRejected, EngineError) as error:
             if await self._ends(candidate, error):

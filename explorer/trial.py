@@ -43,7 +43,7 @@ def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Eng
 
     At least one is left to the champion, which comes first where there is but one. Who has the version keeps it.
     """
-    up = [engine for engine in engines if engine.state in {EngineState.READY, EngineState.RELOADING}]
+    up = _up(engines)
     count = min(max(1, round(share * len(up))), len(up) - 1)
     by_preference = sorted(up, key=lambda engine: (engine.version != version, -engine.number))
     return by_preference[: max(count, 0)]
@@ -57,7 +57,12 @@ def division(engines: Sequence[Engine], now: Split | None, champion: int, trial:
     if now is None or now.version in {champion, trial and trial.version.version}:
         left = False
     else:
-        left = any(each.version == now.version and each.state is EngineState.READY for each in engines)
+        left = any(each.version == now.version for each in _up(engines))
     if now is not None and left:
         return now.withdrawn()
     return trial.split if trial else None
+
+
+def _up(engines: Sequence[Engine]) -> list[Engine]:
+    """Those that answer, or will in a moment, with the version that they have."""
+    return [engine for engine in engines if engine.state in {EngineState.READY, EngineState.RELOADING}]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.explorer.test_reload import actor, all_ready, candidate, model, until, until_ready, version
-from tests.explorer.test_trial import answered, by_hash, trying
+from tests.explorer.test_trial import answered, by_hash, one_explorer, trying
 
 #: Of rewards that differ a little: `around` of them is the mean.
 _SPREAD = (-0.1, 0.0, 0.1)
@@ -120,9 +121,10 @@ def test_while_an_alarm_holds_nothing_is_promoted(running_explorer: Run, doubles
     until(explorer, 1, VersionState.CHAMPION)
 
 
-def test_a_new_explorer_decides_what_the_one_before_began(running_explorer: Run, doubles: list[EngineDouble]) -> None:
-    explorer = trying(running_explorer, doubles, rewards=20)
-    rewarded(explorer, count(), champion=0.9, tried=0.1)
+def test_a_new_explorer_decides_what_the_one_before_began(tmp_path: Path, doubles: list[EngineDouble]) -> None:
+    with one_explorer(tmp_path) as run:
+        explorer = trying(run, doubles, rewards=20)
+        rewarded(explorer, count(), champion=0.9, tried=0.1)
     with explorer_running(explorer.settings) as again:
         eventually(lambda: sorted(each.version for each in again.road.fleet.engines) == [0, 1])
         until_ready(again, 2)

@@ -1,5 +1,9 @@
 """What a version that is being tried gets, and what it never gets."""
 
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from explorer.trial import Trial, division, to_try_on
 from shared.experience import VersionState
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually, explorer_running
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tests.explorer.test_split import engine
 
@@ -29,6 +33,18 @@ def trying(running_explorer: Run, doubles: list[EngineDouble], mode: str = "cana
     eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
     until_ready(explorer, 2)
     return explorer
+
+
+@contextmanager
+def one_explorer(tmp_path: Path) -> Iterator[Run]:
+    """Like `running_explorer`, but it ends with the block."""
+    with ExitStack() as stack:
+
+        def run(*engines: EngineDouble, **but: Any) -> RunningExplorer:
+            settings = settings_for(tmp_path, [each.url for each in engines], **but)
+            return stack.enter_context(explorer_running(settings))
+
+        yield run
 
 
 def answered(explorer: RunningExplorer, **but: Any) -> dict[str, int]:
@@ -64,6 +80,7 @@ def test_about_its_share_of_the_engines_but_one_stays_with_the_champion() -> Non
 def test_what_is_tried_no_more_gets_nothing_as_long_as_an_engine_has_it() -> None:
     split = Split(2, share=0.1)
     assert division([engine(0, 1), engine(1, 2)], split, 1, None) == Split(2)
+    assert division([engine(0, 1), engine(1, 2, state=EngineState.RELOADING)], split, 1, None) == Split(2)
     assert division([engine(0, 1), engine(1, 2)], split, 2, None) is None
     assert division([engine(0, 1), engine(1, 2, state=EngineState.DOWN)], split, 1, None) is None
     assert division([engine(0, 1)], None, 1, None) is None
@@ -180,8 +197,9 @@ def test_a_candidate_waits_until_the_one_that_is_tried_is_decided_about(
     assert reasons(explorer, 1)[-1][0] == "promoted"
 
 
-def test_a_new_explorer_goes_on_with_what_was_tried(running_explorer: Run, doubles: list[EngineDouble]) -> None:
-    explorer = trying(running_explorer, doubles)
+def test_a_new_explorer_goes_on_with_what_was_tried(tmp_path: Path, doubles: list[EngineDouble]) -> None:
+    with one_explorer(tmp_path) as run:
+        explorer = trying(run, doubles)
     for each in doubles:
         each.weights = model(explorer)
     settings = explorer.settings.model_copy(
@@ -203,3 +221,18 @@ def test_a_version_that_cannot_be_loaded_is_never_tried(running_explorer: Run, d
     until_ready(explorer, 2)
     assert [each[0] for each in reasons(explorer, 1)] == ["published", "rejected"]
     assert set(answered(explorer).values()) == {0}
+
+
+def test_rolling_waits_as_long_as_no_other_engine_would_answer(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = all_ready(running_explorer, doubles, rollout={"mode": "rolling"})
+    doubles[1].dead = True
+    eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
+    candidate(explorer)
+    time.sleep(1.0)
+    assert version(explorer, 1).state is VersionState.CANDIDATE
+    assert explorer.version() == 0
+    doubles[1].dead = doubles[1].paused = False
+    until(explorer, 1, VersionState.CHAMPION)
+    eventually(lambda: [each.weights for each in doubles] == [actor(explorer, 1)] * 2)

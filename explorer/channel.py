@@ -130,7 +130,7 @@ class Beginning(msgspec.Struct, frozen=True):
     engines: list[EngineView]
 
 
-_Any = Begin | Writes | CaughtUp | Expose | Failed | Counted | Learn | UntilIdle | Count | Renew | Mind
+_Any = Begin | Writes | CaughtUp | Expose | Failed | Counted | Tried | Learn | Divide | UntilIdle | Count | Renew | Mind
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):

@@ -210,7 +210,7 @@ class Reloader(Swaps):
                 await self._try_on(engine, trial.version, champion)
 
     def _may_leave(self, engine: Engine) -> bool:
-        """Whether an engine may leave the rotation: with `rolling` not the last that answers, unless it is the only one."""
+        """Whether an engine may leave the rotation: with `rolling` not the last that answers, but for an only one."""
         others = [each for each in self._fleet.engines if each is not engine]
         ready = any(each.state is EngineState.READY for each in others)
         return self._rollout.mode != "rolling" or ready or not others

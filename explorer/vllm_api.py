@@ -246,7 +246,8 @@ class Control:
 
     async def remember(self, probe: Probe) -> None:
         """Have it keep the probe's prompt in its prefix cache, so that it shows if the cache outlives its weights."""
-        await self._complete(prompt=list(probe.prompt_ids), max_tokens=1)
+        body = {"model": self._model_name, "prompt": list(probe.prompt_ids), "max_tokens": 1}
+        await self._post("/v1/completions", json=body)
 
     async def describe(self) -> Probe:
         """What the engine says of a fixed text: by this, others of the same weights are known, and it itself later."""

@@ -126,6 +126,8 @@ class Reloader(Swaps):
         self._unreadable: Counter[int] = Counter()
         self._held: int | None = None
         self._champion: int | None = None
+        #: The champion whose files were found whole when engines began to follow it.
+        self._whole: int | None = None
         self.gate = Gate(settings, ledger, metrics)
 
     async def run(self) -> None:
@@ -199,6 +201,8 @@ class Reloader(Swaps):
         for engine in self._fleet.engines:
             if engine.state is not EngineState.READY or engine.version == champion.version or engine in tried:
                 continue
+            if not await self._is_whole(champion):
+                return
             fit = await self._is_fit(engine.version)
             if engine.state is EngineState.READY and (self._may_leave(engine) or not fit):
                 await self._fleet.set(engine, EngineState.RELOADING)
@@ -214,6 +218,17 @@ class Reloader(Swaps):
         others = [each for each in self._fleet.engines if each is not engine]
         ready = any(each.state is EngineState.READY for each in others)
         return self._rollout.mode != "rolling" or ready or not others
+
+    async def _is_whole(self, champion: Version) -> bool:
+        """Whether the champion's files are still as they were: a damaged one would end the engine that reads it."""
+        if champion.version and champion.version != self._whole:
+            try:
+                await verified(champion, self._base)
+            except CheckpointRejected as error:
+                log.error("champion_damaged", version=champion.version, reason=str(error))
+                return False
+        self._whole = champion.version
+        return True
 
     async def _is_fit(self, number: int) -> bool:
         """Whether replies of a version may be let to their end."""

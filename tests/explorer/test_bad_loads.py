@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+from structlog.testing import capture_logs
+
 from explorer.fleet import EngineState
 from shared.experience import VersionAction, VersionState
 from tests.doubles.engine import EngineDouble
@@ -57,3 +59,19 @@ def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_we
     until_ready(explorer, 1)
     assert (explorer.version(), double.weights) == (0, model(explorer))
     assert explorer.ledger.newest().version == 0
+
+
+def test_a_damaged_version_is_not_gone_back_to(explorer: RunningExplorer, double: EngineDouble) -> None:
+    for number in (1, 2):
+        candidate(explorer)
+        until(explorer, number, VersionState.CHAMPION)
+    weights = next(actor(explorer, 1).glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with capture_logs() as logs:
+        explorer.ledger.roll_back(2, by="anna", reason="it swears")
+        eventually(lambda: any(entry["event"] == "champion_damaged" for entry in logs))
+    assert (double.weights, explorer.version()) == (actor(explorer, 2), 2)
+    weights.write_bytes(whole)
+    eventually(lambda: explorer.version() == 1)
+    assert double.weights == actor(explorer, 1)

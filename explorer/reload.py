@@ -42,11 +42,15 @@ _DEATHS, _UNREADABLE = 2, 5
 class Swaps:
     """Swaps the weights of one engine at a time."""
 
-    def __init__(self, fleet: Fleet, *, metrics: Metrics, drain_s: float) -> None:
-        """An engine is waited for at most `drain_s` to end what it has in flight, where that is wanted."""
+    def __init__(self, fleet: Fleet, *, metrics: Metrics, drain_s: float, least_running: int) -> None:
+        """An engine is waited for at most `drain_s` to end what it has in flight, where that is wanted.
+
+        `least_running` others must be ready before one leaves the rotation, where there are so many.
+        """
         self._fleet = fleet
         self._metrics = metrics
         self._drain_s = drain_s
+        self._least_running = least_running
         #: Held while versions are taken up. Who sets an engine's state in the same breath as he sees that it is ready
         #: has that engine to himself without it.
         self.swapping = asyncio.Lock()
@@ -105,6 +109,11 @@ class Swaps:
         else:
             await self._fleet.set(engine, EngineState.READY)
 
+    def _may_leave(self, engine: Engine) -> bool:
+        """Whether an engine may leave the rotation: not if too few others would answer, where there are so many."""
+        others = [each.state is EngineState.READY for each in self._fleet.engines if each is not engine]
+        return sum(others) >= min(self._least_running, len(others))
+
     async def _drain(self, engine: Engine) -> None:
         if not engine.control.in_place:  # nothing changes under what is in flight
             return
@@ -116,7 +125,13 @@ class Reloader(Swaps):
     """Follows the versions that the trainer registers."""
 
     def __init__(self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics) -> None:
-        super().__init__(fleet, metrics=metrics, drain_s=settings.explorer.request_timeout)
+        least = settings.explorer.min_running_model_num
+        super().__init__(
+            fleet,
+            metrics=metrics,
+            drain_s=settings.explorer.request_timeout,
+            least_running=int(settings.rollout.mode == "rolling") if least is None else least,
+        )
         self._interval_s = settings.explorer.service_status_check_interval
         self._drain_first = settings.explorer.on_reload == "wait"
         self._base = settings.model.model_path.absolute()
@@ -212,12 +227,6 @@ class Reloader(Swaps):
         for engine in tried:
             if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
                 await self._try_on(engine, trial.version, champion)
-
-    def _may_leave(self, engine: Engine) -> bool:
-        """Whether an engine may leave the rotation: with `rolling` not the last that answers, but for an only one."""
-        others = [each for each in self._fleet.engines if each is not engine]
-        ready = any(each.state is EngineState.READY for each in others)
-        return self._rollout.mode != "rolling" or ready or not others
 
     async def _is_whole(self, champion: Version) -> bool:
         """Whether the champion's files are still as they were: a damaged one would end the engine that reads it."""

@@ -90,6 +90,7 @@ class Explorer(Section):
     max_waiting: NotNegative = 1024
     wait_timeout: Seconds = 60.0
     on_reload: Literal["keep", "wait"] = "keep"
+    min_running_model_num: NotNegative | None = None
     prefix_affinity: bool = True
     durability: Literal["fsync", "write"] = "fsync"
     spool_dir: Path | None = None

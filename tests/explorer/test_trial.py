@@ -223,10 +223,13 @@ def test_a_version_that_cannot_be_loaded_is_never_tried(running_explorer: Run, d
     assert set(answered(explorer).values()) == {0}
 
 
-def test_rolling_waits_as_long_as_no_other_engine_would_answer(
-    running_explorer: Run, doubles: list[EngineDouble]
+@pytest.mark.parametrize(
+    "settings", [{"rollout": {"mode": "rolling"}}, {"min_running_model_num": 1}], ids=["rolling", "told"]
+)
+def test_an_engine_stays_as_long_as_no_other_one_would_answer(
+    running_explorer: Run, doubles: list[EngineDouble], settings: dict[str, Any]
 ) -> None:
-    explorer = all_ready(running_explorer, doubles, rollout={"mode": "rolling"})
+    explorer = all_ready(running_explorer, doubles, **settings)
     doubles[1].dead = True
     eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
     candidate(explorer)

@@ -91,6 +91,9 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "-m",
         "vllm.entrypoints.openai.api_server",
         *(part for option, value in options.items() if value is not None for part in (option, str(value))),
+        # Without them the head is made ready for adapters too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
+        # requests at once: "einsum(): subscript b has size 2".
+        *(("--lora-target-modules", *wanted.lora.targets) if rank else ()),
         *(flag for flag, wanted in flags.items() if wanted),
         *rollout.engine_args,
     ]

@@ -169,6 +169,8 @@ def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path:
     said = command(settings, model=Path("m"), socket=Path("s"))
     assert "--enable-lora" in said
     assert said[said.index("--max-lora-rank") + 1] == "8"
+    targets = said.index("--lora-target-modules") + 1
+    assert tuple(said[targets : targets + 7]) == settings.model.lora.targets
     assert environment(settings, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     without = settings_for(tmp_path)
     assert not [

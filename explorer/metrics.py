@@ -32,6 +32,8 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
+        for outcome in ("answered", "failed", "dropped"):
+            self.copies.labels(outcome)
         self.request_seconds = Histogram(
             "tuneloop_request_seconds",
             "From the request to the last byte of its reply",
@@ -111,6 +113,8 @@ class Metrics:
             ["action"],
             registry=registry,
         )
+        for action in ("promote", "roll_back"):
+            self.rollouts.labels(action)
         self.reload_seconds = Histogram(
             "tuneloop_reload_seconds", "From pausing an engine to serving again", buckets=_SECONDS, registry=registry
         )

@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
         said = list(self.task.replies(question, None))[turn].message
         choice = {"index": 0, "finish_reason": "stop", "message": said}
         return {
-            "id": f"id{len(self.asked)}",
+            "id": f"id{next(self.ids)}",
             "object": "chat.completion",
             "created": 0,
             "model": "m",

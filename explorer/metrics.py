@@ -26,14 +26,6 @@ class Metrics:
             ["version", "outcome"],
             registry=registry,
         )
-        self.copies = Counter(
-            "tuneloop_copies",
-            "Copies of requests for a version that is being tried, by what became of them",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in ("answered", "failed", "dropped"):
-            self.copies.labels(outcome)
         self.request_seconds = Histogram(
             "tuneloop_request_seconds",
             "From the request to the last byte of its reply",
@@ -65,6 +57,7 @@ class Metrics:
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
         )
         self._of_the_engines(registry)
+        self._of_what_is_tried(registry)
         self._of_the_judge(registry)
         self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
         self.waiting = Gauge(
@@ -90,12 +83,6 @@ class Metrics:
     def _of_the_engines(self, registry: CollectorRegistry) -> None:
         self.engines = Gauge("tuneloop_engines", "Engines by what they are doing", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
-        self.canary_version = Gauge(
-            "tuneloop_canary_version", "The version that is being tried beside the champion; 0: none", registry=registry
-        )
-        self.canary_share = Gauge(
-            "tuneloop_canary_share", "The part of the requests that it answers", registry=registry
-        )
         self.probes = Counter(
             "tuneloop_engine_probes", "Proofs of engines' weights, by what came of them", ["outcome"], registry=registry
         )
@@ -107,14 +94,6 @@ class Metrics:
         )
         for outcome in ("matched", "mismatched", "failed"):
             self.probes.labels(outcome)
-        self.rollouts = Counter(
-            "tuneloop_rollouts",
-            "Versions that were tried, by what the explorer has decided about them",
-            ["action"],
-            registry=registry,
-        )
-        for action in ("promote", "roll_back"):
-            self.rollouts.labels(action)
         self.reload_seconds = Histogram(
             "tuneloop_reload_seconds", "From pausing an engine to serving again", buckets=_SECONDS, registry=registry
         )
@@ -129,6 +108,30 @@ class Metrics:
             buckets=_LONG_SECONDS,
             registry=registry,
         )
+
+    def _of_what_is_tried(self, registry: CollectorRegistry) -> None:
+        self.canary_version = Gauge(
+            "tuneloop_canary_version", "The version that is being tried beside the champion; 0: none", registry=registry
+        )
+        self.canary_share = Gauge(
+            "tuneloop_canary_share", "The part of the requests that it answers", registry=registry
+        )
+        self.rollouts = Counter(
+            "tuneloop_rollouts",
+            "Versions that were tried, by what the explorer has decided about them",
+            ["action"],
+            registry=registry,
+        )
+        for action in ("promote", "roll_back"):
+            self.rollouts.labels(action)
+        self.copies = Counter(
+            "tuneloop_copies",
+            "Copies of requests for a version that is being tried, by what became of them",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("answered", "failed", "dropped"):
+            self.copies.labels(outcome)
 
     def _of_the_ledger(self, registry: CollectorRegistry) -> None:
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)

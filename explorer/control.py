@@ -27,23 +27,19 @@ from explorer.channel import (
     ChannelLost,
     Count,
     Counted,
-    Divide,
     EngineView,
     Expose,
     Failed,
-    FleetView,
     Learn,
     Mind,
     Question,
     Renew,
-    Tried,
     UntilIdle,
     Writes,
 )
 from explorer.fleet import Engine
 from explorer.patient_ledger import open_ledger
 from explorer.slots import RemoteSlot, Slots
-from explorer.split import Split
 from explorer.tally import Sample
 from explorer.upkeep import Upkeep, open_upkeep
 from shared.config import Settings
@@ -170,10 +166,6 @@ class Workers:
         """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
 
-    async def divide(self, split: Split | None) -> None:
-        """Return when all workers divide their requests so, or are no more."""
-        await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
-
     async def until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(UntilIdle(engine.number))
@@ -224,8 +216,6 @@ class Workers:
                 return await self._let_serve(worker, Path(folder))
             case CaughtUp(timeout_s):
                 return await upkeep.caught_up(timeout_s)
-            case Tried(copied):
-                await upkeep.copied(copied)
             case Expose():
                 return await self._exposition()
             case Counted(samples):
@@ -236,7 +226,7 @@ class Workers:
                 raise TypeError(question)
         return None
 
-    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> FleetView:
+    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> list[EngineView]:
         loop = asyncio.get_running_loop()
 
         def renew() -> None:
@@ -246,7 +236,7 @@ class Workers:
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
-        return FleetView(_views(self._upkeep), self._upkeep.fleet.split)
+        return _views(self._upkeep)
 
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:
@@ -321,7 +311,6 @@ def _view(engine: Engine, upkeep: Upkeep) -> EngineView:
         state=engine.state,
         version=engine.version,
         loads=engine.loads,
-        renaming=engine.renaming,
     )
 
 

@@ -18,7 +18,6 @@ from shared.config import Settings
 from shared.database import upgrade
 from shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
 from shared.ledger import Ledger, Version
-from shared.ledger_events import Details
 
 log = structlog.get_logger()
 
@@ -99,9 +98,9 @@ class PatientLedger(Ledger):
             self._remember(self._served.champion, candidate)
         return candidate
 
-    def promote(self, version: int, *, by: str = "explorer", reason: str = "", details: Details | None = None) -> None:
+    def promote(self, version: int) -> None:
         """Make `version` the champion."""
-        super().promote(version, by=by, reason=reason, details=details)
+        super().promote(version)
         self.champion()
 
     def versions(self) -> list[Version]:

@@ -6,7 +6,6 @@ said in another way by `explorer/dialects.py`.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
 
 import orjson
 import structlog
@@ -42,23 +41,12 @@ _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 class Proxy:
     """The routes that sample."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        fleet: Fleet,
-        *,
-        mint: Mint,
-        recorder: Recorder,
-        metrics: Metrics,
-        copied: Callable[[Call], None] = lambda call: None,
-    ) -> None:
-        """`copied` may send copies of a request elsewhere."""
+    def __init__(self, settings: Settings, fleet: Fleet, *, mint: Mint, recorder: Recorder, metrics: Metrics) -> None:
         explorer = settings.explorer
         self._fleet = fleet
         self._calls = Calls(settings, mint)
         self._recorder = recorder
         self._metrics = metrics
-        self._copied = copied
         self._timeout_s = explorer.request_timeout
         self.places = Places(
             places=explorer.max_in_flight, waiting=explorer.max_waiting, patience_s=explorer.wait_timeout
@@ -89,15 +77,11 @@ class Proxy:
             self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
 
     async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
-        engine = await self._fleet.take(call.wanted, call.beginnings)  # with its own patience: nobody was asked yet
-        version = engine.version
-        self._copied(call)
+        engine = await self._fleet.take()  # with a patience of its own: nobody was asked yet
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._ask(engine, call, visit, told)
         except TimeoutError:
-            if not visit.slow:
-                self._metrics.replied(version, "failed")
             if not visit.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
             if visit.slow:  # nobody would read what is said of it
@@ -112,7 +96,6 @@ class Proxy:
             if reply.status != 200:
                 _check_refusal(reply.status)
                 told.status = reply.status
-                self._metrics.replied(spoken.version, "refused" if reply.status < _ILL else "failed")
                 visit.answer(
                     reply.status, call.headers(spoken.version, _JSON), _refusal(call, reply, await reply.read())
                 )
@@ -121,13 +104,9 @@ class Proxy:
                 await self._stream(spoken, visit, reply)
             else:
                 body = _whole(call.teller, await reply.read())
-                self._metrics.replied(spoken.version, "whole")
                 await self._keep(spoken)
                 told.status = 200
                 visit.answer(200, call.headers(spoken.version, _JSON), body)
-        except EngineError:
-            self._metrics.replied(spoken.version, "failed")
-            raise
         finally:
             reply.close()
             if told.status == 200 and call.teller.unfinished:
@@ -144,40 +123,25 @@ class Proxy:
         headers = {"X-Request-Id": name, "Content-Type": "application/json"}
         spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
         try:
-            told = await self._told_by(engine, call, headers)
-        except BaseException as error:
-            self._failed(spoken, error)
-            raise
-        if isinstance(told, Reply):
-            return spoken, told
-        log.warning("asking_another_engine", engine=engine.number, other=told.number, msg_id=call.msg_id)
-        self._failed(spoken)
-        spoken = Spoken(call, told)
-        try:
-            return spoken, await told.http.ask("POST", dialect.upstream_path, call.upstream, headers)
-        except BaseException as error:
-            self._failed(spoken, error)
-            raise
-
-    def _failed(self, spoken: "Spoken", error: BaseException | None = None) -> None:
-        """Give back an engine that has not answered; where nobody stopped it, that is the fault of its version."""
-        self._fleet.give_back(spoken.engine)
-        if not isinstance(error, asyncio.CancelledError):
-            self._metrics.replied(spoken.version, "failed")
-
-    async def _told_by(self, engine: Engine, call: Call, headers: Mapping[str, str]) -> Reply | Engine:
-        """An engine's reply, or which one is asked instead of it."""
-        try:
-            reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
+            reply = await engine.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+            if reply.status < _ILL or (other := self._fleet.take_another(engine)) is None:
+                return spoken, reply
+            reply.close()
         except EngineUnreachable:
-            other = await self._fleet.wait_for_another(engine, call.wanted, call.beginnings)
-            if other is None:
+            if (other := self._fleet.take_another(engine)) is None:
+                self._fleet.give_back(engine)
                 raise
-            return other
-        if reply.status < _ILL or (other := self._fleet.take_another(engine, call.wanted, call.beginnings)) is None:
-            return reply
-        reply.close()
-        return other
+        except BaseException:
+            self._fleet.give_back(engine)
+            raise
+        log.warning("asking_another_engine", engine=engine.number, other=other.number, msg_id=call.msg_id)
+        self._fleet.give_back(engine)
+        spoken = Spoken(call, other)
+        try:
+            return spoken, await other.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+        except BaseException:
+            self._fleet.give_back(other)
+            raise
 
     async def _stream(self, spoken: "Spoken", visit: Visit, reply: Reply) -> None:
         """Send the pieces as the engine says them. All is on disk before the last one, whatever ends it."""
@@ -194,7 +158,6 @@ class Proxy:
                 await visit.drain()
             if not teller.done:
                 raise EngineError("it ended without [DONE]")
-            self._metrics.replied(spoken.version, "whole")
             await self._keep(spoken)
             visit.end(teller.last())
         except SpoolFull as error:
@@ -202,7 +165,6 @@ class Proxy:
             visit.end(teller.broken("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=call.msg_id, reason=str(error))
-            self._metrics.replied(spoken.version, "failed")
             await self._keep_the_rest(spoken)
             visit.end(teller.broken("the engine broke off its reply", "engine_error"))
         except BaseException as error:
@@ -254,7 +216,7 @@ class Spoken:
 
     def exchange(self) -> Exchange:
         """What is kept of the request and of what was heard until now."""
-        call, mixed = self.call, self.engine.loads != self._loads
+        call = self.call
         return Exchange(
             msg_id=call.msg_id,
             tenant=TENANT,
@@ -264,14 +226,13 @@ class Spoken:
             latency_s=time.monotonic() - call.started,
             experiences=call.teller.transcript.experiences(
                 call.sampling,
-                versions=(self.version, self.engine.version if mixed else self.version),
-                mixed=mixed,
+                versions=(self.version, self.engine.version),
+                mixed=self.engine.loads != self._loads,
             ),
             task_id=call.labels.task_id,
             run_id=call.labels.run_id,
             user=call.labels.user,
             priority=call.labels.priority,
-            engine=self.engine.number,
         )
 
 

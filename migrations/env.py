@@ -2,8 +2,7 @@
 
 from alembic import context
 
-import shared.schema  # noqa: F401 - its tables are in the metadata
-from shared.schema_types import metadata
+from shared.schema import metadata
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 context.run_migrations()

@@ -7,6 +7,7 @@ import torch
 from shared.config_algorithm import Algorithm
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
+from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
 from trainer import snapshot
 from trainer.algorithms import kto
 from trainer.algorithms.targets import Calls, Targets
@@ -14,6 +15,7 @@ from trainer.pairs import mismatched
 from trainer.sequences import TokenSequence
 
 GOLDEN = cases("kto")
+_loss = loss_of(kto)
 
 
 def _algorithm(**options):
@@ -30,33 +32,15 @@ def _targets(inputs):
     )
 
 
-def _loss(algorithm, targets, logprobs_BR, totals=None):
-    return kto.actor_loss(algorithm, targets, logprobs_BR, torch.zeros_like(logprobs_BR), totals or targets.totals)
-
-
 @pytest.mark.parametrize("golden", GOLDEN, ids=str)
 def test_loss_and_gradient_are_those_of_others(golden):
-    logprobs = golden.inputs["logprobs"].clone().requires_grad_()
-    loss = _loss(_algorithm(**golden.settings), _targets(golden.inputs), logprobs).value
-    loss.backward()
-    golden.agrees(loss)
-    golden.agrees(logprobs.grad, "grad")
+    agrees_with_others(golden, _loss, _algorithm(**golden.settings), _targets(golden.inputs))
 
 
 def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would():
-    inputs, algorithm = GOLDEN[0].inputs, _algorithm(undesirable_weight=2.0)
-    targets = _targets(inputs)
-    whole = _loss(algorithm, targets, inputs["logprobs"])
-    parts, naive = [], 0.0
-    for rows in ([0, 2, 3], [1, 4, 5, 6, 7]):
-        index = torch.tensor(rows)
-        some = targets.rows(index, inputs["mask"][index])
-        parts.append(_loss(algorithm, some, inputs["logprobs"][index], targets.totals))
-        naive += float(_loss(algorithm, some, inputs["logprobs"][index]).value.detach()) / 2
-    assert sum(float(part.value) for part in parts) == pytest.approx(float(whole.value), abs=1e-12)
-    assert naive != pytest.approx(float(whole.value), abs=1e-4)
-    for name, value in whole.metrics.items():
-        assert sum(float(part.metrics[name]) for part in parts) == pytest.approx(float(value), abs=1e-12)
+    inputs = GOLDEN[0].inputs
+    cut = ([0, 2, 3], [1, 4, 5, 6, 7])
+    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(undesirable_weight=2.0), _targets(inputs), cut)
 
 
 def test_metrics_are_means_over_their_own_replies():

@@ -1,0 +1,44 @@
+"""What the losses of DPO and KTO, which are means over whole replies, must both satisfy."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from shared.config_algorithm import Algorithm
+from trainer.algorithms.targets import Targets, Totals
+
+
+def loss_of(page: ModuleType) -> Callable[..., object]:
+    """The actor's loss of a page, which has no use for the entropy; its totals are the targets' own unless given."""
+
+    def loss(algorithm: Algorithm, targets: Targets, logprobs_BR: torch.Tensor, totals: Totals | None = None):
+        nothing = torch.zeros_like(logprobs_BR)
+        return page.actor_loss(algorithm, targets, logprobs_BR, nothing, totals or targets.totals)
+
+    return loss
+
+
+def agrees_with_others(golden, loss, algorithm, targets) -> None:
+    """Loss and gradient are the golden ones."""
+    logprobs = golden.inputs["logprobs"].clone().requires_grad_()
+    value = loss(algorithm, targets, logprobs).value
+    value.backward()
+    golden.agrees(value)
+    golden.agrees(logprobs.grad, "grad")
+
+
+def is_the_sum_of_its_micro_batches(inputs, loss, algorithm, targets, cut) -> None:
+    """Cut into micro-batches of those rows nothing changes, but a mean of each one's mean would."""
+    whole = loss(algorithm, targets, inputs["logprobs"])
+    parts, naive = [], 0.0
+    for rows in cut:
+        index = torch.tensor(rows)
+        some = targets.rows(index, inputs["mask"][index])
+        parts.append(loss(algorithm, some, inputs["logprobs"][index], targets.totals))
+        naive += float(loss(algorithm, some, inputs["logprobs"][index]).value.detach()) / len(cut)
+    assert sum(float(part.value) for part in parts) == pytest.approx(float(whole.value), abs=1e-12)
+    assert naive != pytest.approx(float(whole.value), abs=1e-4)
+    for name, value in whole.metrics.items():
+        assert sum(float(part.metrics[name]) for part in parts) == pytest.approx(float(value), abs=1e-12)

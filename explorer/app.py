@@ -12,15 +12,17 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from explorer import envelope, passing, responses_kept, stored
+from explorer import admin, envelope, passing, responses_kept, stored
 from explorer.backstage import Backstage, OnFailure, Task, report
 from explorer.conversations import Conversations
+from explorer.copies import Copies
 from explorer.dialects import CHAT, MESSAGES, RESPONSES, TEXT, Chat, Dialect, Messages, Responses, Text
 from explorer.door import ShortWay, ShortWays, Visit
 from explorer.feedback import FeedbackDesk
 from explorer.fleet import Fleet
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint, key_path, load_key
+from explorer.pins import Pins
 from explorer.proxy import Proxy
 from explorer.recorder import Recorder
 from explorer.responses_engine import EngineResponses
@@ -70,9 +72,10 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failu
     app = FastAPI(title="tuneloop", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     envelope.install(app)
     _add_routes(app)
-    passing.add_routes(app, max_body_bytes=settings.explorer.max_body_bytes)
+    passing.add_routes(app, Pins(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored.add_routes(app, ledger, default_model=settings.served_model_name)
     responses_kept.add_routes(app)
+    admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_here)
     return ShortWays(app, {("POST", path): _way(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})
@@ -149,7 +152,14 @@ def open_road(
     room = Room(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
     mint, recorder = Mint(load_key(key_path(settings))), Recorder(spool, room, metrics)
     conversations = Conversations(mint, backstage=backstage, ledger=ledger)
-    proxy = Proxy(settings, fleet, mint=mint, recorder=recorder, metrics=metrics)
+    copies = Copies(
+        fleet,
+        refusals=settings.monitor.drift.refusal_patterns,
+        told=backstage.copied,
+        metrics=metrics,
+        timeout_s=explorer.request_timeout,
+    )
+    proxy = Proxy(settings, fleet, mint=mint, recorder=recorder, metrics=metrics, copied=copies.offer)
     metrics.in_flight.set_function(lambda: proxy.places.taken)
     metrics.waiting.set_function(lambda: proxy.places.waiting)
     asked = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
@@ -177,4 +187,4 @@ def open_road(
         room=room,
         spool=spool,
     )
-    return road, [room.run(), proxy.background.run()]
+    return road, [room.run(), proxy.background.run(), copies.run()]

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from explorer.copies import Copied
 from shared.errors import TuneloopError
 
 log = structlog.get_logger()
@@ -20,6 +21,9 @@ class Backstage(Protocol):
 
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
+
+    async def copied(self, copy: Copied) -> None:
+        """Hear what became of the copy of a request, for those who decide about the version that it went to."""
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""

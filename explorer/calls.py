@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from explorer import vllm_api
+from explorer import affinity, vllm_api
 from explorer.body import object_of, wrong_type
 from explorer.dialects import MESSAGES, Dialect, Teller
 from explorer.door import Headers, Visit
 from explorer.labels import Labels, labels_of
 from explorer.msg_id import Mint
+from explorer.pins import Pin, Pins
 from explorer.sampling import Sampling, sampling_of
 from explorer.tenants import TENANT
 from shared.config import Settings
@@ -37,6 +38,19 @@ class Call(NamedTuple):
     received_at: float
     started: float
     teller: Teller
+    beginnings: tuple[int, ...] = ()
+    pin: Pin | None = None
+
+    @property
+    def key(self) -> str:
+        """Whose request it is: who comes again with the same key meets the same version."""
+        labels = self.labels
+        return f"{TENANT}:{labels.user or labels.task_id or self.msg_id}"
+
+    @property
+    def wanted(self) -> str | Pin:
+        """By what its engine is chosen."""
+        return self.pin or self.key
 
     def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
         """What the reply says about itself."""
@@ -58,10 +72,13 @@ class Calls:
     def __init__(self, settings: Settings, mint: Mint) -> None:
         explorer = settings.explorer
         self._mint = mint
+        self._pins = Pins(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes = explorer.max_body_bytes
         self._timeout_s = explorer.request_timeout
+        rollout = explorer.rollout_model
+        self._sticks = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
         self._unsafe = vllm_api.BREAKS_CPU_ENGINES if on_cpu else frozenset()
         # Engines of others may have defaults of their own, and then a reply would not be what we take it for.
@@ -72,6 +89,8 @@ class Calls:
         """The call that a request is. Raises RequestRefused if it is none."""
         request = await visit.body(self._max_body_bytes, self._timeout_s)
         body = object_of(request)
+        if pin := self._pins.of(body):
+            body["model"] = self._pins.name
         for param in ("stream", "return_token_ids", "store"):
             if not isinstance(body.get(param), bool | None):
                 raise wrong_type(param, "a boolean")
@@ -89,7 +108,7 @@ class Calls:
         return Call(
             dialect=dialect,
             request=request,
-            upstream=upstream or self._upstream(dialect, request, body, asked, ignored),
+            upstream=upstream or self._upstream(dialect, orjson.dumps(body) if pin else request, body, asked, ignored),
             msg_id=msg_id,
             choices=choices,
             stream=body.get("stream") is True,
@@ -102,6 +121,8 @@ class Calls:
             received_at=time.time() - (time.monotonic() - started),
             started=started,
             teller=dialect.teller(body, msg_id, dialect.upstream_prefix + name),
+            beginnings=affinity.beginnings(asked) if self._sticks else (),
+            pin=pin,
         )
 
     def _verbatim(self, dialect: Dialect, asked: dict[str, Any], msg_id: str, ignored: tuple[str, ...]) -> bytes | None:

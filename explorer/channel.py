@@ -13,7 +13,10 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from explorer.adapters import Renaming
+from explorer.copies import Copied
 from explorer.fleet import EngineState
+from explorer.split import Split
 from explorer.tally import Sample
 from shared.errors import TuneloopError
 
@@ -35,6 +38,7 @@ class EngineView(msgspec.Struct, frozen=True):
     state: EngineState
     version: int
     loads: int
+    renaming: Renaming | None = None
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
@@ -45,8 +49,15 @@ class Begin(Question, frozen=True):
     """A worker: here I am. The answer is a Beginning."""
 
 
+class FleetView(msgspec.Struct, frozen=True):
+    """All engines, and how the requests are divided between them."""
+
+    engines: list[EngineView]
+    split: Split | None
+
+
 class Writes(Question, frozen=True):
-    """A worker: this is my slot. It serves when that is known."""
+    """A worker: this is my slot. It serves when that is known. The answer is a FleetView."""
 
     folder: str
 
@@ -59,6 +70,12 @@ class CaughtUp(Question, frozen=True):
 
 class Expose(Question, frozen=True):
     """A worker: what does the whole service's /metrics say?"""
+
+
+class Tried(Question, frozen=True):
+    """A worker: this became of the copy of a request."""
+
+    copied: Copied
 
 
 class Failed(Question, frozen=True):
@@ -77,6 +94,12 @@ class Learn(Question, frozen=True):
     """The control process: an engine has changed."""
 
     engine: EngineView
+
+
+class Divide(Question, frozen=True):
+    """The control process: divide the requests so from now on."""
+
+    split: Split | None
 
 
 class UntilIdle(Question, frozen=True):
@@ -107,7 +130,7 @@ class Beginning(msgspec.Struct, frozen=True):
     engines: list[EngineView]
 
 
-_Any = Begin | Writes | CaughtUp | Expose | Failed | Counted | Learn | UntilIdle | Count | Renew | Mind
+_Any = Begin | Writes | CaughtUp | Expose | Failed | Counted | Tried | Learn | Divide | UntilIdle | Count | Renew | Mind
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):

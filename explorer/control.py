@@ -27,19 +27,23 @@ from explorer.channel import (
     ChannelLost,
     Count,
     Counted,
+    Divide,
     EngineView,
     Expose,
     Failed,
+    FleetView,
     Learn,
     Mind,
     Question,
     Renew,
+    Tried,
     UntilIdle,
     Writes,
 )
 from explorer.fleet import Engine
 from explorer.patient_ledger import open_ledger
 from explorer.slots import RemoteSlot, Slots
+from explorer.split import Split
 from explorer.tally import Sample
 from explorer.upkeep import Upkeep, open_upkeep
 from shared.config import Settings
@@ -166,6 +170,10 @@ class Workers:
         """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
 
+    async def divide(self, split: Split | None) -> None:
+        """Return when all workers divide their requests so, or are no more."""
+        await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
+
     async def until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(UntilIdle(engine.number))
@@ -216,6 +224,8 @@ class Workers:
                 return await self._let_serve(worker, Path(folder))
             case CaughtUp(timeout_s):
                 return await upkeep.caught_up(timeout_s)
+            case Tried(copied):
+                await upkeep.copied(copied)
             case Expose():
                 return await self._exposition()
             case Counted(samples):
@@ -226,7 +236,7 @@ class Workers:
                 raise TypeError(question)
         return None
 
-    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> list[EngineView]:
+    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> FleetView:
         loop = asyncio.get_running_loop()
 
         def renew() -> None:
@@ -236,7 +246,7 @@ class Workers:
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
-        return _views(self._upkeep)
+        return FleetView(_views(self._upkeep), self._upkeep.fleet.split)
 
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:
@@ -311,6 +321,7 @@ def _view(engine: Engine, upkeep: Upkeep) -> EngineView:
         state=engine.state,
         version=engine.version,
         loads=engine.loads,
+        renaming=engine.renaming,
     )
 
 

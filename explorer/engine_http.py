@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 import structlog
 
+from explorer.adapters import Renaming
 from shared.errors import EngineError, EngineUnreachable
 
 log = structlog.get_logger()
@@ -144,6 +145,26 @@ class Reply:
             self._waiter.set_result(None)
 
 
+class RenamedReply(Reply):
+    """A reply of an adapter, under the name that clients call it by. It is passed on by whole lines."""
+
+    def __init__(self, connection: "_Connection", renaming: Renaming) -> None:
+        super().__init__(connection)
+        self._renaming = renaming
+        self._line = b""
+
+    def take(self, block: bytes) -> bool:
+        """The same."""
+        lines, end, self._line = (self._line + block).rpartition(b"\n")
+        return super().take(self._renaming.told(lines + end)) if end else True
+
+    def end(self) -> None:
+        """The same; the last line may have no end of its own."""
+        if self._line:
+            super().take(self._renaming.told(self._line))
+        super().end()
+
+
 class _Connection(asyncio.Protocol):
     """One connection, for one request at a time. Its methods without a docstring are httptools' callbacks."""
 
@@ -160,9 +181,9 @@ class _Connection(asyncio.Protocol):
         """Whether it can be used no more."""
         return self._transport.is_closing()
 
-    def ask(self, request: bytes) -> Reply:
+    def ask(self, request: bytes, renaming: Renaming | None) -> Reply:
         """Send a request, head and body."""
-        self._reply = reply = Reply(self)
+        self._reply = reply = RenamedReply(self, renaming) if renaming else Reply(self)
         self._transport.write(request)
         return reply
 
@@ -239,7 +260,10 @@ class _Connection(asyncio.Protocol):
 
 
 class EngineHttp:
-    """The connections to one engine, at a URL or on a Unix socket; as many as there are requests."""
+    """The connections to one engine, at a URL or on a Unix socket; as many as there are requests.
+
+    Where the engine serves us an adapter, `renaming` says which.
+    """
 
     def __init__(self, *, url: str | None = None, socket: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(url or "http://engine")
@@ -253,6 +277,7 @@ class EngineHttp:
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{authorization}".encode()
         )
         self._idle: deque[_Connection] = deque()
+        self.renaming: Renaming | None = None
 
     async def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Reply:
         """The reply, once it has begun. Raises EngineUnreachable before anything was answered, else EngineError.
@@ -260,15 +285,19 @@ class EngineHttp:
         A kept connection may be closed by the engine at the moment when it is used: the request is sent again, once, on
         a new one. A new connection that is lost is another thing: the request may be what the engine died of.
         """
+        renaming = self.renaming
+        if renaming is not None and body:
+            renamed = renaming.asked(body)
+            body, renaming = (renamed, renaming) if renamed is not None else (body, None)
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{more}Content-Length: {len(body)}\r\n".encode("latin-1")
         request = b"%b%b\r\n%b" % (head, self._always, body)
         if (connection := self._kept()) is not None:
             try:
-                return await _begun(connection.ask(request))
+                return await _begun(connection.ask(request, renaming))
             except EngineUnreachable as error:
                 log.warning("connection_lost", reason=str(error))
-        return await _begun((await self._connect()).ask(request))
+        return await _begun((await self._connect()).ask(request, renaming))
 
     async def close(self) -> None:
         """Close the idle connections."""

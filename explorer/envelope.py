@@ -11,13 +11,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from explorer import messages
-from shared.errors import EngineError, LedgerUnavailable, RequestRefused, SpoolFull, TuneloopError
+from shared.errors import EngineError, LedgerUnavailable, RequestRefused, SpoolFull, TuneloopError, VersionRefused
 
 #: What a client is told of each of our own errors: status, code, seconds after which to try again. First match counts.
 _TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     EngineError: (502, "engine_error", None),
     LedgerUnavailable: (503, "database_unavailable", 5.0),
     SpoolFull: (503, "storage_full", 5.0),
+    VersionRefused: (409, "version_refused", None),
     TuneloopError: (500, "internal", None),
 }
 

@@ -1,6 +1,7 @@
 """The explorer's Prometheus metrics. Names here are the names in docs/metrics.md; no ids or users as labels."""
 
 from functools import cache
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -17,6 +18,12 @@ class Metrics:
             "tuneloop_requests",
             "Requests answered, by the version that answered",
             ["endpoint", "status", "version"],
+            registry=registry,
+        )
+        self.replies = Counter(
+            "tuneloop_replies",
+            "What became of the requests that each version's engines were asked, whoever answered in the end",
+            ["version", "outcome"],
             registry=registry,
         )
         self.request_seconds = Histogram(
@@ -50,18 +57,24 @@ class Metrics:
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
         )
         self._of_the_engines(registry)
+        self._of_what_is_tried(registry)
         self._of_the_judge(registry)
         self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
         self._answered = cache(self._counters_of)
+        self._replied = cache(self.replies.labels)
 
     def answered(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
         """Count a request that has been answered; `version` None: no engine was asked."""
         count, duration = self._answered(endpoint, status, version)
         count.inc()
         duration.observe(seconds)
+
+    def replied(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
+        """Count what became of a request that an engine of a version was asked."""
+        self._replied(str(version), outcome).inc()
 
     def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
         named = "" if version is None else str(version)
@@ -70,6 +83,17 @@ class Metrics:
     def _of_the_engines(self, registry: CollectorRegistry) -> None:
         self.engines = Gauge("tuneloop_engines", "Engines by what they are doing", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
+        self.probes = Counter(
+            "tuneloop_engine_probes", "Proofs of engines' weights, by what came of them", ["outcome"], registry=registry
+        )
+        self.last_good_probe = Gauge(
+            "tuneloop_engine_last_good_probe_timestamp_seconds",
+            "When the last proof that found the engine right began",
+            ["engine"],
+            registry=registry,
+        )
+        for outcome in ("matched", "mismatched", "failed"):
+            self.probes.labels(outcome)
         self.reload_seconds = Histogram(
             "tuneloop_reload_seconds", "From pausing an engine to serving again", buckets=_SECONDS, registry=registry
         )
@@ -84,6 +108,30 @@ class Metrics:
             buckets=_LONG_SECONDS,
             registry=registry,
         )
+
+    def _of_what_is_tried(self, registry: CollectorRegistry) -> None:
+        self.canary_version = Gauge(
+            "tuneloop_canary_version", "The version that is being tried beside the champion; 0: none", registry=registry
+        )
+        self.canary_share = Gauge(
+            "tuneloop_canary_share", "The part of the requests that it answers", registry=registry
+        )
+        self.rollouts = Counter(
+            "tuneloop_rollouts",
+            "Versions that were tried, by what the explorer has decided about them",
+            ["action"],
+            registry=registry,
+        )
+        for action in ("promote", "roll_back"):
+            self.rollouts.labels(action)
+        self.copies = Counter(
+            "tuneloop_copies",
+            "Copies of requests for a version that is being tried, by what became of them",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("answered", "failed", "dropped"):
+            self.copies.labels(outcome)
 
     def _of_the_ledger(self, registry: CollectorRegistry) -> None:
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)

@@ -7,8 +7,10 @@ import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
+from explorer.adapters import without_adapters
 from explorer.body import read_bytes
 from explorer.fleet import Fleet
+from explorer.pins import Pins
 from shared.errors import EngineError, RequestRefused
 
 #: What an engine may be asked by anybody. All else that it can do, such as swapping weights, is answered with 404.
@@ -26,7 +28,7 @@ def _fleet(request: Request) -> Fleet:
 FleetOf = Annotated[Fleet, Depends(_fleet)]
 
 
-def add_routes(app: FastAPI, *, max_body_bytes: int) -> None:
+def add_routes(app: FastAPI, pins: Pins, *, max_body_bytes: int) -> None:
     """Add them to the app."""
 
     async def passed(request: Request, fleet: FleetOf) -> Response:
@@ -38,14 +40,20 @@ def add_routes(app: FastAPI, *, max_body_bytes: int) -> None:
 
     @app.get("/v1/models")
     async def models(fleet: FleetOf) -> Response:
-        return await _asked(fleet, "GET", "/v1/models")
+        if pins.allowed:
+            return _json({"object": "list", "data": await listed(fleet)})
+        told = await _asked(fleet, "GET", "/v1/models")
+        return Response(without_adapters(bytes(told.body)), told.status_code, media_type="application/json")
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, fleet: FleetOf) -> Response:
-        for each in await _models(fleet):
+        for each in await listed(fleet):
             if each.get("id") == name:
-                return Response(orjson.dumps(each), media_type="application/json")
+                return _json(each)
         raise RequestRefused(f"the model {name!r} does not exist", status=404, code="model_not_found", param="model")
+
+    async def listed(fleet: Fleet) -> list[dict[str, Any]]:
+        return list(pins.listed(await _models(fleet), fleet.served))
 
 
 async def longest_sequence(fleet: Fleet) -> int | None:
@@ -61,7 +69,7 @@ async def _models(fleet: Fleet) -> list[dict[str, Any]]:
     """What an engine says of its models. Raises EngineError if it says something else."""
     told = await _asked(fleet, "GET", "/v1/models")
     try:
-        found = orjson.loads(told.body)["data"]
+        found = orjson.loads(without_adapters(bytes(told.body)))["data"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
         found = None
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
@@ -95,3 +103,7 @@ def _is_refusal(body: bytes) -> bool:
     except orjson.JSONDecodeError:
         return False
     return isinstance(told, dict) and isinstance(told.get("error"), dict)
+
+
+def _json(told: object) -> Response:
+    return Response(orjson.dumps(told), media_type="application/json")

@@ -18,6 +18,7 @@ from shared.config import Settings
 from shared.database import upgrade
 from shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
 from shared.ledger import Ledger, Version
+from shared.ledger_events import Details
 
 log = structlog.get_logger()
 
@@ -98,9 +99,9 @@ class PatientLedger(Ledger):
             self._remember(self._served.champion, candidate)
         return candidate
 
-    def promote(self, version: int) -> None:
+    def promote(self, version: int, *, by: str = "explorer", reason: str = "", details: Details | None = None) -> None:
         """Make `version` the champion."""
-        super().promote(version)
+        super().promote(version, by=by, reason=reason, details=details)
         self.champion()
 
     def versions(self) -> list[Version]:

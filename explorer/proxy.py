@@ -6,6 +6,7 @@ said in another way by `explorer/dialects.py`.
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 
 import orjson
 import structlog
@@ -41,12 +42,23 @@ _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 class Proxy:
     """The routes that sample."""
 
-    def __init__(self, settings: Settings, fleet: Fleet, *, mint: Mint, recorder: Recorder, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        *,
+        mint: Mint,
+        recorder: Recorder,
+        metrics: Metrics,
+        copied: Callable[[Call], None] = lambda call: None,
+    ) -> None:
+        """`copied` may send copies of a request elsewhere."""
         explorer = settings.explorer
         self._fleet = fleet
         self._calls = Calls(settings, mint)
         self._recorder = recorder
         self._metrics = metrics
+        self._copied = copied
         self._timeout_s = explorer.request_timeout
         self.places = Places(
             places=explorer.max_in_flight, waiting=explorer.max_waiting, patience_s=explorer.wait_timeout
@@ -77,11 +89,15 @@ class Proxy:
             self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
 
     async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
-        engine = await self._fleet.take()  # with a patience of its own: nobody was asked yet
+        engine = await self._fleet.take(call.wanted, call.beginnings)  # with its own patience: nobody was asked yet
+        version = engine.version
+        self._copied(call)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._ask(engine, call, visit, told)
         except TimeoutError:
+            if not visit.slow:
+                self._metrics.replied(version, "failed")
             if not visit.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
             if visit.slow:  # nobody would read what is said of it
@@ -96,6 +112,7 @@ class Proxy:
             if reply.status != 200:
                 _check_refusal(reply.status)
                 told.status = reply.status
+                self._metrics.replied(spoken.version, "refused" if reply.status < _ILL else "failed")
                 visit.answer(
                     reply.status, call.headers(spoken.version, _JSON), _refusal(call, reply, await reply.read())
                 )
@@ -104,9 +121,13 @@ class Proxy:
                 await self._stream(spoken, visit, reply)
             else:
                 body = _whole(call.teller, await reply.read())
+                self._metrics.replied(spoken.version, "whole")
                 await self._keep(spoken)
                 told.status = 200
                 visit.answer(200, call.headers(spoken.version, _JSON), body)
+        except EngineError:
+            self._metrics.replied(spoken.version, "failed")
+            raise
         finally:
             reply.close()
             if told.status == 200 and call.teller.unfinished:
@@ -123,25 +144,40 @@ class Proxy:
         headers = {"X-Request-Id": name, "Content-Type": "application/json"}
         spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
         try:
-            reply = await engine.http.ask("POST", dialect.upstream_path, call.upstream, headers)
-            if reply.status < _ILL or (other := self._fleet.take_another(engine)) is None:
-                return spoken, reply
-            reply.close()
-        except EngineUnreachable:
-            if (other := self._fleet.take_another(engine)) is None:
-                self._fleet.give_back(engine)
-                raise
-        except BaseException:
-            self._fleet.give_back(engine)
+            told = await self._told_by(engine, call, headers)
+        except BaseException as error:
+            self._failed(spoken, error)
             raise
-        log.warning("asking_another_engine", engine=engine.number, other=other.number, msg_id=call.msg_id)
-        self._fleet.give_back(engine)
-        spoken = Spoken(call, other)
+        if isinstance(told, Reply):
+            return spoken, told
+        log.warning("asking_another_engine", engine=engine.number, other=told.number, msg_id=call.msg_id)
+        self._failed(spoken)
+        spoken = Spoken(call, told)
         try:
-            return spoken, await other.http.ask("POST", dialect.upstream_path, call.upstream, headers)
-        except BaseException:
-            self._fleet.give_back(other)
+            return spoken, await told.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+        except BaseException as error:
+            self._failed(spoken, error)
             raise
+
+    def _failed(self, spoken: "Spoken", error: BaseException | None = None) -> None:
+        """Give back an engine that has not answered; where nobody stopped it, that is the fault of its version."""
+        self._fleet.give_back(spoken.engine)
+        if not isinstance(error, asyncio.CancelledError):
+            self._metrics.replied(spoken.version, "failed")
+
+    async def _told_by(self, engine: Engine, call: Call, headers: Mapping[str, str]) -> Reply | Engine:
+        """An engine's reply, or which one is asked instead of it."""
+        try:
+            reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
+        except EngineUnreachable:
+            other = await self._fleet.wait_for_another(engine, call.wanted, call.beginnings)
+            if other is None:
+                raise
+            return other
+        if reply.status < _ILL or (other := self._fleet.take_another(engine, call.wanted, call.beginnings)) is None:
+            return reply
+        reply.close()
+        return other
 
     async def _stream(self, spoken: "Spoken", visit: Visit, reply: Reply) -> None:
         """Send the pieces as the engine says them. All is on disk before the last one, whatever ends it."""
@@ -158,6 +194,7 @@ class Proxy:
                 await visit.drain()
             if not teller.done:
                 raise EngineError("it ended without [DONE]")
+            self._metrics.replied(spoken.version, "whole")
             await self._keep(spoken)
             visit.end(teller.last())
         except SpoolFull as error:
@@ -165,6 +202,7 @@ class Proxy:
             visit.end(teller.broken("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=call.msg_id, reason=str(error))
+            self._metrics.replied(spoken.version, "failed")
             await self._keep_the_rest(spoken)
             visit.end(teller.broken("the engine broke off its reply", "engine_error"))
         except BaseException as error:
@@ -216,7 +254,7 @@ class Spoken:
 
     def exchange(self) -> Exchange:
         """What is kept of the request and of what was heard until now."""
-        call = self.call
+        call, mixed = self.call, self.engine.loads != self._loads
         return Exchange(
             msg_id=call.msg_id,
             tenant=TENANT,
@@ -226,13 +264,14 @@ class Spoken:
             latency_s=time.monotonic() - call.started,
             experiences=call.teller.transcript.experiences(
                 call.sampling,
-                versions=(self.version, self.engine.version),
-                mixed=self.engine.loads != self._loads,
+                versions=(self.version, self.engine.version if mixed else self.version),
+                mixed=mixed,
             ),
             task_id=call.labels.task_id,
             run_id=call.labels.run_id,
             user=call.labels.user,
             priority=call.labels.priority,
+            engine=self.engine.number,
         )
 
 

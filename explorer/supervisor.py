@@ -1,11 +1,11 @@
-"""Keeps engines serving the champion: starts them, and again when they die; attaches to those of others."""
+"""Keeps engines serving the champion: starts them, and again when they die or hang; attaches to those of others."""
 
 import asyncio
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
-from explorer.engine_process import EngineProcess
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.reload import actor_of, load, verified
 from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused, LedgerUnavailable, TuneloopError
@@ -13,28 +13,48 @@ from shared.ledger import Ledger, Version
 
 log = structlog.get_logger()
 
-_PAUSE_S = 2.0
-_LONGEST_PAUSE_S = 60.0
-_LOOK_S = 0.5
+#: Between an engine's end and its next start; twice as long each time, unless it served for _LIVED_S.
+_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+_LIVED_S = 60.0
+
+#: How often an engine is asked whether it is healthy, and how many times in a row it may fail to say so.
+_LOOK_S, _MISSES = 0.5, 3
 
 
-async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, ledger: Ledger, base: Path) -> None:
+class Process(Protocol):
+    """What an engine of our own runs in."""
+
+    async def start(self, model: Path) -> None:
+        """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
+
+    async def ended(self) -> int:
+        """Wait until it is no more."""
+
+    async def stop(self) -> None:
+        """End it, and everything that it started."""
+
+
+async def keep_running(
+    engine: Engine, process: Process, *, fleet: Fleet, ledger: Ledger, base: Path, health_timeout_s: float
+) -> None:
     """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
-    pause, was_up = _PAUSE_S, False
+    pause, was_up, loop = _PAUSE_S, False, asyncio.get_running_loop()
     while True:
+        up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
         try:
             champion = await asyncio.to_thread(ledger.champion)
             probe = await verified(champion, base) if champion.version else None
-            await process.start(actor_of(champion))
+            await process.start(engine.control.starts_with(actor_of(champion)))
+            await engine.control.complete(actor_of(champion))
             if probe:
                 await engine.control.prove(probe)
             await fleet.loading(engine)
             await fleet.loaded(engine, champion.version)
             await fleet.set(engine, EngineState.READY)
             log.info("engine_ready", engine=engine.number, version=champion.version)
-            pause, was_up = _PAUSE_S, True
-            await _until_it_ends(engine, process, fleet)
-            log.error("engine_down", engine=engine.number)
+            up_since, was_up = loop.time(), True
+            reason = await _end_of(engine, process, fleet, health_timeout_s)
+            log.error("engine_down", engine=engine.number, reason=reason)
         except LedgerUnavailable as error:
             log.warning("database_away", reason=str(error))
         except (EnvironmentRefused, CheckpointRejected, EngineError) as error:
@@ -44,6 +64,8 @@ async def keep_running(engine: Engine, process: EngineProcess, *, fleet: Fleet, 
         finally:
             await fleet.set(engine, EngineState.DOWN)
             await process.stop()
+        if loop.time() - up_since > _LIVED_S:
+            pause = _PAUSE_S
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -58,21 +80,37 @@ def _refused(error: TuneloopError, champion: Version) -> EnvironmentRefused:
     )
 
 
-async def _until_it_ends(engine: Engine, process: EngineProcess, fleet: Fleet) -> None:
-    """Return when the process is no more or the reloader has given the engine up."""
-    waiting = [asyncio.ensure_future(process.ended()), asyncio.ensure_future(fleet.until_down(engine))]
+async def _end_of(engine: Engine, process: Process, fleet: Fleet, health_timeout_s: float) -> str:
+    """Why an engine that was ready must be started again, when that is so."""
+    waiting = {
+        asyncio.ensure_future(process.ended()): "its process ended",
+        asyncio.ensure_future(fleet.until_down(engine)): "it was given up",
+        asyncio.ensure_future(_until_ill(engine, health_timeout_s)): "it does not say that it is healthy",
+    }
     try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+    return next(reason for task, reason in waiting.items() if task in ended)
 
 
-async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None:
+async def _until_ill(engine: Engine, health_timeout_s: float) -> None:
+    """Return when a ready engine has failed to say that it is healthy too often; one that is reloaded has time."""
+    misses = 0
+    while misses < _MISSES:
+        await asyncio.sleep(_LOOK_S)
+        healthy = await engine.control.healthy(health_timeout_s)
+        misses = 0 if healthy or engine.state is not EngineState.READY else misses + 1
+
+
+async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger, health_timeout_s: float) -> None:
     """Use an engine that somebody else runs whenever it is healthy; first it is given the champion's weights."""
+    misses = 0
     while True:
-        healthy = await engine.control.healthy()
+        healthy = await engine.control.healthy(health_timeout_s)
+        misses = 0 if healthy else misses + 1
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             try:
                 await engine.control.require_processed_logprobs()
@@ -81,8 +119,8 @@ async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger) -> None
                 log.info("engine_attached", engine=engine.number, version=champion.version)
             except (EngineError, LedgerUnavailable) as error:
                 log.warning("engine_not_attached", engine=engine.number, reason=str(error))
-        elif not healthy and engine.state is EngineState.READY:
-            log.error("engine_down", engine=engine.number)
+        elif misses >= _MISSES and engine.state is EngineState.READY:
+            log.error("engine_down", engine=engine.number, reason="it does not say that it is healthy")
             await fleet.set(engine, EngineState.DOWN)
         await asyncio.sleep(_LOOK_S)
 

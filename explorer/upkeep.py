@@ -11,10 +11,13 @@ from typing import NamedTuple
 from prometheus_client import generate_latest
 
 from explorer import vllm_api
+from explorer.attestation import Attestation
 from explorer.backstage import OnFailure, Task
 from explorer.conversations import Conversations
+from explorer.copies import Copied
 from explorer.engine_http import EngineHttp
 from explorer.engine_process import EngineProcess
+from explorer.examination import Examination
 from explorer.fleet import Audience, Engine, EngineState, Fleet
 from explorer.flusher import Flusher
 from explorer.forgetting import Forgetting
@@ -22,10 +25,12 @@ from explorer.judging import Judging
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint, key_path, load_key
 from explorer.reload import Reloader
+from explorer.rollout import Rollout
 from explorer.slots import Slots
 from explorer.spool import Spool
 from explorer.supervisor import keep_running, stay_attached
 from explorer.tally import Tally
+from explorer.vllm_adapters import control_of
 from explorer.watch import Watch
 from shared.config import Settings
 from shared.ledger import Ledger
@@ -53,10 +58,15 @@ class Upkeep:
     settings: Settings
     flusher: Flusher
     watch: Watch
+    rollout: Rollout
 
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
         return await self.flusher.caught_up(timeout_s)
+
+    async def copied(self, copy: Copied) -> None:
+        """Take down what became of the copy of a request."""
+        self.rollout.copied(copy)
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
@@ -90,17 +100,31 @@ async def open_upkeep(
     forgetting = Forgetting(settings, ledger, slots, metrics=metrics, interval_s=interval_s)
     fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
+    examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
+    attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
+    tally = Tally(metrics.registry)
+    rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
     upkeep = Upkeep(
         fleet=fleet,
         addresses=addresses,
         metrics=metrics,
-        tally=Tally(metrics.registry),
+        tally=tally,
+        rollout=rollout,
         settings=settings,
         flusher=flusher,
         watch=watch,
     )
     judging = [_judging(upkeep, ledger, own).run(interval_s)] if own else []
-    return upkeep, [watch.run(), forgetting.run(), reloader.run(), *judging, *runs]
+    return upkeep, [
+        watch.run(),
+        forgetting.run(),
+        reloader.run(),
+        examination.run(),
+        rollout.run(),
+        attestation.run(),
+        *judging,
+        *runs,
+    ]
 
 
 def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:
@@ -135,11 +159,13 @@ async def _open_fleet(
     addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
     fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
+    timeout_s = explorer.rollout_model.health_timeout
     if urls:
-        return fleet, addresses, [stay_attached(each, fleet=fleet, ledger=ledger) for each in engines]
+        attached = [stay_attached(each, fleet=fleet, ledger=ledger, health_timeout_s=timeout_s) for each in engines]
+        return fleet, addresses, attached
     processes = [EngineProcess(settings, each, socket=socket) for each, socket in zip(engines, own, strict=True)]
     runs = [
-        keep_running(engine, process, fleet=fleet, ledger=ledger, base=base)
+        keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
         for engine, process in zip(engines, processes, strict=True)
     ]
     return fleet, addresses, runs
@@ -150,7 +176,7 @@ async def _open_engine(settings: Settings, number: int, address: Address, stack:
     session = vllm_api.open_session(url=address.url, socket=address.socket, key=rollout.engine_key)
     await stack.enter_async_context(session)
     tolerance = vllm_api.TOLERANCE[rollout.dtype]
-    control = vllm_api.Control(session, model_name=settings.served_model_name, tolerance=tolerance)
+    control = control_of(settings, session, tolerance=tolerance)
     http = EngineHttp(url=address.url, socket=address.socket, key=rollout.engine_key)
     stack.push_async_callback(http.close)
     return Engine(number, http, control)

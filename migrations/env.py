@@ -2,7 +2,8 @@
 
 from alembic import context
 
-from shared.schema import metadata
+import shared.schema  # noqa: F401 - its tables are in the metadata
+from shared.schema_types import metadata
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 context.run_migrations()

@@ -2,7 +2,7 @@
 
     {job_dir}/global_step_{version}/
       manifest.json    what is in the other folders, with sizes and sha256
-      actor/           a Hugging Face folder that any tool can load
+      actor/           a Hugging Face folder that any tool can load, or an adapter in peft's format
       critic/          trainer_state/     what only the trainer reads
 
 This is the only module that knows these names. A folder is visible under its name only when it is complete and on disk;
@@ -17,12 +17,16 @@ import tempfile
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import msgspec
 
 from shared.errors import CheckpointRejected, CheckpointUnreadable
 
 ACTOR, CRITIC, TRAINER_STATE = "actor", "critic", "trainer_state"
+
+#: What the actor's folder holds where only an adapter is trained; peft's own names.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _MANIFEST = "manifest.json"
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
@@ -32,12 +36,22 @@ _STAGING = ".staging-"
 _GARBAGE = ".garbage-"
 
 
+Kind = Literal["full", "lora"]
+
+
 class File(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a checkpoint: its path below the folder, its size in bytes, its sha256."""
 
     path: str
     size: int
     sha256: str
+
+
+#: Ids of a probe's prompt, where `max_model_len` allows: more than a block of an engine's prefix cache.
+PROBE_LENGTH = 272
+
+#: How many ids fewer than `max_model_len` a probe's prompt has at least: an engine goes on from it.
+PROBE_ROOM = 32
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +67,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself. `step` counts optimiser steps, `epoch` is the trainer's fencing token."""
+    """What a checkpoint says of itself. `step` counts optimiser steps, `epoch` is the trainer's fencing token.
+
+    `kind` says whether the actor is all weights or an adapter to the base model's.
+    """
 
     version: int
     parent: int
@@ -64,6 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     probe: Probe
     files: tuple[File, ...] = ()
+    kind: Kind = "full"
 
 
 class CheckpointStore:

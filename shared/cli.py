@@ -10,7 +10,7 @@ from typing import Annotated, Any, assert_never
 import typer
 import yaml
 
-from shared import VERSION, cli_alarms, cli_doctor, cli_export, cli_rewards, revisions
+from shared import VERSION, cli_alarms, cli_doctor, cli_export, cli_rewards, cli_versions, revisions
 from shared.cli_options import ConfigOption, SetOption, understood_settings
 from shared.cli_retention import add_to as add_retention
 from shared.config import Settings
@@ -33,6 +33,7 @@ app.add_typer(config_app, name="config")
 cli_export.add_to(app)
 app.add_typer(cli_rewards.app, name="rewards")
 app.add_typer(cli_alarms.app, name="alarms")
+app.add_typer(cli_versions.app, name="versions")
 add_retention(app)
 app.command()(cli_doctor.doctor)
 
@@ -169,7 +170,12 @@ def config_schema() -> None:
 
 def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     rollout, buffer = values["explorer"]["rollout_model"], values["buffer"]["trainer_input"]["experience_buffer"]
-    keys = (rollout, "engine_key"), (values["judge"], "key"), (values["algorithm"]["distill"], "teacher_key")
+    keys = (
+        (values["explorer"], "admin_key"),
+        (rollout, "engine_key"),
+        (values["judge"], "key"),
+        (values["algorithm"]["distill"], "teacher_key"),
+    )
     for section, key in keys:
         if section[key]:
             section[key] = "***"

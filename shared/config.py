@@ -17,6 +17,7 @@ from shared.config_kinds import (
     Address,
     AtLeastTwo,
     FolderName,
+    HardToGuess,
     NotNegative,
     NotNegativeReal,
     Port,
@@ -26,7 +27,9 @@ from shared.config_kinds import (
     Section,
     Share,
 )
+from shared.config_lora import Lora
 from shared.config_monitor import Monitor
+from shared.config_rollout import Gate, Rollout
 
 
 class Model(Section):
@@ -39,6 +42,7 @@ class Model(Section):
     max_response_tokens: Positive | None = None
     temperature: NotNegativeReal = 1.0
     trust_remote_code: bool = False
+    lora: Lora = Lora()
 
 
 class Cluster(Section):
@@ -68,6 +72,7 @@ class RolloutModel(Section):
     engine_key: str | None = None
     engine_args: tuple[str, ...] = ()
     startup_timeout: Seconds = 900.0
+    health_timeout: Seconds = 10.0
 
 
 class Explorer(Section):
@@ -78,16 +83,21 @@ class Explorer(Section):
     proxy_port: Port = 8010
     workers: Positive = 1
     service_status_check_interval: Seconds = 60.0
+    probe_interval: Seconds = 300.0
     request_timeout: Seconds = 3600.0
     max_in_flight: Positive = 1024
     max_waiting: NotNegative = 1024
     wait_timeout: Seconds = 60.0
     on_reload: Literal["keep", "wait"] = "keep"
+    min_running_model_num: NotNegative | None = None
+    prefix_affinity: bool = True
     durability: Literal["fsync", "write"] = "fsync"
     spool_dir: Path | None = None
     spool_max_bytes: Positive = 1 << 30
     spool_max_age: Seconds = 86400.0
     max_body_bytes: Positive = 16 << 20
+    admin_key: HardToGuess | None = None
+    version_pins: bool = False
 
 
 class Trainer(Section):
@@ -188,6 +198,8 @@ class Settings(Section):
     retention: Retention = Retention()
     synchronizer: Synchronizer = Synchronizer()
     monitor: Monitor = Monitor()
+    gate: Gate = Gate()
+    rollout: Rollout = Rollout()
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":
@@ -204,6 +216,10 @@ class Settings(Section):
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
             *self._verdicts_too_late(),
+            *self.rollout.contradictions(),
+            *self._one_engine_for_two_versions(),
+            *self._gate_without_tasks(),
+            *self._evaluation_without_a_judge(),
         ]
         if contradictions:
             raise ValueError("\n".join(contradictions))
@@ -287,6 +303,26 @@ class Settings(Section):
             yield (
                 f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
                 " Lower the one or raise the other"
+            )
+
+    def _one_engine_for_two_versions(self) -> Iterator[str]:
+        rollout = self.explorer.rollout_model
+        engines = len(rollout.engine_urls) or rollout.engine_num
+        if self.mode != "train" and self.rollout.tries and engines < 2:
+            yield (
+                f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines; raise"
+                " explorer.rollout_model.engine_num, or write rollout.mode: all"
+            )
+
+    def _evaluation_without_a_judge(self) -> Iterator[str]:
+        if self.monitor.evaluation.judge == "model" and self.judge.url is None:
+            yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
+
+    def _gate_without_tasks(self) -> Iterator[str]:
+        if self.gate.mode != "off" and self.monitor.evaluation.path is None:
+            yield (
+                f"gate.mode: {self.gate.mode} needs tasks to try a version on; name their file in"
+                " monitor.evaluation.path, or write gate: off"
             )
 
     @property

@@ -50,6 +50,15 @@ def _an_address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_an_address)]
 
 
+def _hard_to_guess(value: str) -> str:
+    if len(value) < 16 or not (value.isascii() and value.isprintable() and " " not in value):
+        raise ValueError("must have at least 16 characters of ASCII, and no spaces")
+    return value
+
+
+HardToGuess = Annotated[str, AfterValidator(_hard_to_guess)]
+
+
 class Section(BaseModel):
     """A part of the settings: frozen, and unknown keys are refused."""
 

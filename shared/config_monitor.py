@@ -18,6 +18,13 @@ def _a_pattern(value: str) -> str:
     return value
 
 
+def _a_function(value: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError("must be package.module:name")
+    return value
+
+
+FunctionName = Annotated[str, AfterValidator(_a_function)]
 Pattern = Annotated[str, AfterValidator(_a_pattern)]
 
 _REFUSALS = (
@@ -43,7 +50,8 @@ class Evaluation(Section):
 
     path: Path | None = None
     every: Positive = 20
-    judge: Literal["exact", "contains", "regex"] = "contains"
+    judge: Literal["exact", "contains", "regex", "function", "model"] = "contains"
+    function: FunctionName | None = None
     most_tokens: Positive = 256
     samples: Positive | None = None
 
@@ -77,6 +85,11 @@ class Monitor(Section):
 
     def contradictions(self) -> Iterator[str]:
         """What in here does not fit together, a sentence each."""
+        if (self.evaluation.judge == "function") != (self.evaluation.function is not None):
+            yield (
+                "monitor.evaluation.function: goes with monitor.evaluation.judge: function; write both, the one as"
+                " package.module:name, or neither"
+            )
         if self.evaluation.path is not None and self.drift.evaluation_window < self.evaluation.every:
             yield (
                 f"monitor.drift.evaluation_window: {self.drift.evaluation_window} steps hold no two evaluations, of"

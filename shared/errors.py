@@ -10,9 +10,11 @@ TuneloopError
 ├── LedgerError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
+│   ├── VersionRefused      a version cannot be what somebody wants it to be
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
+├── NotEvaluated            a version cannot be evaluated at the moment
 ├── EngineError             an engine answered wrongly or not at all
 └── SpoolFull               the local spool has reached its bound
 """
@@ -83,6 +85,10 @@ class LeaseLost(LedgerError):
     """Rows that a version was trained on are leased no more."""
 
 
+class VersionRefused(LedgerError):
+    """A version cannot be promoted, rolled back or pinned as asked; nothing has changed."""
+
+
 class LedgerUnavailable(LedgerError):
     """The database cannot be reached at the moment."""
 
@@ -93,6 +99,10 @@ class CheckpointRejected(TuneloopError):
 
 class CheckpointUnreadable(CheckpointRejected):
     """A checkpoint whose files cannot be read at the moment; a shared file system may come back."""
+
+
+class NotEvaluated(TuneloopError):
+    """A version cannot be evaluated at the moment, for a reason that says nothing of the version."""
 
 
 class EngineError(TuneloopError):

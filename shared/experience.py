@@ -58,12 +58,36 @@ class Outcome(StrEnum):
 
 
 class VersionState(StrEnum):
-    """Where a set of weights stands."""
+    """Where a set of weights stands. The arrows are the only legal transitions."""
 
-    CANDIDATE = "candidate"  # -> champion, rejected, retired (a newer one came first)
-    CHAMPION = "champion"  # -> retired
-    REJECTED = "rejected"
+    CANDIDATE = "candidate"  # -> canary, champion, rejected, retired (a newer one came first)
+    CANARY = "canary"  # -> champion, retired, rolled_back; answers a part of the traffic, or copies of it
+    CHAMPION = "champion"  # -> retired, rolled_back
+    REJECTED = "rejected"  # final: never answered anybody, with the reason
+    ROLLED_BACK = "rolled_back"  # final: has answered somebody, and must not again, with the reason
+    RETIRED = "retired"  # -> champion, when a newer one is rolled back or somebody says so
+
+
+class VersionAction(StrEnum):
+    """What happened to a version."""
+
+    PUBLISHED = "published"
+    EVALUATED = "evaluated"
+    CANARY = "canary"
+    PROMOTED = "promoted"
     RETIRED = "retired"
+    REJECTED = "rejected"
+    ROLLED_BACK = "rolled_back"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+    MISMATCH = "mismatch"  # an engine that should have served it did not
+
+
+class Evaluator(StrEnum):
+    """Who evaluated a version."""
+
+    ENGINE = "engine"
+    TRAINER = "trainer"
 
 
 class AlarmState(StrEnum):
@@ -101,7 +125,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     """One request and its reply.
 
     `request` is the client's JSON body, `user` the person it was asked for; times are seconds since 1970, UTC. A higher
-    `priority` is trained on first where `buffer.order` says so.
+    `priority` is trained on first where `buffer.order` says so. `engine` is the number of the one that answered.
     """
 
     msg_id: str
@@ -115,6 +139,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     run_id: str | None = None
     user: str | None = None
     priority: float = 0.0
+    engine: int | None = None
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):

@@ -14,21 +14,39 @@ from shared.config import Settings
 from shared.database import connect
 from shared.errors import EnvironmentRefused
 from shared.ledger_alarms import Alarm
+from shared.ledger_appointments import Appointments
+from shared.ledger_attestation import Attested
+from shared.ledger_comparison import Comparisons
 from shared.ledger_drift import Drift
+from shared.ledger_evaluations import Evaluations
 from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
+from shared.ledger_lineage import Lineage
 from shared.ledger_recording import Recording
 from shared.ledger_reports import Reports, VersionReward
 from shared.ledger_stored import StoredCompletions
 from shared.ledger_training import LEASE_S, Training
 from shared.ledger_transactions import ignoring
-from shared.ledger_versions import Version, VersionLedger
+from shared.ledger_versions import Version
 from shared.schema import experiment
 
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
 
 
-class Ledger(Recording, Training, StoredCompletions, VersionLedger, Reports, Exports, Judged, Drift):
+class Ledger(
+    Recording,
+    Training,
+    StoredCompletions,
+    Appointments,
+    Reports,
+    Exports,
+    Judged,
+    Drift,
+    Comparisons,
+    Attested,
+    Evaluations,
+    Lineage,
+):
     """Every verb of the ledger; each of its bases is a page of them."""
 
     @classmethod

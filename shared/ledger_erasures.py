@@ -9,7 +9,8 @@ from sqlalchemy import Connection, Select, delete, exists, or_, select, tuple_
 
 from shared.experience import Exchange, Feedback, Record
 from shared.ledger_transactions import portions
-from shared.schema import Words, deletions, erasures, feedback
+from shared.schema import deletions, erasures, feedback
+from shared.schema_types import Words
 
 #: A tenant and the name of a person there.
 Person = tuple[str, str]

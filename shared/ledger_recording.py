@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Engine, and_, select, true, tuple_, update
 
 from shared.config import RewardRule
 from shared.experience import Exchange, Feedback, Kind, Outcome, Record, State
+from shared.ledger_doubts import trustworthy
 from shared.ledger_erasures import not_erased
 from shared.ledger_rewards import Plan, Trajectory, awaited, outdone_by, plan, replies_of, too_late_for, write
 from shared.ledger_rows import exchange_row, experience_row, feedback_row
@@ -78,6 +79,7 @@ class Recording(Rewards):
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not heard)
             said, heard = not_erased(connection, said, heard)
+            said = trustworthy(connection, said)
             rows = [experience_row(each, choice) for each in said for choice in each.experiences]
             put(connection, exchanges, [exchange_row(each) for each in said])
             tag(connection, said)

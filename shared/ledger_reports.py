@@ -148,12 +148,13 @@ class Reports(Alarms):
         rows = self._read(select(*columns).order_by(versions.c.version.desc()))
         if not rows:
             return None
-        rejected = list(takewhile(lambda row: row.state == VersionState.REJECTED, rows))
+        unfit = (VersionState.REJECTED, VersionState.ROLLED_BACK)
+        rejected = list(takewhile(lambda row: row.state in unfit, rows))
         return Weights(
             newest=rows[0].version,
             registered_at=rows[0].created_at,
             champion=next((row.version for row in rows if row.state == VersionState.CHAMPION), None),
-            step=next((row.step for row in rows if row.state != VersionState.REJECTED), 0),
+            step=next((row.step for row in rows if row.state not in unfit), 0),
             rejected=len(rejected),
             reason=rejected[0].reason if rejected else None,
         )

@@ -20,6 +20,7 @@ def exchange_row(exchange: Exchange) -> Mapping[str, object]:
         "request": codec.pack_text(exchange.request),
         "received_at": exchange.received_at,
         "latency_s": exchange.latency_s,
+        "engine": exchange.engine,
     }
 
 

@@ -8,9 +8,10 @@ from sqlalchemy import Connection, Select, and_, func, insert, select, update
 
 from shared.batch_policy import BatchPolicy
 from shared.errors import LeaseLost, StaleEpoch
-from shared.experience import Sample, State, VersionState
+from shared.experience import Sample, State, VersionAction, VersionState
 from shared.ledger_batches import claim, expire
 from shared.ledger_demonstrations import demonstrations
+from shared.ledger_events import Decision, note
 from shared.ledger_recording import Rewards
 from shared.ledger_rewards import too_late_for
 from shared.ledger_rows import sample
@@ -117,6 +118,7 @@ class Training(Rewards):
                     created_at=self._clock(),
                 )
             )
+            note(connection, version, VersionAction.PUBLISHED, Decision("trainer", self._clock()))
             trained = {"state": State.TRAINED, "trained_version": version, "lease_epoch": None, "lease_until": None}
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_held(epoch, portion)).values(trained))

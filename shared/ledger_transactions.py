@@ -29,7 +29,7 @@ from sqlalchemy.exc import TimeoutError as PoolExhausted
 
 from shared.database import first_line
 from shared.errors import LedgerError, LedgerUnavailable
-from shared.schema import Words
+from shared.schema_types import Words
 
 # SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
 _PARAMETERS = 10_000

@@ -3,14 +3,18 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Executable, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Executable, and_, func, or_, select, text, update
 
-from shared.errors import EnvironmentRefused, LedgerError
-from shared.experience import VersionState
-from shared.ledger_transactions import Transactions, alone, ignoring
+from shared.errors import EnvironmentRefused, LedgerError, VersionRefused
+from shared.experience import VersionAction, VersionState
+from shared.ledger_events import Decision, Details, VersionEvents, note
+from shared.ledger_transactions import alone, ignoring
 from shared.schema import versions
 
-SERVABLE = (VersionState.CANDIDATE, VersionState.CHAMPION, VersionState.RETIRED)
+SERVABLE = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION, VersionState.RETIRED)
+
+#: Says the same as the partial index.
+PINNED: ColumnElement[bool] = text("pinned")  # type: ignore[assignment]
 
 
 class Version(NamedTuple):
@@ -25,9 +29,10 @@ class Version(NamedTuple):
     created_at: float
     served_at: float | None
     reason: str | None
+    pinned: bool = False
 
 
-class VersionLedger(Transactions):
+class VersionLedger(VersionEvents):
     """The states of the versions."""
 
     def ensure_base(self, path: Path) -> None:
@@ -59,63 +64,129 @@ class VersionLedger(Transactions):
         )
 
     def candidate(self) -> Version | None:
-        """The newest candidate that is newer than the champion, if any."""
-        champion = select(versions.c.version).where(versions.c.state == VersionState.CHAMPION).scalar_subquery()
-        rows = self._read(
-            select(versions)
-            .where(versions.c.state == VersionState.CANDIDATE, versions.c.version > champion)
-            .order_by(versions.c.version.desc())
-            .limit(1)
-        )
-        return _version_of(rows[0]) if rows else None
+        """The newest candidate that is newer than the champion and the canary, if any."""
+        answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
+        newest = select(func.max(versions.c.version)).where(answering).scalar_subquery()
+        found = select(versions).where(versions.c.state == VersionState.CANDIDATE, versions.c.version > newest)
+        return self._one_or_none(found.order_by(versions.c.version.desc()).limit(1))
 
-    def promote(self, version: int) -> None:
-        """Make `version` the champion; the one before it and older candidates retire.
+    def canary(self) -> Version | None:
+        """The version that answers a part of the traffic, or copies of it, until it is decided about; if any."""
+        return self._one_or_none(select(versions).where(versions.c.state == VersionState.CANARY))
 
-        A version that a newer champion has retired stays retired. Raises LedgerError for a rejected or unknown one.
+    def pinned(self) -> Version | None:
+        """The version that is served whatever comes, if any."""
+        return self._one_or_none(select(versions).where(PINNED))
+
+    def version(self, number: int) -> Version | None:
+        """That version, if there is one."""
+        return self._one_or_none(select(versions).where(versions.c.version == number))
+
+    def promote(self, version: int, *, by: str = "explorer", reason: str = "", details: Details | None = None) -> None:
+        """Make `version` the champion, as the newest that is fit; the one before it and older candidates retire.
+
+        A version that a newer champion has retired stays retired. Raises LedgerError for a rejected or unknown one, and
+        VersionRefused if another one is pinned.
         """
         with self._write() as connection:
             alone(connection, "promote")
-            state = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
+            _require_unpinned(connection, version)
+            state = state_of(connection, version)
             if state not in SERVABLE:
                 raise LedgerError(f"version {version} is {state or 'unknown'}: it cannot be served")
-            if state == VersionState.RETIRED:
-                return
-            connection.execute(
-                update(versions)
-                .where(
-                    or_(
-                        and_(versions.c.state == VersionState.CHAMPION, versions.c.version != version),
-                        and_(versions.c.state == VersionState.CANDIDATE, versions.c.version < version),
-                    )
-                )
-                .values(state=VersionState.RETIRED)
-            )
-            connection.execute(
-                update(versions)
-                .where(versions.c.version == version)
-                .values(state=VersionState.CHAMPION, served_at=func.coalesce(versions.c.served_at, self._clock()))
-            )
+            if state not in {VersionState.RETIRED, VersionState.CHAMPION}:
+                appoint(connection, version, Decision(by, self._clock(), reason, details))
 
-    def reject(self, version: int, reason: str) -> None:
+    def begin_canary(self, version: int, *, by: str, reason: str, details: Details | None = None) -> None:
+        """Let a candidate answer a part of the traffic, or copies of it; older candidates retire.
+
+        Raises VersionRefused, and changes nothing, if it is no candidate, there is another canary, or one is pinned.
+        """
+        with self._write() as connection:
+            alone(connection, "promote")
+            _require_unpinned(connection, version)
+            decision = Decision(by, self._clock(), reason, details)
+            state = state_of(connection, version)
+            if state != VersionState.CANDIDATE:
+                raise VersionRefused(f"version {version} is {state or 'unknown'}, not a candidate")
+            other = connection.execute(
+                select(versions.c.version).where(versions.c.state == VersionState.CANARY)
+            ).scalar()
+            if other is not None:
+                raise VersionRefused(f"version {other} is the canary; it must be decided about first")
+            retire(connection, _older_candidates(version), decision.because(_took_its_place(version)))
+            _serve(connection, version, VersionState.CANARY, decision)
+            note(connection, version, VersionAction.CANARY, decision)
+
+    def reject(self, version: int, reason: str, *, by: str = "explorer", details: Details | None = None) -> None:
         """Say that a candidate must not be served, and why; any other version stays what it is."""
         with self._write() as connection:
             alone(connection, "promote")
-            connection.execute(
-                update(versions)
-                .where(versions.c.version == version, versions.c.state == VersionState.CANDIDATE)
-                .values(state=VersionState.REJECTED, reason=reason)
-            )
+            if state_of(connection, version) == VersionState.CANDIDATE:
+                end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
 
     def versions(self) -> list[Version]:
         """All versions, oldest first."""
         return [_version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
 
     def _version(self, query: Executable) -> Version:
-        rows = self._read(query)
-        if not rows:
+        found = self._one_or_none(query)
+        if found is None:
             raise LedgerError("no version is registered yet")
-        return _version_of(rows[0])
+        return found
+
+    def _one_or_none(self, query: Executable) -> Version | None:
+        rows = self._read(query)
+        return _version_of(rows[0]) if rows else None
+
+
+def state_of(connection: Connection, version: int) -> str | None:
+    """The state of a version, None if there is none of that number."""
+    found: str | None = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
+    return found
+
+
+def _require_unpinned(connection: Connection, version: int) -> None:
+    pinned = connection.execute(select(versions.c.version).where(PINNED)).scalar()
+    if pinned not in {None, version}:
+        raise VersionRefused(f"version {pinned} is pinned; unpin it first")
+
+
+def appoint(connection: Connection, version: int, decision: Decision) -> None:
+    """Make it the champion; the champion, a canary and older candidates retire."""
+    answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
+    others = and_(answering, versions.c.version != version)
+    retire(connection, or_(others, _older_candidates(version)), decision.because(_took_its_place(version)))
+    _serve(connection, version, VersionState.CHAMPION, decision)
+    note(connection, version, VersionAction.PROMOTED, decision)
+
+
+def retire(connection: Connection, which: ColumnElement[bool], decision: Decision) -> None:
+    """Take versions out of service that nothing is wrong with."""
+    gone = connection.execute(select(versions.c.version).where(which)).scalars().all()
+    connection.execute(update(versions).where(which).values(state=VersionState.RETIRED))
+    for number in gone:
+        note(connection, number, VersionAction.RETIRED, decision)
+
+
+def end(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
+    """Reject it, or roll it back."""
+    ended = {"state": state, "reason": decision.reason}
+    connection.execute(update(versions).where(versions.c.version == version).values(ended))
+    note(connection, version, VersionAction(state), decision)
+
+
+def _serve(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
+    served = {"state": state, "served_at": func.coalesce(versions.c.served_at, decision.at)}
+    connection.execute(update(versions).where(versions.c.version == version).values(served))
+
+
+def _older_candidates(version: int) -> ColumnElement[bool]:
+    return and_(versions.c.state == VersionState.CANDIDATE, versions.c.version < version)
+
+
+def _took_its_place(version: int) -> str:
+    return f"version {version} took its place"
 
 
 def _version_of(row: Any) -> Version:
@@ -129,4 +200,5 @@ def _version_of(row: Any) -> Version:
         created_at=row.created_at,
         served_at=row.served_at,
         reason=row.reason,
+        pinned=row.pinned,
     )

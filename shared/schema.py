@@ -3,76 +3,28 @@
 Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
 """
 
-import re
-from enum import StrEnum
-from typing import Any
-
 from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
-    ColumnElement,
-    Dialect,
     Double,
     ForeignKey,
     Index,
     Integer,
     LargeBinary,
-    MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
     String,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
+    false,
     text,
 )
 
-from shared.experience import AlarmState, Kind, Outcome, State, VersionState
-
-metadata = MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
-
-# SQLite numbers rows by itself only in a column declared INTEGER.
-RowId = BigInteger().with_variant(Integer(), "sqlite")
-
-
-_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-
-
-class Words(TypeDecorator[str]):
-    """Text of any origin: what UTF-8 or PostgreSQL cannot hold (NUL, half a surrogate pair) is stored as U+FFFD."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """The text as it can be stored and compared."""
-        return None if value is None else self.storable(value)
-
-    @staticmethod
-    def storable(value: str) -> str:
-        """What is stored for this text."""
-        return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
-
-
-def _one_of(column: str, values: type[StrEnum]) -> str:
-    return f"{column} IN ({', '.join(repr(value.value) for value in values)})"
-
-
-def _partial(name: str, *columns: ColumnElement[Any], where: str) -> None:
-    """An index of some of the rows only. A query uses it only if it says the same, and not by a parameter."""
-    Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
-
+from shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
+from shared.schema_types import RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
@@ -118,20 +70,75 @@ versions = Table(
     Column("created_at", Double, nullable=False),
     Column("served_at", Double, nullable=True),
     Column("reason", Words, nullable=True),
-    CheckConstraint(_one_of("state", VersionState), name="state"),
+    Column("pinned", Boolean, nullable=False, server_default=false()),
+    CheckConstraint(one_of("state", VersionState), name="state"),
     CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
     CheckConstraint("purged >= 0 AND purged <= consumed", name="purged_of_the_consumed"),
     CheckConstraint("(version = 0) = (epoch IS NULL)", name="trained_under_an_epoch"),
     CheckConstraint("(version = 0) = (manifest_sha256 IS NULL)", name="manifest"),
-    CheckConstraint("(state = 'rejected') = (reason IS NOT NULL)", name="rejected_with_reason"),
+    CheckConstraint("(state IN ('rejected', 'rolled_back')) = (reason IS NOT NULL)", name="rejected_with_reason"),
     CheckConstraint("state <> 'champion' OR served_at IS NOT NULL", name="champion_was_served"),
 )
+for _state in (VersionState.CHAMPION, VersionState.CANARY):
+    Index(
+        f"ix_versions_one_{_state}",
+        versions.c.state,
+        unique=True,
+        sqlite_where=text(f"state = '{_state}'"),
+        postgresql_where=text(f"state = '{_state}'"),
+    )
 Index(
-    "ix_versions_one_champion",
-    versions.c.state,
+    "ix_versions_one_pinned",
+    versions.c.pinned,
     unique=True,
-    sqlite_where=text("state = 'champion'"),
-    postgresql_where=text("state = 'champion'"),
+    sqlite_where=text("pinned"),
+    postgresql_where=text("pinned"),
+)
+
+#: What happened to each version, by whom and why; `details` is JSON: the figures that decided it.
+version_events = Table(
+    "version_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("version", Integer, ForeignKey("versions.version"), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("action", String(16), nullable=False),
+    Column("actor", Words, nullable=False),
+    Column("reason", Words, nullable=True),
+    Column("details", Words, nullable=True),
+    CheckConstraint(one_of("action", VersionAction), name="action"),
+    Index(None, "version", "id"),
+)
+
+#: How each version did on tasks that it was not trained on: `slice` is empty for all of them.
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("version", Integer, ForeignKey("versions.version"), nullable=False),
+    Column("evaluator", String(16), nullable=False),
+    Column("metric", String(64), nullable=False),
+    Column("slice", String(64), nullable=False),
+    Column("value", Double, nullable=False),
+    Column("deviation", Double, nullable=False),
+    Column("samples", Integer, nullable=False),
+    Column("evaluated_at", Double, nullable=False),
+    PrimaryKeyConstraint("version", "evaluator", "metric", "slice"),
+    CheckConstraint(one_of("evaluator", Evaluator), name="evaluator"),
+    CheckConstraint("samples >= 1 AND deviation >= 0", name="samples"),
+    CheckConstraint("value > -1e300 AND value < 1e300", name="value_is_finite"),
+)
+
+#: When an engine was found with other weights than it should have had. What it sampled from `since` to `until` is not
+#: trained on, however late it comes in.
+mismatches = Table(
+    "mismatches",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("engine", SmallInteger, nullable=False),
+    Column("since", Double, nullable=False),
+    Column("until", Double, nullable=False),
+    UniqueConstraint("engine", "since", "until"),
+    CheckConstraint("since <= until", name="range"),
 )
 
 #: Every rule by which feedback has become a reward: its definition is JSON, written once.
@@ -153,9 +160,10 @@ exchanges = Table(
     Column("request", LargeBinary, nullable=False),
     Column("received_at", Double, nullable=False),
     Column("latency_s", Double, nullable=False),
+    Column("engine", SmallInteger, nullable=True),
 )
-_partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
-_partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
+partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
+partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
 
 #: What a stored completion is found by: digests of its model and of each pair of its metadata. Names of any length
 #: would not fit into an index.
@@ -224,7 +232,7 @@ experiences = Table(
     Column("trained_version", Integer, ForeignKey("versions.version"), nullable=True),
     Column("unsampled", Words, nullable=True),
     UniqueConstraint("msg_id", "choice", "correction"),
-    CheckConstraint(_one_of("state", State), name="state"),
+    CheckConstraint(one_of("state", State), name="state"),
     CheckConstraint("(state IN ('expired', 'dropped')) = (reason IS NOT NULL)", name="aside_with_reason"),
     CheckConstraint(
         "state NOT IN ('rewarded', 'committed', 'leased', 'trained') OR reward IS NOT NULL", name="rewarded_first"
@@ -247,33 +255,33 @@ experiences = Table(
     Index(None, "state", "sampled_at"),
     Index(None, "version_min", "reward"),
 )
-_partial(
+partial(
     "ix_experiences_trajectory",
     *(experiences.c[name] for name in ("tenant", "task_id", "run_id")),
     where="task_id IS NOT NULL",
 )
-_partial("ix_experiences_trained_version", experiences.c.trained_version, where="trained_version IS NOT NULL")
-_partial("ix_experiences_leased", experiences.c.lease_epoch, where="state = 'leased'")
+partial("ix_experiences_trained_version", experiences.c.trained_version, where="trained_version IS NOT NULL")
+partial("ix_experiences_leased", experiences.c.lease_epoch, where="state = 'leased'")
 # One for each order in which a batch is taken, so that a claim costs the same whatever waits.
-_partial("ix_experiences_committed", experiences.c.tenant, experiences.c.id, where=COMMITTED)
-_partial(
+partial("ix_experiences_committed", experiences.c.tenant, experiences.c.id, where=COMMITTED)
+partial(
     "ix_experiences_committed_by_priority",
     experiences.c.tenant,
     experiences.c.priority.desc(),
     experiences.c.id,
     where=COMMITTED,
 )
-_partial("ix_experiences_committed_by_version", experiences.c.version_min, where=COMMITTED)
-_partial("ix_experiences_committed_by_age", experiences.c.sampled_at, where=COMMITTED)
-_partial(
+partial("ix_experiences_committed_by_version", experiences.c.version_min, where=COMMITTED)
+partial("ix_experiences_committed_by_age", experiences.c.sampled_at, where=COMMITTED)
+partial(
     "ix_experiences_grouped",
     experiences.c.tenant,
     experiences.c.group_id,
     experiences.c.id,
     where=f"{COMMITTED} AND group_id IS NOT NULL",
 )
-_partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
-_partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
+partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
+partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
 
 #: Append-only. Has no foreign key to exchanges, because feedback may come before the row of its reply.
 feedback = Table(
@@ -297,8 +305,8 @@ feedback = Table(
     Column("received_at", Double, nullable=False),
     Column("occurred_at", Double, nullable=True),
     Column("outcome", String(16), nullable=False),
-    CheckConstraint(_one_of("kind", Kind), name="kind"),
-    CheckConstraint(_one_of("outcome", Outcome), name="outcome"),
+    CheckConstraint(one_of("kind", Kind), name="kind"),
+    CheckConstraint(one_of("outcome", Outcome), name="outcome"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
     CheckConstraint("(kind IN ('number', 'boolean')) = (value IS NOT NULL)", name="value_of_a_number"),
     CheckConstraint("(kind IN ('label', 'comment', 'demonstration')) = (text IS NOT NULL)", name="text_of_words"),
@@ -306,12 +314,12 @@ feedback = Table(
     CheckConstraint("msg_id IS NOT NULL OR (task_id IS NOT NULL AND run_id IS NOT NULL)", name="about_something"),
     Index(None, "msg_id", "received_at"),
 )
-_partial("ix_feedback_other_msg_id", feedback.c.other_msg_id, where="other_msg_id IS NOT NULL")
-_partial(
+partial("ix_feedback_other_msg_id", feedback.c.other_msg_id, where="other_msg_id IS NOT NULL")
+partial(
     "ix_feedback_trajectory", *(feedback.c[name] for name in ("tenant", "task_id", "run_id")), where="msg_id IS NULL"
 )
-_partial("ix_feedback_pending", feedback.c.id, where="outcome = 'pending'")
-_partial("ix_feedback_source", feedback.c.tenant, feedback.c.source, where="source IS NOT NULL")
+partial("ix_feedback_pending", feedback.c.id, where="outcome = 'pending'")
+partial("ix_feedback_source", feedback.c.tenant, feedback.c.source, where="source IS NOT NULL")
 
 #: People whose rows were deleted. What of theirs was received before, and comes in later, is not taken.
 erasures = Table(
@@ -350,7 +358,7 @@ alarms = Table(
     Column("value", Double, nullable=True),
     Column("threshold", Double, nullable=True),
     Column("reason", Words, nullable=False),
-    CheckConstraint(_one_of("state", AlarmState), name="state"),
+    CheckConstraint(one_of("state", AlarmState), name="state"),
     CheckConstraint("length(name) BETWEEN 1 AND 64", name="name"),
     CheckConstraint("(state = 'cleared') = (cleared_at IS NOT NULL)", name="cleared_at"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),

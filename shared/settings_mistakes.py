@@ -17,6 +17,7 @@ ENV_PREFIX = "TUNELOOP__"
 _SECRETS = {
     "algorithm.distill.teacher_key",
     "buffer.trainer_input.experience_buffer.path",
+    "explorer.admin_key",
     "explorer.rollout_model.engine_key",
     "judge.key",
 }

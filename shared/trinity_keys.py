@@ -45,7 +45,7 @@ data_processor.experience_pipeline.output: name storage_type path capacity max_r
 data_processor.task_pipeline: num_process config_path top_k operators* inputs* target_fields* priority_weights*
 explorer: name runner_per_model runner_prepare_concurrency runner_prepare_max_retries max_timeout max_retry_times
   concurrent_mode max_repeat_times_per_runner runner_num eval_interval eval_on_startup bench_on_latest_checkpoint
-  min_running_model_num db_url runner_state_report_interval max_inflight_batches env_vars* auxiliary_models*
+  db_url runner_state_report_interval max_inflight_batches env_vars* auxiliary_models*
 explorer.dynamic_timeout: enable warmup_min_steps ratio
 explorer.over_rollout: ratio wait_after_min return_partial_tasks
 explorer.rollout_model: model_path name trust_remote_code engine_type data_parallel_size pipeline_parallel_size

@@ -1,18 +1,13 @@
 """Held-out evaluation: the actor answers tasks that it is never trained on, and the answers are judged.
 
-    {"messages": [{"role": "user", "content": "7+5="}], "answer": "12", "slice": "sums"}
-    {"prompt": "The capital of France is", "answer": "Paris"}
-
 Greedy, so the same weights get the same score. Dimension suffixes are explained in trainer/batch.py.
 """
 
-import json
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import fmean
-from typing import Any, NamedTuple, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import torch
 from jinja2 import TemplateError
@@ -20,22 +15,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from shared.config import Settings
-from shared.config_monitor import Evaluation
 from shared.errors import EnvironmentRefused
+from shared.evaluation_figures import KL, SCORE, Answered, Figure, figures_of, mean
+from shared.evaluation_tasks import Task, fingerprint
+from trainer.judging import judging
 from trainer.metrics import Metrics
 from trainer.model import Actor
 from trainer.tokenizer import ends_of, tokenizer_of
-
-_LONGEST_SLICE = 64
-
-
-class Task(NamedTuple):
-    """A question, as messages or as the very text, and what its answer is judged by; `line` is where it stands."""
-
-    line: int
-    question: str | list[dict[str, Any]]
-    answer: str
-    slice: str | None
 
 
 class HeldOut:
@@ -47,6 +33,12 @@ class HeldOut:
         self._budget = settings.trainer.micro_batch_tokens
         self._tokenizer = cast(PreTrainedTokenizerBase, tokenizer_of(settings))
         self._ends = ends_of(settings.model.model_path, tokenizer_of(settings))
+        self._settings = settings
+        with judging(settings):  # What is refused is so now.
+            pass
+        self._refusals = [re.compile(each, re.IGNORECASE) for each in settings.monitor.drift.refusal_patterns]
+        #: Which tasks these are, and how they are judged.
+        self.fingerprint = fingerprint(tasks, self._options)
         longest = settings.model.max_model_len
         self._asked: list[tuple[Task, list[int]]] = []
         for task in tasks:
@@ -63,17 +55,42 @@ class HeldOut:
         self._asked.sort(key=lambda asked: len(asked[1]))
 
     def score(self, actor: Actor) -> Metrics:
-        """The share of right answers, of all tasks and of each slice."""
+        """The mean score, of all tasks and of each slice, as curves. Raises NotEvaluated if the judge cannot say."""
         started = time.perf_counter()
-        scores: dict[str, list[float]] = defaultdict(list)
-        for part in self._batches():
-            for (task, _), reply in zip(part, self._replies(actor, [ids for _, ids in part]), strict=True):
-                right = float(is_right(task.answer, reply, self._options))
-                scores["evaluation/score"].append(right)
-                if task.slice is not None:
-                    scores[f"evaluation/score/{task.slice}"].append(right)
-        means = {name: fmean(each) for name, each in scores.items()}
+        scores = {each.slice: each.value for each in self.figures(actor) if each.metric == SCORE}
+        means = {f"evaluation/score/{part}" if part else "evaluation/score": value for part, value in scores.items()}
         return means | {"time/evaluation": time.perf_counter() - started}
+
+    def figures(self, actor: Actor) -> tuple[Figure, ...]:
+        """Score, length and refusals of the actor's replies. Raises NotEvaluated if the judge cannot say."""
+        said = [
+            (task, ids)
+            for part in self._batches()
+            for (task, _), ids in zip(part, self._generated(actor, [ids for _, ids in part]), strict=True)
+        ]
+        pairs = [(task, self._words(ids)) for task, ids in said]
+        scores = self._judged(pairs)
+        answered = [
+            Answered(task, reply, len(ids), score)
+            for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
+        ]
+        return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)
+
+    def distance(self, actor: Actor, champion: Actor) -> Figure:
+        """How far the actor is from the champion along the champion's greedy answers, in nats a token."""
+        distances = []
+        for part in self._batches():
+            prompts = [ids for _, ids in part]
+            for prompt, reply in zip(prompts, self._generated(champion, prompts), strict=True):
+                distances.append(_divergence(champion, actor, prompt, reply))
+        return mean(KL, distances)
+
+    def _judged(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
+        with judging(self._settings) as judge:
+            if self._options.judge != "model":
+                return [judge(*each) for each in pairs]
+            with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
+                return list(threads.map(lambda each: judge(*each), pairs))
 
     def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
         """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""
@@ -86,7 +103,8 @@ class HeldOut:
         yield part
 
     @torch.no_grad()
-    def _replies(self, actor: Actor, prompts: Sequence[list[int]]) -> list[str]:
+    def _generated(self, actor: Actor, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The tokens of the replies, each up to the one that ends it."""
         network = actor.network
         padding = self._tokenizer.pad_token_id or 0
         # All said, so that nothing of the model's own generation_config.json applies.
@@ -104,7 +122,10 @@ class HeldOut:
         )
         ids_BT, mask_BT = (each.to(network.device) for each in _padded_left(prompts, padding))
         generated_BT = cast(Any, network).generate(ids_BT, attention_mask=mask_BT, generation_config=greedy)
-        return [self._words(row.tolist()) for row in generated_BT[:, ids_BT.shape[1] :]]
+        return [self._until_its_end(row.tolist()) for row in generated_BT[:, ids_BT.shape[1] :]]
+
+    def _until_its_end(self, ids: list[int]) -> list[int]:
+        return next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids)
 
     def _words(self, ids: list[int]) -> str:
         return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -122,92 +143,24 @@ class HeldOut:
         return EnvironmentRefused(f"monitor.evaluation.path: {self._options.path}, line {task.line}: {reason}")
 
 
-def tasks_of(options: Evaluation) -> list[Task]:
-    """The tasks of the settings' file, none without one. Raises EnvironmentRefused, naming the line that is wrong."""
-    if options.path is None:
-        return []
-    try:
-        lines = options.path.read_bytes().splitlines()
-    except OSError as error:
-        raise EnvironmentRefused(
-            f"monitor.evaluation.path: {options.path} cannot be read: {error.strerror}; name a file of tasks, or leave"
-            " it away"
-        ) from error
-    tasks = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                tasks.append(_task(number, line, options))
-            except ValueError as error:
-                raise EnvironmentRefused(f"monitor.evaluation.path: {options.path}, line {number}: {error}") from None
-    if not tasks:
-        raise EnvironmentRefused(f"monitor.evaluation.path: {options.path} holds no task")
-    return tasks[: options.samples]
-
-
-def is_right(answer: str, reply: str, options: Evaluation) -> bool:
-    """Whether the reply, without the reasoning before it, is the answer as `judge` says.
-
-    >>> is_right("12", "<think>7+5</think> It is 12.", Evaluation(judge="contains"))
-    True
-    """
-    said = reply.rpartition("</think>")[2]
-    match options.judge:
-        case "exact":
-            return said.strip() == answer.strip()
-        case "contains":
-            return answer in said
-        case "regex":
-            return re.search(answer, said) is not None
-
-
-def _task(number: int, line: bytes, options: Evaluation) -> Task:
-    """Raises ValueError, whose message says what is wrong with the line."""
-    try:
-        found = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError('must be an object, such as {"prompt": "7+5=", "answer": "12"}')
-    answer, part = found.get("answer"), found.get("slice")
-    if not isinstance(answer, str) or not answer.strip():
-        raise ValueError("`answer` must be text, and not empty; write a number in quotes")
-    if part is not None and not (isinstance(part, str) and 0 < len(part) <= _LONGEST_SLICE):
-        raise ValueError(f"`slice` must be text of at most {_LONGEST_SLICE} characters")
-    if options.judge == "regex":
-        _require_pattern(answer)
-    return Task(number, _question(found), answer, part)
-
-
-def _question(found: dict[str, Any]) -> str | list[dict[str, Any]]:
-    prompt, messages = found.get("prompt"), found.get("messages")
-    if (prompt is None) == (messages is None):
-        raise ValueError("needs either `prompt` or `messages`")
-    if prompt is not None:
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError("`prompt` must be text, and not empty")
-        return prompt
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError('`messages` must be a list of messages, such as {"role": "user", "content": "7+5="}')
-    return messages
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
-
-
-def _require_pattern(answer: str) -> None:
-    try:
-        re.compile(answer)
-    except re.error as error:
-        raise ValueError(
-            f"`answer` is no regular expression, which monitor.evaluation.judge asks for: {error}"
-        ) from None
-
-
 def _padded_left(prompts: Sequence[list[int]], padding: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask of the prompts, which all end in the last column."""
     longest = max(map(len, prompts))
     ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts])
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
     return ids_BT, mask_BT
+
+
+@torch.no_grad()
+def _divergence(of: Actor, to: Actor, prompt: Sequence[int], reply: Sequence[int]) -> float:
+    """KL(of || to) over the whole vocabulary, a mean over the reply's tokens."""
+    ids_1T = torch.tensor([[*prompt, *reply]])
+    logprobs_of_RV, logprobs_to_RV = (
+        cast(Any, actor.network)(input_ids=ids_1T.to(actor.network.device), use_cache=False)
+        .logits[0, len(prompt) - 1 : -1]
+        .float()
+        .log_softmax(1)
+        for actor in (of, to)
+    )
+    divergence_R = (logprobs_of_RV.exp() * (logprobs_of_RV - logprobs_to_RV)).sum(1)
+    return float(divergence_R.mean())

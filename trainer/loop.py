@@ -20,12 +20,13 @@ from shared.checkpoint import CheckpointStore, check_files, read_manifest
 from shared.config import Settings
 from shared.curves import Curves
 from shared.errors import CheckpointRejected, DatabaseAway, EnvironmentRefused, LeaseLost, LedgerUnavailable
+from shared.evaluation_tasks import tasks_of
 from shared.experience import Sample
 from shared.ledger import BatchPolicy, Ledger, Version
 from shared.ledger_alarms import Alarm
 from trainer import metrics, snapshot
 from trainer.classroom import Classroom
-from trainer.evaluation import tasks_of
+from trainer.examination import Examination
 from trainer.heartbeat import BEAT_S, Heartbeat
 from trainer.learner import Learner, NotFinite
 from trainer.model import device_of, require_folders
@@ -88,6 +89,7 @@ class TrainingLoop:
         self._beat_s = beat_s
         self._store = CheckpointStore(settings.job_dir)
         self._monitors = Monitors(settings, ledger)
+        self._examination = Examination(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
@@ -99,7 +101,7 @@ class TrainingLoop:
         """Take the next epoch and train under it."""
         self._epoch = self._ledger.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger, self._epoch, self._stop, interval_s=self._beat_s)
-        with self._epoch_ended(), heartbeat:
+        with _ended(self._ledger, self._epoch), heartbeat:
             self._class = Classroom(self._settings, self._stop)
             self._resume(self._ledger.newest())
             while not self._stop.is_set() and not self._complete:
@@ -125,6 +127,8 @@ class TrainingLoop:
             return
         batch = self._next_batch()
         if batch is None:
+            if not self._unpublished_steps:
+                self._examination.examine(self._learner, self._version)
             self._stop.wait(self._settings.trainer.poll_interval)
         elif self._learn(batch) and self._due:
             try:
@@ -167,15 +171,8 @@ class TrainingLoop:
         self._curves = Curves(self._settings.tensorboard_dir / _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
+        self._examination.examine(self._learner, self._version)
         _log.info("trainer_ready", version=self._version, step=self._learner.steps, epoch=self._epoch)
-
-    @contextmanager
-    def _epoch_ended(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
-                self._ledger.end(self._epoch)
 
     # One step.
 
@@ -275,7 +272,17 @@ class TrainingLoop:
         _log.info("version_published", version=self._version, step=self._learner.steps, seconds=round(took, 3))
         for sentence in self._ledger.imbalance():
             _log.error("ledger_out_of_balance", reason=sentence, version=self._version)
+        self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
+
+
+@contextmanager
+def _ended(ledger: Ledger, epoch: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
+            ledger.end(epoch)
 
 
 def _no_room(budget: int) -> EnvironmentRefused:

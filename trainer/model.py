@@ -55,6 +55,12 @@ class Actor:
         """How many token ids there are."""
         return cast(_Layers, self.network).get_input_embeddings().num_embeddings
 
+    def reference(self, settings: Settings) -> "Actor":
+        """The base model, which is not trained."""
+        base = Actor.load(settings, settings.model.model_path)
+        base.network.requires_grad_(requires_grad=False)
+        return base
+
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR."""
         targets_N = batch.replies_BR[batch.mask_BR]

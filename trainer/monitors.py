@@ -14,12 +14,13 @@ import structlog
 import torch
 
 from shared.config import Settings
-from shared.errors import LedgerError
+from shared.errors import LedgerError, NotEvaluated
+from shared.evaluation_tasks import tasks_of
 from shared.ledger import Ledger
 from shared.ledger_alarms import Alarm
 from trainer import drift
 from trainer.drift import History
-from trainer.evaluation import HeldOut, tasks_of
+from trainer.evaluation import HeldOut
 from trainer.learner import Learner
 from trainer.metrics import Metrics
 from trainer.replies import CALL_MARKS, signals
@@ -80,6 +81,9 @@ class Monitors:
             scored = self._held_out.score(learner.actor)
         except torch.OutOfMemoryError:
             _log.warning("evaluation_skipped", reason="it does not fit into the GPU's memory", step=learner.steps)
+            return {}
+        except NotEvaluated as error:
+            _log.warning("evaluation_skipped", reason=str(error), step=learner.steps)
             return {}
         score = scored["evaluation/score"]
         self._history = drift.with_score(self._drift, self._history, learner.steps, score)

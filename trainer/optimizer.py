@@ -12,7 +12,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
-    """The master weights of `module`, their gradients and moments.
+    """The master weights of what is trained of `module`, their gradients and moments.
 
     A float32 parameter is its own master. Any other has a float32 copy: its gradients are added up there, micro-batch
     by micro-batch, the update is made there, and the parameter becomes the copy rounded.
@@ -21,7 +21,7 @@ class MasterAdamW:
     def __init__(self, module: nn.Module, settings: config_algorithm.Optimizer) -> None:
         self.updates = 0
         self._settings = settings
-        self._parameters = dict(module.named_parameters())
+        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
         self._adamw = torch.optim.AdamW(
             self._masters.values(),

@@ -73,20 +73,24 @@ class Publication:
             dtype=self._settings.trainer_dtype,
             probe=probe,
             files=files,
+            kind="lora" if self._settings.model.lora.rank else "full",
         )
 
 
 def prune(store: CheckpointStore, ledger: Ledger, *, keep: int) -> None:
     """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
 
-    `keep` 0 means all of them. A disk that refuses is no reason to stop training.
+    `keep` 0 means all of them. What a rollback would go back to stays too, if there is such a version. A disk that
+    refuses is no reason to stop training.
     """
     versions = ledger.versions()
     numbers = [version.version for version in versions]
     last = numbers[-keep:] if keep else numbers
-    needed = {each.version for each in versions if each.state in {VersionState.CHAMPION, VersionState.CANDIDATE}}
+    may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
+    needed = {each.version for each in versions if each.pinned or each.state in may_serve}
     # The number after the newest may be a checkpoint that a newer trainer is just registering.
-    spared = {*last, *needed, ledger.newest().version, numbers[-1] + 1}
+    before = ledger.champion_before() or 0
+    spared = {*last, *needed, ledger.newest().version, before, numbers[-1] + 1}
     try:
         gone = store.prune(spared)
     except OSError as error:

@@ -1,6 +1,7 @@
 """The learner on disk: everything it needs to go on to the bit, as safetensors and JSON.
 
     actor/            a Hugging Face folder: the weights to be served, and the base model's tokenizer, templates, config
+                      (where only an adapter is trained: that alone, as trainer/adapter.py writes it)
     critic/           the same for the critic's body, and its value head; methods without a critic have none
     trainer_state/
       actor.safetensors, critic.safetensors    AdamW's moments, and float32 master weights where the models are smaller
@@ -18,7 +19,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.checkpoint import ACTOR, CRITIC, TRAINER_STATE, Probe
+from shared.checkpoint import ACTOR, ADAPTER_CONFIG, CRITIC, PROBE_LENGTH, PROBE_ROOM, TRAINER_STATE, Probe
 from shared.config import Settings
 from shared.errors import EnvironmentRefused
 from trainer.algorithms import ALGORITHMS
@@ -28,7 +29,6 @@ from trainer.model import Actor, Critic
 from trainer.optimizer import MasterAdamW
 from trainer.tokenizer import tokenizer_of
 
-_PROBE_LENGTH = 24
 _PROBE_SEED = 1729
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"}
@@ -48,15 +48,14 @@ def load(settings: Settings, folder: Path | None) -> Learner:
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
-    if page.asks(settings.algorithm).reference:
-        reference = Actor.load(settings, base)
-        reference.network.requires_grad_(requires_grad=False)
     if page.critic_loss is not None:
         # A version that another method trained has none: it is learnt anew.
         saved = folder is not None and (folder / CRITIC).exists()
         start = folder / CRITIC if folder and saved else settings.model.critic_model_path or base
         critic = Critic.load(settings, start)
-    actor = Actor.load(settings, folder / ACTOR if folder else base)
+    actor = actor_in(settings, folder / ACTOR if folder else base)
+    if page.asks(settings.algorithm).reference:
+        reference = actor.reference(settings)
     learner = Learner(settings, actor=actor, critic=critic, reference=reference)
     if folder:
         _restore(learner, folder / TRAINER_STATE)
@@ -67,7 +66,8 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
     """Write the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
     actor, critic, state = (folder / name for name in (ACTOR, CRITIC, TRAINER_STATE))
     learner.actor.save(actor)
-    _copy_companions(base, actor)
+    if not (actor / ADAPTER_CONFIG).exists():
+        _copy_companions(base, actor)
     if learner.critic is not None:
         learner.critic.save(critic)
         for code in base.glob("*.py"):
@@ -83,7 +83,8 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
 
 def size(learner: Learner) -> int:
     """How many bytes `save` writes, tokenizer aside; before the first update, how many it will."""
-    parameters = [*learner.actor.network.parameters(), *(learner.critic.parameters() if learner.critic else ())]
+    models = [learner.actor.network, *([learner.critic] if learner.critic else [])]
+    parameters = [each for model in models for each in model.parameters() if each.requires_grad]
     # Two float32 moments each, and a float32 master if the parameter is smaller.
     return sum(each.numel() * (each.itemsize + 8 + (4 if each.itemsize < 4 else 0)) for each in parameters)
 
@@ -92,12 +93,30 @@ def probe(learner: Learner, settings: Settings) -> Probe:
     """What the actor says of a fixed row of ordinary tokens. Raises EnvironmentRefused without a tokenizer."""
     ids = _ordinary_ids(settings, learner.actor.vocabulary)
     generator = torch.Generator().manual_seed(_PROBE_SEED)
-    chosen = [ids[i] for i in torch.randint(len(ids), (_PROBE_LENGTH,), generator=generator).tolist()]
+    longest = settings.model.max_model_len
+    length = PROBE_LENGTH if longest is None else max(2, min(PROBE_LENGTH, longest - PROBE_ROOM))
+    chosen = [ids[i] for i in torch.randint(len(ids), (length,), generator=generator).tolist()]
     return Probe(
         prompt_ids=tuple(chosen),
         logprobs=tuple(learner.logprobs(chosen)),
         tolerance=_TOLERANCE[settings.trainer_dtype],
     )
+
+
+def actor_in(settings: Settings, folder: Path) -> Actor:
+    """The actor in the folder `actor` of a version, or in that of the base model. The files must have been checked."""
+    base, rank = settings.model.model_path, settings.model.lora.rank
+    if folder != base and (folder / ADAPTER_CONFIG).exists() != bool(rank):
+        there = "all weights, which no adapter can be begun on" if rank else "an adapter only"
+        raise EnvironmentRefused(
+            f"model.lora.rank: is {rank}, but the newest version, {folder}, holds {there}; set it back, or begin "
+            "another experiment under another name"
+        )
+    if not rank:
+        return Actor.load(settings, folder)
+    from trainer.adapter import AdaptedActor  # peft takes seconds to import
+
+    return AdaptedActor.load(settings, folder)
 
 
 def _ordinary_ids(settings: Settings, vocabulary: int) -> list[int]:

@@ -8,7 +8,7 @@ that a test sets.
 import asyncio
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ CHAT = "/v1/chat/completions"
 
 _RECORDED = Path(__file__).parent / "recorded"
 _LOAD = "/collective_rpc"
+_LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def recorded(name: str) -> bytes:
@@ -36,9 +37,13 @@ def pieces(stream: bytes) -> list[bytes]:
 
 
 def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
-    """The log-probability of each id but the first under the weights in a folder: made up, but always the same."""
+    """The log-probability of each id but the first under the weights in a folder: made up, but always the same.
+
+    Every folder that is not a checkpoint's holds the base model.
+    """
+    name = weights if weights.parent.name.startswith("global_step_") else "base"
     return [
-        -(1 + zlib.crc32(f"{weights}:{position}:{token}".encode()) % 1000 / 250)
+        -(1 + zlib.crc32(f"{name}:{position}:{token}".encode()) % 1000 / 250)
         for position, token in enumerate(prompt_ids[1:])
     ]
 
@@ -64,6 +69,7 @@ class EngineDouble:
     end_after: int | None = None  # pieces, then a clean end without [DONE]
     stalls_after: int | None = None  # pieces, then nothing more until the client leaves
     hangs: bool = False
+    silent: bool = False  # hangs, and does not say either that it is healthy
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
     answer_to_probe: bytes | None = None
@@ -75,13 +81,17 @@ class EngineDouble:
     dies_of: set[str] = field(default_factory=set)
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
+    keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
+    says: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint: what its whole replies say
+    adapters: dict[str, Path] = field(default_factory=dict)  # by the name that they were loaded under
 
     chats: list[Heard] = field(default_factory=list)
     posts: list[str] = field(default_factory=list)
+    prefixes: dict[tuple[int, ...], Path] = field(default_factory=dict)  # by whose weights each was read
     left: int = 0  # clients that went before their reply had ended
     loading: int = 0
     paused: bool = False
@@ -116,10 +126,14 @@ class EngineDouble:
             return await self._chat(scope, body, send)
         if path == "/v1/completions":
             return await self._probe(body, send)
+        if path == "/tokenize":
+            ids = list(json.loads(body)["prompt"].encode())
+            return await _say(send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode())
         if path == "/health":
+            await _until(lambda: not self.silent)
             return await _say(send, 200, b"")
         if path == "/v1/models":
-            return await _say(send, 200, recorded("models.json"))
+            return await _say(send, 200, self._models())
         query = {key: values[0] for key, values in parse_qs(scope["query_string"].decode()).items()}
         await _say(send, *await self._control(path, query, body))
 
@@ -137,9 +151,13 @@ class EngineDouble:
             return 200, b'{"status":"resumed"}'
         if path == "/reset_prefix_cache":
             assert query == {"reset_running_requests": "true"}
+            if not self.keeps_prefixes:
+                self.prefixes.clear()
             return 200, b'{"success":true}'
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
+        if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:
+            return self._change_adapters(path, **json.loads(body))
         return 404, b'{"detail":"Not Found"}'
 
     async def _load(self, weights: Path) -> tuple[int, bytes]:
@@ -156,6 +174,26 @@ class EngineDouble:
             self.weights = weights
         return 200, b'{"results":[null]}'
 
+    def _change_adapters(self, path: str, lora_name: str, lora_path: str = "") -> tuple[int, bytes]:
+        if path == _UNLOAD_ADAPTER:
+            return (200, b"Success") if self.adapters.pop(lora_name, None) else (404, recorded("error_model.json"))
+        if lora_name in self.adapters:
+            return 400, b'{"error":{"message":"The lora adapter has already been loaded.","code":400}}'
+        if Path(lora_path).parent.name in self.refuses_load_of:
+            return 404, b'{"error":{"message":"Loading lora failed","type":"NotFoundError","param":null,"code":404}}'
+        self.adapters[lora_name] = Path(lora_path)
+        return 200, b"Success"
+
+    def _models(self) -> bytes:
+        told = json.loads(recorded("models.json"))
+        if not self.adapters:
+            return recorded("models.json")
+        told["data"] += [told["data"][0] | {"id": name, "parent": MODEL} for name in self.adapters]
+        return json.dumps(told).encode()
+
+    def _weights_of(self, asked: dict[str, Any]) -> Path:
+        return self.adapters.get(str(asked.get("model")), self.weights)
+
     async def _probe(self, body: bytes, send: Any) -> None:
         asked = json.loads(body)
         said = json.loads(recorded("completions_probe.json"))
@@ -164,15 +202,29 @@ class EngineDouble:
             told = -2.5 if self.raw_logprobs else 0.0
             said["choices"][0]["logprobs"] = {"tokens": ["x"], "token_logprobs": [told], "top_logprobs": [{"x": told}]}
             return await _say(send, 200, json.dumps(said).encode())
-        logprobs = logprobs_of(self.weights, asked["prompt"])
-        if self.answers_probes_by_manifest and (self.weights.parent / "manifest.json").exists():
-            logprobs = list(read_manifest(self.weights.parent).probe.logprobs)
-        rows = [
-            {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}}
-            for token, logprob in zip(asked["prompt"][1:], logprobs, strict=True)
-        ]
-        said["choices"][0]["prompt_logprobs"] = [None, *rows]
+        [choice] = said["choices"]
+        if "prompt_logprobs" in asked:
+            logprobs = self._logprobs(self._weights_of(asked), asked["prompt"])
+            rows = [
+                {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}}
+                for token, logprob in zip(asked["prompt"][1:], logprobs, strict=True)
+            ]
+            choice["prompt_logprobs"] = [None, *rows]
+        else:
+            ids = [1] * asked["max_tokens"]
+            weights = self._weights_of(asked)
+            if weights is self.weights:
+                weights = self.prefixes.setdefault(tuple(asked["prompt"]), weights)
+            told = self._logprobs(weights, [*asked["prompt"], *ids])[-len(ids) :]
+            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": told}}
         await _say(send, 200, self.answer_to_probe or json.dumps(said).encode())
+
+    def _logprobs(self, weights: Path, ids: list[int]) -> list[float]:
+        found = logprobs_of(weights, ids)
+        if self.answers_probes_by_manifest and (weights.parent / "manifest.json").exists():
+            right = read_manifest(weights.parent).probe.logprobs
+            found[: len(right)] = right
+        return found
 
     async def _chat(self, scope: Any, body: bytes, send: Any) -> None:
         headers = {key.decode(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -180,15 +232,20 @@ class EngineDouble:
             asked = json.loads(body)
         except ValueError:
             return await _say(send, 400, recorded("error_json.json"))
-        if refusal := _refusal(asked):
+        if refusal := _refusal(asked, {MODEL, *self.adapters}):
             return await _say(send, *refusal)
-        self.chats.append(Heard(headers, asked, self.weights))
-        await _until(lambda: not (self.hangs or self.paused))
+        self.chats.append(Heard(headers, asked, self._weights_of(asked)))
+        await _until(lambda: not (self.hangs or self.silent or self.paused))
         if self.status != 200 or self.answer is not None:
             return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
         said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)
+        said = said.replace(f'"model":"{MODEL}"'.encode(), f'"model":"{asked["model"]}"'.encode())
         if asked.get("stream"):
             return await self._stream([piece for piece in pieces(said) if _wanted(piece, asked)], send)
+        if self.weights.parent.name in self.says:
+            told = json.loads(said)
+            told["choices"][0]["message"]["content"] = self.says[self.weights.parent.name]
+            said = json.dumps(told).encode()
         await asyncio.sleep(self.piece_pause_s)
         await _say(send, 200, said, cut=self.cut_after is not None)
 
@@ -236,12 +293,12 @@ def _wanted(piece: bytes, asked: dict[str, Any]) -> bool:
     return b'"choices":[]' not in piece or bool((asked.get("stream_options") or {}).get("include_usage"))
 
 
-def _refusal(asked: Any) -> tuple[int, bytes] | None:
+def _refusal(asked: Any, models: Container[str]) -> tuple[int, bytes] | None:
     """vLLM's answer to what is no chat request."""
     messages = asked.get("messages") if isinstance(asked, dict) else None
     if not (isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)):
         return 400, recorded("error_nomsg.json")
-    return (404, recorded("error_model.json")) if asked.get("model") != MODEL else None
+    return (404, recorded("error_model.json")) if asked.get("model") not in models else None
 
 
 async def _until(holds: Callable[[], bool]) -> None:

@@ -42,7 +42,9 @@ def publish(store: CheckpointStore, version: int, *, probe: Probe | None = None)
     return seal(store, staging, version, probe=probe)
 
 
-def seal(store: CheckpointStore, staging: Path, version: int, *, probe: Probe | None = None) -> tuple[Path, str]:
+def seal(
+    store: CheckpointStore, staging: Path, version: int, *, probe: Probe | None = None, dtype: str = "float32"
+) -> tuple[Path, str]:
     """Publish what lies in `staging`, good or not."""
     right = Probe(prompt_ids=PROMPT, logprobs=tuple(logprobs_of(store.path(version) / "actor", PROMPT)), tolerance=0.01)
     manifest = Manifest(
@@ -52,7 +54,7 @@ def seal(store: CheckpointStore, staging: Path, version: int, *, probe: Probe | 
         epoch=1,
         base_model="tiny",
         created_at=1.0,
-        dtype="float32",
+        dtype=dtype,
         probe=probe or right,
         files=store.seal(staging),
     )

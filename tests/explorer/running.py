@@ -49,11 +49,14 @@ class MoodyLedger(Ledger):
         return super().commit(tenant, **which)
 
 
-def settings_for(tmp_path: Path, urls: Sequence[str] = (), **explorer: Any) -> Settings:
+def settings_for(
+    tmp_path: Path, urls: Sequence[str] = (), rollout: dict[str, Any] | None = None, **explorer: Any
+) -> Settings:
     """Settings of an experiment below `tmp_path`, with a tiny model there."""
     return Settings.model_validate(
         {
             "checkpoint_root_dir": tmp_path / "checkpoints",
+            "rollout": rollout or {},
             "model": {"model_path": write_model(tmp_path / "model"), "served_model_name": MODEL},
             "explorer": {
                 "rollout_model": {"engine_urls": list(urls), "dtype": "float32"},

@@ -15,14 +15,18 @@ from explorer.channel import (
     ChannelLost,
     Count,
     Counted,
+    Divide,
     EngineView,
     Expose,
     Learn,
     Renew,
+    Tried,
     UntilIdle,
     Writes,
 )
+from explorer.copies import Copied
 from explorer.fleet import EngineState
+from explorer.split import Split
 from explorer.tally import Sample
 
 Answering = Callable[[Any], Awaitable[Any]]
@@ -67,6 +71,9 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
     [
         Begin(),
         Writes("/spool/0"),
+        Divide(Split(3, share=0.1)),
+        Divide(None),
+        Tried(Copied(3, failed=False, refused=True, seconds=0.5, tokens=12)),
         Expose(),
         Counted([Sample("a", "a_total", (), 1.0)]),
         Learn(EngineView(1, "http://e", None, EngineState.RELOADING, 3, 2)),

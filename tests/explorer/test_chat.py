@@ -307,7 +307,7 @@ def test_models_are_the_engines(explorer: RunningExplorer) -> None:
 
 
 def test_the_least_busy_engine_answers(running_explorer: Run, doubles: list[EngineDouble]) -> None:
-    explorer = running_explorer(*doubles)
+    explorer = running_explorer(*doubles, prefix_affinity=False)
     eventually(lambda: all(each.state == "ready" for each in explorer.road.fleet.engines))
     for double in doubles:
         double.piece_pause_s = 0.3

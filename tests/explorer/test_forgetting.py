@@ -78,7 +78,7 @@ def forgetting(settings: Settings, ledger: Ledger, slots: Slots, clock: Clock) -
     return Forgetting(settings, ledger, slots, metrics=Metrics(), interval_s=0.1, clock=clock)
 
 
-def holding(folder: Path, words: bytes = b"canary") -> set[str]:
+def holding(folder: Path, words: bytes = b"goldfinch") -> set[str]:
     """The files below a folder that hold the words."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)) for path in files if words in path.read_bytes()}
@@ -86,15 +86,15 @@ def holding(folder: Path, words: bytes = b"canary") -> set[str]:
 
 def test_nothing_of_a_person_is_left_in_the_job_folder(explorer: RunningExplorer) -> None:
     for user in ("ann", "bob"):
-        said = explorer.chat(user=user, messages=[{"role": "user", "content": f"canary of {user}"}]).json()["id"]
-        explorer.feedback(said, comment=f"canary of {user}")
+        said = explorer.chat(user=user, messages=[{"role": "user", "content": f"goldfinch of {user}"}]).json()["id"]
+        explorer.feedback(said, comment=f"goldfinch of {user}")
     explorer.until_flushed()
     folder = explorer.settings.job_dir
-    assert {"spool/0/00000001.seg"} < holding(folder, b"canary of ann")
+    assert {"spool/0/00000001.seg"} < holding(folder, b"goldfinch of ann")
     commandline = open_ledger(explorer.settings)
     erase(commandline, "default", "ann")
     commandline.close()
-    eventually(lambda: holding(folder, b"canary of ann") == set())
+    eventually(lambda: holding(folder, b"goldfinch of ann") == set())
     assert explorer.counts()[State.REWARDED] == 1
     assert explorer.rows("SELECT user_id FROM exchanges") == [("bob",)]
     explorer.chat(user="ann", messages=[{"role": "user", "content": "hello again"}])
@@ -103,7 +103,7 @@ def test_nothing_of_a_person_is_left_in_the_job_folder(explorer: RunningExplorer
 
 def test_what_was_spooled_by_a_person_who_was_erased_meanwhile_is_not_taken(explorer: RunningExplorer) -> None:
     explorer.ledger.away = True
-    explorer.chat(user="ann", messages=[{"role": "user", "content": "canary"}])
+    explorer.chat(user="ann", messages=[{"role": "user", "content": "goldfinch"}])
     explorer.chat(user="bob")
     commandline = open_ledger(explorer.settings)
     erase(commandline, "default", "ann")
@@ -167,21 +167,21 @@ async def test_a_segment_that_the_database_lacks_is_not_left(forgetting: Forgett
 
 
 def of_ann(**but: object) -> bytes:
-    return encode(exchange(user="ann", request=b"canary", **but))
+    return encode(exchange(user="ann", request=b"goldfinch", **but))
 
 
 def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
     forgetting: Forgetting, own: Spool, ledger: Ledger
 ) -> None:
     bobs = encode(exchange(user="bob"))
-    for payload in (of_ann(), bobs, b"canary that is no record"):
+    for payload in (of_ann(), bobs, b"goldfinch that is no record"):
         spool.quarantine(own.folder, payload)
     forgetting.look()
     assert holding(own.folder) == {"quarantine.seg"}, "nobody is erased yet"
     ledger.erase("acme", "ann")
     forgetting.look()
     left = (own.folder / "quarantine.seg").read_bytes()
-    assert (left.count(b"canary"), b"canary that is no record" in left, bobs in left) == (1, True, True)
+    assert (left.count(b"goldfinch"), b"goldfinch that is no record" in left, bobs in left) == (1, True, True)
     inode = (own.folder / "quarantine.seg").stat().st_ino
     forgetting.look()
     assert (own.folder / "quarantine.seg").stat().st_ino == inode
@@ -191,7 +191,7 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
 
 
 def test_a_second_erasure_clears_again(forgetting: Forgetting, own: Spool, ledger: Ledger) -> None:
-    spool.quarantine(own.folder, encode(exchange(user="bob", request=b"canary")))
+    spool.quarantine(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
     for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):
         ledger.erase("acme", user)
         forgetting.look()
@@ -215,8 +215,8 @@ def test_slots_of_dead_processes_are_cleared_and_those_of_living_ones_left_to_th
 
 async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None:
     own = Spool.open(tmp_path, sync=False)
-    ann, bob = exchange(user="ann", request=b"canary"), exchange(user="bob")
-    about, other = feedback(msg_id=ann.msg_id, text="canary"), feedback(msg_id=bob.msg_id)
+    ann, bob = exchange(user="ann", request=b"goldfinch"), exchange(user="bob")
+    about, other = feedback(msg_id=ann.msg_id, text="goldfinch"), feedback(msg_id=bob.msg_id)
     await own.append([encode(each) for each in (bob, ann)])
     await own.append([b"damaged" * 20])
     await own.append([encode(each) for each in (ann, about, other)])
@@ -226,7 +226,7 @@ async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes().replace(b"damaged", b"dAmaged"))
     assert clear(path, ERASED) == Cleared(3, 148)
     data = path.read_bytes()
-    assert (data.count(b"canary"), data.count(b"dAmaged"), encode(bob) in data, encode(other) in data) == (
+    assert (data.count(b"goldfinch"), data.count(b"dAmaged"), encode(bob) in data, encode(other) in data) == (
         0,
         20,
         True,

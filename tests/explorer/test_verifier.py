@@ -34,11 +34,11 @@ def check(path: Path, sha256: str, base: Path, version: int = 1) -> None:
     verify(path, manifest_sha256=sha256, version=version, base=base)
 
 
-def sealed(store: CheckpointStore, spoil: Spoil) -> tuple[Path, str]:
+def sealed(store: CheckpointStore, spoil: Spoil, *, dtype: str = "float32") -> tuple[Path, str]:
     """A checkpoint that its trainer spoiled before vouching for it."""
     staging = store.stage(1)
     spoil(write_model(staging / "actor", seed=1))
-    return seal(store, staging, 1)
+    return seal(store, staging, 1, dtype=dtype)
 
 
 def test_a_good_checkpoint_is_accepted(store: CheckpointStore, base: Path) -> None:
@@ -205,7 +205,9 @@ def test_numbers_that_are_none_are_rejected(store: CheckpointStore, base: Path, 
     }
     end = 2 * len(data)
     header["model.norm.weight"] = {"dtype": "F32", "shape": [4], "data_offsets": [end, end + 16]}
-    path, sha256 = sealed(store, lambda actor: raw(actor, json.dumps(header).encode(), data * 2 + b"\0" * 16))
+    dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[kind]
+    header_bytes = json.dumps(header).encode()
+    path, sha256 = sealed(store, lambda actor: raw(actor, header_bytes, data * 2 + b"\0" * 16), dtype=dtype)
     if value == 1.0:
         check(path, sha256, base)
         return

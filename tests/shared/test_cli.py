@@ -230,6 +230,8 @@ def test_the_resolved_settings_are_shown_without_secrets_and_load_again(tmp_path
         "--set",
         "explorer.rollout_model.engine_key=secret",
         "--set",
+        "explorer.admin_key=secret-of-an-admin",
+        "--set",
         "judge.key=secret",
         "--set",
         "name=n",
@@ -238,6 +240,7 @@ def test_the_resolved_settings_are_shown_without_secrets_and_load_again(tmp_path
     assert (values["name"], values["trainer"]["seed"]) == ("n", 42)
     assert values["explorer"]["rollout_model"]["engine_key"] == "***"
     assert "secret" not in out
+    assert values["explorer"]["admin_key"] == "***"
     shown = tmp_path / "shown.yaml"
     shown.write_text(out)
     assert tuneloop("validate", shown)[0] == 0

@@ -179,7 +179,7 @@ def test_nothing_of_a_person_is_left_in_the_files_but_their_name(engine: Engine,
     engine.dispose()
     ledger = Ledger(engine, clock=lambda: NOW)
     for number in range(60):
-        words = "canary" if number % 3 else "others"
+        words = "goldfinch" if number % 3 else "others"
         said = exchange(
             user="ann" if number % 3 else "bob",
             request=words.encode() * (1 + 40 * (number % 20)),
@@ -190,11 +190,11 @@ def test_nothing_of_a_person_is_left_in_the_files_but_their_name(engine: Engine,
         ledger.record([heard(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text=words * 9, source="bob")])
         ledger.record([heard(msg_id=said.msg_id)])
         ledger.commit("acme")
-    assert any(b"canary" in file.read_bytes() for file in tmp_path.iterdir())
+    assert any(b"goldfinch" in file.read_bytes() for file in tmp_path.iterdir())
     ledger.erase("acme", "ann")
     assert ledger.empty_log()
     files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert {name for name, data in files.items() if b"canary" in data} == set()
+    assert {name for name, data in files.items() if b"goldfinch" in data} == set()
     assert b"others" in files["ledger.db"]
 
 

@@ -199,8 +199,8 @@ def test_every_exchange_epoch_and_version_is_kept(old: Engine, place: Place) -> 
     for row in before["exchanges"]:
         del row["task_id"], row["run_id"]
     assert rows(old, "experiment") == before["experiment"]
-    assert rows(old, "exchanges") == [{**row, "user_id": None} for row in before["exchanges"]]
-    assert rows(old, "versions") == [{**row, "purged": 0} for row in before["versions"]]
+    assert rows(old, "exchanges") == [{**row, "user_id": None, "engine": None} for row in before["exchanges"]]
+    assert rows(old, "versions") == [{**row, "purged": 0, "pinned": False} for row in before["versions"]]
     seen = [{**row, "seen_at": row["started_at"], "ended_at": None} for row in before["epochs"]]
     assert rows(old, "epochs") == seen
 

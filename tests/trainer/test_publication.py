@@ -67,6 +67,42 @@ def test_all_but_the_last_go_when_they_are_retired(settings, ledger):
     assert _there(store) == [5, 6]
 
 
+def test_what_a_rollback_would_go_back_to_stays(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    for version in (2, 6):
+        ledger.promote(version)
+    prune(store, ledger, keep=1)
+    assert _there(store) == [2, 6]
+    assert ledger.roll_back(6, by="ann", reason="worse") == 2
+    assert store.path(ledger.champion().version).exists()
+
+
+def test_the_canary_stays_however_old(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    ledger.promote(1)
+    ledger.begin_canary(4, by="explorer", reason="a tenth")
+    for version in (5, 6):
+        ledger.reject(version, "its probe differs")
+    prune(store, ledger, keep=1)
+    assert _there(store) == [1, 4, 6]
+
+
+def test_what_is_pinned_stays_however_old(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 4)
+    ledger.promote(1)
+    ledger.pin(1, instead_of=1, by="ann", reason="the show")
+    for version in (2, 3, 4):
+        ledger.reject(version, "its probe differs")
+    prune(store, ledger, keep=1)
+    assert _there(store) == [1, 4]
+
+
 def test_the_champion_and_the_candidates_stay_however_old(settings, ledger):
     store = CheckpointStore(settings().job_dir)
     ledger.ensure_base(settings().model.model_path)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared.checkpoint import PROBE_LENGTH, PROBE_ROOM
 from shared.errors import EnvironmentRefused
 from tests.trainer.factories import sample
 from trainer import snapshot
@@ -59,10 +60,12 @@ def test_the_probe_is_a_fixed_row_of_ordinary_tokens(settings, base):
     learner = snapshot.load(settings(), None)
     probe = snapshot.probe(learner, settings())
     special = AutoTokenizer.from_pretrained(base).all_special_ids
-    assert len(probe.prompt_ids) == len(probe.logprobs) + 1 == 24
+    assert len(probe.prompt_ids) == len(probe.logprobs) + 1 == PROBE_LENGTH
     assert max(probe.prompt_ids) < 256
     assert not set(special) & set(probe.prompt_ids)
     assert probe == snapshot.probe(learner, settings())
+    short = snapshot.probe(learner, settings(model={"max_model_len": 100}))
+    assert len(short.prompt_ids) == 100 - PROBE_ROOM
 
 
 def test_the_configuration_is_the_base_model_s_own(settings, base, tmp_path):

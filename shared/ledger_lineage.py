@@ -1,0 +1,51 @@
+"""The verbs for those who look at versions: what each was trained on, and how it was evaluated."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import func, select
+
+from shared.experience import Evaluator
+from shared.ledger_transactions import Transactions
+from shared.schema import evaluations, experiences
+
+
+class Evaluation(NamedTuple):
+    """A row of `evaluations`; `slice` is empty for all tasks together."""
+
+    version: int
+    evaluator: Evaluator
+    metric: str
+    slice: str
+    value: float
+    deviation: float
+    samples: int
+    evaluated_at: float
+
+
+class Lineage(Transactions):
+    """Questions that change nothing."""
+
+    def trained_on(self, version: int) -> dict[int, int]:
+        """How many rows the version was trained on, by the version that began them; those since deleted are missing."""
+        sampled = experiences.c.version_min
+        query = select(sampled, func.count()).where(experiences.c.trained_version == version)
+        return {row[0]: row[1] for row in self._read(query.group_by(sampled).order_by(sampled))}
+
+    def version_evaluations(self, versions: Sequence[int]) -> list[Evaluation]:
+        """How these versions did on tasks that they were not trained on."""
+        order = (evaluations.c[name] for name in ("metric", "slice", "evaluator", "version"))
+        rows = self._read(select(evaluations).where(evaluations.c.version.in_(versions)).order_by(*order))
+        return [
+            Evaluation(
+                version=row.version,
+                evaluator=Evaluator(row.evaluator),
+                metric=row.metric,
+                slice=row.slice,
+                value=row.value,
+                deviation=row.deviation,
+                samples=row.samples,
+                evaluated_at=row.evaluated_at,
+            )
+            for row in rows
+        ]

@@ -1,0 +1,87 @@
+"""Makes versions that are adapters to the tiny model of the explorer's tests, as a trainer would leave them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from shared.checkpoint import CheckpointStore, Manifest, Probe
+from shared.ledger import Ledger
+from tests import factories
+from tests.doubles.engine import logprobs_of
+from tests.explorer.checkpoints import CONFIG, PROMPT, tensors
+
+RANK = 2
+LAYERS = {"model.layers.0.self_attn.q_proj": (6, 4), "model.layers.0.mlp.up_proj": (8, 4)}
+
+
+def write_base(folder: Path) -> Path:
+    """A model that has layers to which adapters are added."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    layers = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in LAYERS.items()}
+    save_file(tensors() | layers, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def config_of(base: Path) -> dict[str, Any]:
+    """What adapter_config.json says."""
+    return {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "up_proj"],
+        "bias": "none",
+        "base_model_name_or_path": str(base.absolute()),
+    }
+
+
+def halves(seed: int = 0) -> dict[str, np.ndarray]:
+    """The matrices of an adapter."""
+    random = np.random.default_rng(seed)
+    shapes = {}
+    for name, (outputs, inputs) in LAYERS.items():
+        shapes[f"base_model.model.{name}.lora_A.weight"] = (RANK, inputs)
+        shapes[f"base_model.model.{name}.lora_B.weight"] = (outputs, RANK)
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_adapter(folder: Path, base: Path, seed: int = 0) -> Path:
+    """What a version's actor/ holds."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config_of(base)))
+    save_file(halves(seed), folder / "adapter_model.safetensors")
+    return folder
+
+
+def seal(store: CheckpointStore, staging: Path, version: int, *, probe: Probe | None = None) -> tuple[Path, str]:
+    """Publish what lies in `staging`, good or not; `probe` instead of what the engine double says of it."""
+    right = Probe(prompt_ids=PROMPT, logprobs=tuple(logprobs_of(store.path(version) / "actor", PROMPT)), tolerance=0.01)
+    manifest = Manifest(
+        version=version,
+        parent=version - 1,
+        step=version,
+        epoch=1,
+        base_model="tiny",
+        created_at=1.0,
+        dtype="float32",
+        probe=probe or right,
+        files=store.seal(staging),
+        kind="lora",
+    )
+    return store.publish(staging, manifest)
+
+
+def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None = None) -> int:
+    """A new candidate: a good adapter, trained on one experience made for it, and registered."""
+    epoch, samples = factories.leased(ledger)
+    store = CheckpointStore(job_dir)
+
+    def publish(version: int) -> tuple[Path, str]:
+        staging = store.stage(version)
+        write_adapter(staging / "actor", base, seed=version)
+        return seal(store, staging, version, probe=probe)
+
+    return ledger.register(epoch, factories.ids(samples), step=1, publish=publish)

@@ -1,0 +1,87 @@
+"""Simulated rollouts: rewards drawn for two versions, and the decision asked for again and again."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from explorer.comparison import Decision, decide
+from shared.config_rollout import Rollout
+from shared.figures import Figures, Sample
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+class Traffic(NamedTuple):
+    """What both versions earn; `part` of the requests is a slice of its own, on which the tried one earns `there`."""
+
+    champion: Draw
+    tried: Draw
+    there: Draw | None = None
+    part: float = 0.05
+
+
+class Trial(NamedTuple):
+    """How a rollout ended: what was decided, and after how many rewarded replies, of the tried version and in all."""
+
+    decision: Decision
+    of_tried: int
+    rewards: int
+
+
+def bernoulli(share: float) -> Draw:
+    """Rewards of 1 with that probability, else 0."""
+    return lambda rng, count: (rng.random(count) < share).astype(float)
+
+
+def normal(mean: float, deviation: float = 1.0) -> Draw:
+    """Rewards of any size."""
+    return lambda rng, count: rng.normal(mean, deviation, count)
+
+
+def trial(seed: int, rollout: Rollout, traffic: Traffic, *, rewards: int, every: int = 10) -> Trial:
+    """One rollout, looked at after `every` rewarded replies until it is decided, or until its window ends after all."""
+    rng = np.random.default_rng([seed, rewards])
+    is_tried = rng.random(rewards) < rollout.tried_share
+    values = np.where(is_tried, traffic.tried(rng, rewards), traffic.champion(rng, rewards))
+    apart = np.zeros(rewards, dtype=bool)
+    if traffic.there is not None:
+        apart = rng.random(rewards) < traffic.part
+        values = np.where(apart & is_tried, traffic.there(rng, rewards), values)
+    seen = {of: _Running(values, is_tried == of, apart) for of in (True, False)}
+    for looked in range(every, rewards + 1, every):
+        elapsed_s = rollout.window if looked + every > rewards else 0.0
+        decision = decide(rollout, seen[False].figures(looked), seen[True].figures(looked), elapsed_s=elapsed_s)
+        if decision.action != "wait":
+            break
+    return Trial(decision, seen[True].figures(looked).reward.replies, looked)
+
+
+def trials(count: int, rollout: Rollout, traffic: Traffic, *, rewards: int) -> Iterator[Trial]:
+    """Many of them, the same ones every time."""
+    for seed in range(count):
+        yield trial(seed, rollout, traffic, rewards=rewards)
+
+
+class _Running:
+    """The figures of one version after each reward, by slice where there are slices."""
+
+    def __init__(self, values: np.ndarray, mine: np.ndarray, apart: np.ndarray) -> None:
+        self._whole = _sums(values, mine)
+        self._slices = {"most": _sums(values, mine & ~apart), "few": _sums(values, mine & apart)} if apart.any() else {}
+
+    def figures(self, seen: int) -> Figures:
+        slices = {name: _sample(sums[seen - 1]) for name, sums in self._slices.items()}
+        return Figures(reward=_sample(self._whole[seen - 1]), slices=slices)
+
+
+def _sums(values: np.ndarray, mine: np.ndarray) -> np.ndarray:
+    return np.cumsum(np.stack([mine, values * mine, values**2 * mine]), axis=1).T
+
+
+def _sample(sums: np.ndarray) -> Sample:
+    count, total, squares = int(sums[0]), float(sums[1]), float(sums[2])
+    if count == 0:
+        return Sample()
+    variance = max(0.0, squares - total**2 / count) / (count - 1) if count > 1 else 0.0
+    return Sample(count, count, total / count, variance)

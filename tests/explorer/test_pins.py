@@ -1,0 +1,88 @@
+"""Clients that name the version they want: `model: "t@2"`."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+
+from tests.doubles.engine import MODEL, EngineDouble
+from tests.explorer.checkpoints import register
+from tests.explorer.conftest import Run
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+
+
+@pytest.fixture
+def trying(tmp_path: Path, doubles: list[EngineDouble]) -> Iterator[RunningExplorer]:
+    """Version 0 serves on one engine, and version 1 is tried on the other with hardly any traffic; pins are allowed."""
+    urls = [each.url for each in doubles]
+    rollout = {"mode": "canary", "share": 1e-9}
+    with ExitStack() as stack:
+        settings = settings_for(tmp_path, urls, rollout=rollout, version_pins=True)
+        explorer = stack.enter_context(explorer_running(settings))
+        register(explorer.ledger, settings.job_dir)
+        eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
+        eventually(lambda: explorer.chat(model=f"{MODEL}@1").status_code == 200)
+        yield explorer
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str, str]:
+    """The status, the code and the sentence."""
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["message"]
+
+
+def test_the_version_that_is_named_answers(trying: RunningExplorer, doubles: list[EngineDouble]) -> None:
+    for each in doubles:
+        each.chats.clear()
+    for version in (0, 1, 1, 0):
+        for body in ({}, {"stream": True}):
+            answer = trying.chat(model=f"{MODEL}@{version}", **body)
+            assert (answer.status_code, answer.headers["x-tuneloop-version"]) == (200, str(version))
+    assert trying.version() == 0, "who names none gets the champion"
+    heard = [chat.body for each in doubles for chat in each.chats]
+    assert {body["model"] for body in heard} == {MODEL}, "engines know their own name only"
+    said = [orjson.loads(exchange.request)["model"] for exchange in trying.exchanges()[-9:]]
+    assert said == ["t@0", "t@0", "t@1", "t@1", "t@1", "t@1", "t@0", "t@0", "t"]
+    assert [each.experiences[0].version_max for each in trying.exchanges()[-9:]] == [0, 0, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_messages_and_responses_may_name_one_too(trying: RunningExplorer) -> None:
+    asked = {"model": f"{MODEL}@1", "max_tokens": 12, "messages": [{"role": "user", "content": "3+4="}]}
+    message = trying.http.post("/v1/messages", json=asked)
+    assert (message.status_code, message.headers["x-tuneloop-version"]) == (200, "1")
+    response = trying.http.post("/v1/responses", json={"model": f"{MODEL}@1", "input": "3+4="})
+    assert (response.status_code, response.headers["x-tuneloop-version"]) == (200, "1")
+
+
+def test_a_version_that_is_not_served_is_no_model(trying: RunningExplorer) -> None:
+    told = "the model does not exist: version 7 is not served; served are: 0, 1"
+    assert refusal(trying.chat(model=f"{MODEL}@7")) == (404, "model_not_found", told)
+    for wrong in ("", "x", "-1", "1.0", "9" * 40):
+        told = "the model does not exist: after t@ comes the number of a version"
+        assert refusal(trying.chat(model=f"{MODEL}@{wrong}")) == (404, "model_not_found", told)
+    assert trying.chat(model="other@1").status_code == 404
+
+
+def test_what_a_pinned_engine_fails_at_no_other_version_does(
+    trying: RunningExplorer, doubles: list[EngineDouble]
+) -> None:
+    tried = next(each.number for each in trying.road.fleet.engines if each.version == 1)
+    doubles[tried].status = 500
+    assert trying.chat(model=f"{MODEL}@1").status_code == 500
+    assert trying.chat(model=f"{MODEL}@0").status_code == 200
+
+
+def test_the_models_that_may_be_named_are_listed(trying: RunningExplorer) -> None:
+    listed = [each["id"] for each in trying.http.get("/v1/models").json()["data"]]
+    assert listed == ["t", "t@0", "t@1"]
+    assert trying.http.get("/v1/models/t@1").json()["id"] == "t@1"
+    assert trying.http.get("/v1/models/t@7").status_code == 404
+
+
+def test_without_the_option_the_engine_is_asked(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    assert explorer.chat(model=f"{MODEL}@0").status_code == 404
+    assert [each["id"] for each in explorer.http.get("/v1/models").json()["data"]] == ["t"]

@@ -1,0 +1,136 @@
+"""Adapters on real vLLM: what was trained is what is served, before and after the engine dies, and no reply is cut."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from shared.checkpoint import CheckpointStore
+from shared.config import Settings
+from shared.ledger import Ledger
+from tests.loop.services import Service, descendants, ledger_of, wait_for, wait_until_served, write_settings
+from tests.trainer.factories import sample
+from trainer import snapshot
+from trainer.publication import Publication
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    algorithm = {"algorithm_type": "reinforce", "optimizer": {"lr": 0.05}}
+    config = write_settings(tmp_path_factory.mktemp("adapters"), model, algorithm=algorithm)
+    values = yaml.safe_load(config.read_text())
+    values["model"]["lora"] = {"rank": 4}
+    config.write_text(yaml.safe_dump(values))
+    service = Service(config, "explorer")
+    service.wait_until_ready()
+    yield service
+    assert service.stop() == 0
+
+
+def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
+    """Train an adapter on made-up replies, and have it served."""
+    learner = snapshot.load(settings, None)
+    for step in range(steps):
+        learner.step([sample(10 * step + each) for each in range(8)])
+    epoch = ledger.take_epoch("by hand")
+    publication = Publication(settings, CheckpointStore(settings.job_dir), learner, epoch=epoch, parent=0)
+    version = publication.register(ledger, [])
+    wait_until_served(ledger, version, timeout_s=120)
+    return CheckpointStore(settings.job_dir).path(version) / "actor"
+
+
+def ask(service: Service) -> httpx.Response:
+    body = {
+        "model": service.settings.served_model_name,
+        "messages": [{"role": "user", "content": "once upon a time " * 8}],
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "logprobs": True,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    reply = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+@torch.no_grad()
+def distance(service: Service, adapter: Path) -> float:
+    """How far what is served lies from what transformers and peft say, in nats."""
+    told = ask(service).json()
+    assert told["model"] == service.settings.served_model_name
+    [choice] = told["choices"]
+    prompt, ids = told["prompt_token_ids"], choice["token_ids"]
+    network = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(service.settings.model.model_path, dtype=torch.float32), adapter
+    ).eval()
+    logits = network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    found = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
+    return float((found - expected).abs().max())
+
+
+def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(service: Service) -> None:
+    settings, ledger = service.settings, ledger_of(service.settings)
+    first = publish(settings, ledger, steps=1)
+    assert ask(service).headers["x-tuneloop-version"] == "1"
+    assert distance(service, first) < 1e-4
+
+    begun, lines = threading.Event(), []
+    body = {"model": settings.served_model_name, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
+
+    def read() -> None:
+        url = f"{service.url}/v1/completions"
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=240) as reply:
+            lines.append(reply.headers["x-tuneloop-version"])
+            for line in reply.iter_lines():
+                lines.append(line)
+                begun.set()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert begun.wait(60)
+    second = publish(settings, ledger, steps=3)
+    assert distance(service, second) < 1e-4
+    assert distance(service, first) > 1e-2
+    reading.join()
+    assert lines[0] == "1"
+    assert lines[-2] == "data: [DONE]"
+    assert not [line for line in lines if "tuneloop-adapter" in line or '"error"' in line]
+    models = httpx.get(f"{service.url}/v1/models").json()["data"]
+    assert [each["id"] for each in models] == [settings.served_model_name]
+
+    _kill_engine(service)
+    answered = wait_for(lambda: _version(service), timeout_s=240, why="the engine did not come back")
+    assert answered == "2"
+    assert distance(service, second) < 1e-4
+    assert ledger.imbalance() == []
+    ledger.close()
+
+
+def _kill_engine(service: Service) -> None:
+    for pid in descendants(service.process.pid):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"vllm.entrypoints.openai.api_server" in words and b"explorer.guard" not in words:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError("there is no engine")
+
+
+def _version(service: Service) -> str | None:
+    try:
+        body = {"model": service.settings.served_model_name, "prompt": "hello", "max_tokens": 1}
+        reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120)
+    except httpx.TransportError:
+        return None
+    return reply.headers["x-tuneloop-version"] if reply.status_code == 200 else None

@@ -1,0 +1,91 @@
+"""What a candidate must show: each margin and each guard, at its edge and just beyond it."""
+
+import json
+
+import pytest
+
+from shared.config import Settings
+from shared.config_rollout import Gate
+from shared.evaluation_figures import KL, LENGTH, REFUSALS, SCORE, TASKS, Figure
+from shared.experience import Evaluator
+from shared.gate import evaluator_of, judge, same_tasks
+
+
+def figures(**values: float) -> tuple[Figure, ...]:
+    """Figures by metric; `score__sums` is the score on the slice sums."""
+    named = {SCORE: 0.9, LENGTH: 100.0, REFUSALS: 0.1, TASKS: 7.0} | values
+    parts = [(*name.partition("__")[::2], value) for name, value in named.items()]
+    return tuple(Figure(metric, part, value, 0.0, 10) for metric, part, value in parts)
+
+
+CHAMPION = figures(score__sums=0.8, score__words=1.0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "candidate", "complaint"),
+    [
+        ({}, {}, None),
+        ({}, {SCORE: 0.95, "score__sums": 0.9}, None),
+        ({"margin": 0.1}, {SCORE: 0.8}, None),
+        ({"margin": 0.1}, {SCORE: 0.799}, "its score is 0.799, the champion's 0.9: more than 0.1 below"),
+        ({"margin": 0}, {SCORE: 0.9}, None),
+        ({"slice_margin": 0.1}, {"score__sums": 0.7}, None),
+        ({"slice_margin": 0.1}, {"score__sums": 0.69}, "its score on the slice sums is 0.69, the champion's 0.8"),
+        ({"margin": 1, "slice_margin": 0}, {"score__words": 0.99}, "on the slice words"),
+        ({}, {LENGTH: 200.0}, None),
+        ({}, {LENGTH: 201.0}, "its replies have 201 tokens, the champion's 100"),
+        ({}, {LENGTH: 50.0}, None),
+        ({}, {LENGTH: 49.0}, "its replies have 49 tokens"),
+        ({}, {LENGTH: 0.0}, "its replies have 0 tokens"),
+        ({"reply_length": None}, {LENGTH: 1000.0}, None),
+        ({}, {REFUSALS: 0.2}, None),
+        ({}, {REFUSALS: 0.21}, "21.0% of its replies refuse, 10.0% of the champion's"),
+        ({"refusals": None}, {REFUSALS: 1.0}, None),
+        ({"kl": 0.5}, {KL: 0.5}, None),
+        ({"kl": 0.5}, {KL: 0.51}, "it is 0.51 nats a token from the champion; allowed: 0.5"),
+        ({}, {KL: 9.0}, None),
+        ({"kl": 0.5}, {}, None),
+    ],
+)
+def test_each_margin_and_guard_at_its_edge(
+    gate: dict[str, float], candidate: dict[str, float], complaint: str | None
+) -> None:
+    found = figures(**{"score__sums": 0.8, "score__words": 1.0} | candidate)
+    verdict = judge(Gate.model_validate(gate), found, CHAMPION)
+    assert verdict.passed == (complaint is None)
+    assert len(verdict.reasons) == (complaint is not None)
+    assert (complaint or "") in "".join(verdict.reasons)
+
+
+def test_all_that_is_wrong_is_told_with_the_figures_of_both() -> None:
+    verdict = judge(Gate(), figures(score=0.5, reply_length=300.0, refusals=0.9), CHAMPION)
+    assert len(verdict.reasons) == 3
+    assert verdict.figures["candidate"] == {SCORE: 0.5, LENGTH: 300.0, REFUSALS: 0.9}
+    assert verdict.figures["champion"]["score/sums"] == 0.8
+    assert json.loads(json.dumps(verdict.figures)) == verdict.figures
+
+
+def test_a_champion_that_says_nothing_makes_no_length_too_long() -> None:
+    assert judge(Gate(), figures(), figures(reply_length=0.0)).passed
+
+
+def test_figures_of_other_tasks_are_not_compared() -> None:
+    assert same_tasks(figures(), CHAMPION)
+    assert not same_tasks(figures(tasks=8.0), CHAMPION)
+    assert not same_tasks((), ())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "evaluator"),
+    [
+        ({}, Evaluator.TRAINER),
+        ({"engine_num": 2}, Evaluator.ENGINE),
+        ({"engine_urls": ["http://a:1"], "engine_num": 2}, Evaluator.TRAINER),
+        ({"engine_urls": ["http://a:1", "http://b:1"]}, Evaluator.ENGINE),
+    ],
+)
+def test_a_fleet_evaluates_on_an_engine_one_engine_leaves_it_to_the_trainer(
+    rollout: dict[str, object], evaluator: Evaluator
+) -> None:
+    settings = Settings.model_validate({"model": {"model_path": "/m"}, "explorer": {"rollout_model": rollout}})
+    assert evaluator_of(settings) is evaluator

@@ -1,0 +1,78 @@
+"""The trainer goes on from what the ledger says, whatever is decided about its versions meanwhile."""
+
+from threading import Event
+
+import pytest
+
+from shared.checkpoint import read_manifest
+from shared.experience import State
+from shared.ledger import Ledger
+from tests.trainer.factories import commit, sample
+from trainer.loop import TrainingLoop, run
+
+
+@pytest.fixture
+def trained(settings, ledger):
+    """A ledger with rows for more steps, in which version 1 is the champion and version 2 a candidate."""
+    ledger.ensure_base(settings().model.model_path)
+    commit(ledger, [sample(i) for i in range(24)])
+    run(settings(trainer={"total_steps": 1}), Event())
+    ledger.promote(1)
+    run(settings(trainer={"total_steps": 2}), Event())
+    return ledger
+
+
+def _parents(ledger):
+    return {each.version: read_manifest(each.path).parent for each in ledger.versions() if each.version}
+
+
+def _states(ledger):
+    return [str(each.state) for each in ledger.versions()]
+
+
+def test_a_trainer_that_starts_again_goes_on_from_a_canary(settings, trained):
+    trained.begin_canary(2, by="explorer", reason="a tenth")
+    run(settings(trainer={"total_steps": 3}), Event())
+    assert _parents(trained) == {1: 0, 2: 1, 3: 2}
+    assert _states(trained) == ["retired", "champion", "canary", "candidate"]
+
+
+def test_after_a_rollback_it_goes_on_from_the_champion_and_no_number_comes_twice(settings, trained):
+    trained.begin_canary(2, by="explorer", reason="a tenth")
+    run(settings(trainer={"total_steps": 3}), Event())
+    assert trained.roll_back(2, by="explorer", reason="worse") == 1
+    assert _states(trained) == ["retired", "champion", "rolled_back", "rejected"]
+    run(settings(trainer={"total_steps": 2}), Event())
+    newest = trained.newest()
+    assert (newest.version, newest.step, _parents(trained)[4]) == (4, 2, 1)
+    assert trained.imbalance() == []
+    assert trained.counts()[State.TRAINED] == 16
+
+
+def test_numbers_grow_even_if_everything_that_was_trained_is_taken_back(settings, trained):
+    trained.reject(2, "its probe differs")
+    trained.roll_back(1, by="ann", reason="worse")
+    run(settings(trainer={"total_steps": 1}), Event())
+    newest = trained.newest()
+    assert (newest.version, newest.step, _parents(trained)[3]) == (3, 1, 0)
+
+
+class _RollingBack(Ledger):
+    """Version 2 becomes the canary and is rolled back as soon as it is registered."""
+
+    def register(self, epoch, ids, *, step, publish):
+        version = super().register(epoch, ids, step=step, publish=publish)
+        if version == 2:
+            self.begin_canary(2, by="explorer", reason="a tenth")
+            self.roll_back(2, by="explorer", reason="worse")
+        return version
+
+
+def test_a_running_trainer_goes_on_from_the_champion_when_its_version_is_rolled_back(settings, ledger):
+    commit(ledger, [sample(i) for i in range(16)])
+    chosen = settings(trainer={"total_steps": 3})
+    ledger.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, _RollingBack(ledger._engine), Event()).run()
+    assert _parents(ledger) == {1: 0, 2: 1, 3: 1, 4: 3}
+    assert _states(ledger)[2] == "rolled_back"
+    assert [each.step for each in ledger.versions()] == [0, 1, 2, 2, 3]

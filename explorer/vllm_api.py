@@ -100,8 +100,16 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
 
 
 def environment(settings: Settings, number: int) -> dict[str, str]:
-    """The environment of engine `number`, counted from 0."""
-    rollout, gpus = settings.explorer.rollout_model, settings.cluster.gpu_per_node
+    """The environment of engine `number` on this machine, counted from 0."""
+    ours, size = marks(settings), settings.explorer.rollout_model.tensor_parallel_size
+    if settings.cluster.gpu_per_node:
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
+    return {**os.environ, **ours}
+
+
+def marks(settings: Settings) -> dict[str, str]:
+    """What an engine's environment has more than others, wherever it runs."""
+    rollout = settings.explorer.rollout_model
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -111,12 +119,9 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
-    if gpus:
-        size = rollout.tensor_parallel_size
-        ours["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
-    else:
+    if not settings.cluster.gpu_per_node:
         ours |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **ours}
+    return ours
 
 
 def _gpus_from(first: int, size: int) -> list[str]:

@@ -50,6 +50,7 @@ class Cluster(Section):
 
     node_num: Positive = 1
     gpu_per_node: NotNegative = 0
+    ray_address: str = "auto"
 
 
 class RolloutModel(Section):
@@ -226,13 +227,20 @@ class Settings(Section):
         return self
 
     def _engines_beyond_the_machine(self) -> Iterator[str]:
-        rollout, there = self.explorer.rollout_model, self.cluster.gpu_per_node
-        if self.mode != "train" and there and self.gpus_of_engines > there:
+        rollout, there, nodes = self.explorer.rollout_model, self.cluster.gpu_per_node, self.cluster.node_num
+        room = there // rollout.tensor_parallel_size * nodes
+        if self.mode != "train" and there and not rollout.engine_urls and rollout.engine_num > room:
+            machines = "this machine has" if nodes == 1 else f"{nodes} machines have"
             yield (
                 f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size}"
-                f" GPUs need {self.gpus_of_engines}, this machine has {there} (mode: {self.mode}); engines are started"
-                " on one machine only. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node, or name"
-                " engines elsewhere in engine_urls"
+                f" GPUs need {self.gpus_of_engines}, {machines} {there * nodes} (mode: {self.mode}); an engine has all"
+                " of its GPUs on one machine. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node or"
+                " cluster.node_num, or name engines elsewhere in engine_urls"
+            )
+        if self.mode == "both" and there and nodes > 1 and not rollout.engine_urls and self.trainer.device != "cpu":
+            yield (
+                f"cluster.node_num: {nodes} machines' GPUs are given to engines by Ray, which knows nothing of the"
+                " trainer's. Run the two apart: mode: serve here, and mode: train where GPUs are that Ray was not given"
             )
 
     def _engines_in_the_trainers_way(self) -> Iterator[str]:

@@ -17,7 +17,8 @@ def gpus() -> int:
 def on_this_machine(settings: Settings, *, gpus_here: int) -> Settings:
     """The settings as they can be run here: without a GPU everything runs on the CPU, each engine as one process."""
     rollout = settings.explorer.rollout_model
-    if gpus_here or rollout.engine_urls or not settings.cluster.gpu_per_node:
+    elsewhere = rollout.engine_urls or settings.cluster.node_num > 1
+    if gpus_here or elsewhere or not settings.cluster.gpu_per_node:
         return settings
     log.warning(
         "no_gpu",

@@ -27,6 +27,11 @@ def test_engines_of_others_need_no_gpu_here() -> None:
     assert on_this_machine(attached, gpus_here=0) == attached
 
 
+def test_engines_on_several_machines_need_no_gpu_here() -> None:
+    spread = settings(cluster={"gpu_per_node": 5, "node_num": 2}, mode="serve")
+    assert on_this_machine(spread, gpus_here=0) == spread
+
+
 def test_weights_in_training_are_bfloat16_on_gpus_only() -> None:
     assert settings().trainer_dtype == "bfloat16"
     assert settings(trainer={"device": "cpu"}).trainer_dtype == "float32"

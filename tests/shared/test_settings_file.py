@@ -179,15 +179,25 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
     text = MODEL + "mode: serve\ncluster: {gpu_per_node: 4}\n" + engines
     assert mistakes(tmp_path, text) == [
         "x.yaml:5:19: explorer.rollout_model.engine_num: 3 engines of 2 GPUs need 6, this machine has 4 (mode: serve); "
-        "engines are started on one machine only. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node,"
-        " or name engines elsewhere in engine_urls"
+        "an engine has all of its GPUs on one machine. Lower engine_num or tensor_parallel_size, raise "
+        "cluster.gpu_per_node or cluster.node_num, or name engines elsewhere in engine_urls"
     ]
 
 
-def test_more_machines_do_not_make_room_for_engines(tmp_path):
-    text = MODEL + "mode: serve\ncluster: {node_num: 2, gpu_per_node: 1}\nexplorer: {rollout_model: {engine_num: 2}}\n"
-    (found,) = mistakes(tmp_path, text)
-    assert "2 engines of 1 GPUs need 2, this machine has 1" in found
+def test_more_machines_make_room_for_more_engines_but_not_for_larger_ones(tmp_path):
+    text = MODEL + "mode: serve\ncluster: {node_num: 2, gpu_per_node: 3}\nexplorer: {rollout_model: %s}\n"
+    assert mistakes(tmp_path, text % "{engine_num: 6}") == []
+    assert mistakes(tmp_path, text % "{engine_num: 2, tensor_parallel_size: 3}") == []
+    (found,) = mistakes(tmp_path, text % "{engine_num: 3, tensor_parallel_size: 2}")
+    assert "3 engines of 2 GPUs need 6, 2 machines have 6" in found
+    (found,) = mistakes(tmp_path, text % "{tensor_parallel_size: 4}")
+    assert "1 engines of 4 GPUs need 4, 2 machines have 6" in found
+
+
+def test_a_trainer_is_kept_out_of_the_way_of_engines_on_several_machines(tmp_path):
+    (found,) = mistakes(tmp_path, MODEL + "mode: both\ncluster: {node_num: 2, gpu_per_node: 4}\n")
+    assert "cluster.node_num: 2 machines' GPUs are given to engines by Ray" in found
+    assert "mode: train" in found
 
 
 def test_an_engine_must_leave_room_for_a_trainer_on_the_same_gpu(tmp_path):

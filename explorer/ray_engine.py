@@ -1,0 +1,125 @@
+"""`python -m explorer.ray_engine`: runs an engine where a Ray cluster has room for it, and carries its socket here.
+
+The engine is a process of a Ray actor, in a placement group of its own. It ends with its actor, the actor with this
+process, and this process with the engine. What is to be done comes in the environment variable ORDER.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from explorer.tunnel import open_far_end, open_near_end
+
+ORDER = "TUNELOOP_RAY_ORDER"
+
+
+class Order(msgspec.Struct, frozen=True):
+    """An engine to run: its command, which listens on `socket`, what its environment has more, and the GPUs it needs.
+
+    `socket` is one of this machine. The command's own one is another, on the machine where it runs.
+    """
+
+    ray_address: str
+    gpus: int
+    socket: str
+    log: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+class Seat:
+    """The actor: an engine and the far end of the tunnel to it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes]
+
+    def start(self, order: bytes, secret: bytes) -> tuple[str, int]:
+        """Start the engine; the address and port at which it answers."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        what = msgspec.json.decode(order, type=Order)
+        socket = Path(tempfile.mkdtemp(prefix="tuneloop-")) / "engine.sock"
+        command = [str(socket) if part == what.socket else part for part in what.command[1:]]
+        Path(what.log).parent.mkdir(parents=True, exist_ok=True)
+        with Path(what.log).open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "explorer.guard", sys.executable, *command],
+                # It closes with the actor, by whatever death, and then the guard ends the engine.
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **what.environment},
+                start_new_session=True,
+            )
+        port: list[int] = []
+        listening = threading.Event()
+
+        async def carry() -> None:
+            server = await open_far_end(socket, secret, host)
+            port.append(server.sockets[0].getsockname()[1])
+            listening.set()
+            await server.serve_forever()
+
+        threading.Thread(target=asyncio.run, args=(carry(),), daemon=True).start()
+        if not listening.wait(30):
+            raise OSError(f"no port of {host} can be listened on")
+        return host, port[0]
+
+    def wait(self) -> int:
+        """Wait for the engine's end; its exit code."""
+        return self._process.wait()
+
+
+async def run(order: Order) -> int:
+    """Run the engine to its end; its exit code."""
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray.init(address=order.ray_address, namespace="tuneloop", log_to_driver=False)
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, this.cancel)
+    needed = {"CPU": 1.0} | ({"GPU": float(order.gpus)} if order.gpus else {})
+    sys.stderr.write(f"waiting for {needed} on one machine of the Ray cluster\n")
+    try:
+        group = placement_group([needed], strategy="STRICT_PACK")
+        await group.ready()
+        placed = {"num_cpus": 1, "num_gpus": order.gpus, "max_restarts": 0}
+        where = PlacementGroupSchedulingStrategy(group)
+        actor: Any = ray.remote(Seat).options(scheduling_strategy=where, **placed).remote()
+        secret = secrets.token_bytes(32)
+        far_end = await actor.start.remote(msgspec.json.encode(order), secret)
+        async with await open_near_end(Path(order.socket), secret, far_end):
+            return int(await actor.wait.remote())
+    except ray.exceptions.RayError as error:
+        sys.stderr.write(f"Error: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n")
+        return 1
+    finally:
+        ray.shutdown()  # ends the actor, and it the engine
+
+
+def main() -> int:
+    """Run the engine that is ordered."""
+    order = msgspec.json.decode(os.environ.pop(ORDER), type=Order)
+    try:
+        return asyncio.run(run(order))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+
+
+if __name__ == "__main__":
+    from explorer import ray_engine  # by its name: the actor's process must find it
+
+    sys.exit(ray_engine.main())

@@ -1,0 +1,128 @@
+"""Engines on a Ray cluster: one is killed under load, and nobody who asks for a whole reply notices."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from tests.loop.services import Service, alive, descendants, free_port, started, wait_for, write_settings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ray")]
+
+NAME = "on-ray"
+
+ASKED = {"messages": [{"role": "user", "content": "3+4="}], "max_tokens": 16}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def engines() -> list[int]:
+    """The engines of this test, whoever their parents are by now."""
+    pids = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+    commands = {pid: _command(pid) for pid in pids}
+    return [pid for pid, said in commands.items() if NAME in said and "explorer.guard" not in said and "--uds" in said]
+
+
+@pytest.fixture
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator["tuple[str, subprocess.Popen[bytes]]"]:
+    """A cluster of this machine, which has room for two engines."""
+    folder, port = tmp_path_factory.mktemp("ray"), free_port()
+    sockets = f"/tmp/ray-{os.getpid()}"  # their names must be short
+    command = [
+        *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"),
+        *("--num-cpus=2", "--object-store-memory=80000000", "--include-dashboard=false", "--disable-usage-stats"),
+        f"--temp-dir={sockets}",
+    ]
+    process = started(command, folder / "ray.log")
+    try:
+        wait_for(lambda: "Ray runtime started" in (folder / "ray.log").read_text(), timeout_s=120)
+        yield f"{_address(folder / 'ray.log')}:{port}", process
+    finally:
+        below = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        for pid in below:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _address(log: Path) -> str:
+    return next(line.rpartition(" ")[2] for line in log.read_text().splitlines() if "Local node IP" in line)
+
+
+@pytest.fixture
+def explorer(tmp_path: Path, model: Path, ray: "tuple[str, subprocess.Popen[bytes]]") -> Iterator[Service]:
+    path = write_settings(tmp_path, model, cluster={"node_num": 2, "ray_address": ray[0]}, mode="serve")
+    values = yaml.safe_load(path.read_text())
+    values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True, "engine_args": []}
+    values["model"]["served_model_name"] = NAME
+    path.write_text(yaml.safe_dump(values))
+    service = Service(path, "explorer")
+    yield service
+    assert service.stop() == 0
+
+
+async def _ask(client: openai.AsyncOpenAI, told: Counter[str], over: asyncio.Event) -> None:
+    while not over.is_set():
+        stream = sum(told.values()) % 3 == 2
+        try:
+            if not stream:
+                await client.chat.completions.create(model=NAME, **ASKED)
+            else:
+                async for piece in await client.chat.completions.create(model=NAME, stream=True, **ASKED):
+                    last = piece.choices[0].finish_reason
+                assert last
+            told["well"] += 1
+        except openai.APIError as error:
+            # Streams that have begun break with their engine; they say so.
+            told["broken_stream" if stream and "broke off" in str(error) else f"failed: {error!r}"] += 1
+
+
+async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_comes_back(
+    explorer: Service, ray: "tuple[str, subprocess.Popen[bytes]]"
+) -> None:
+    _, cluster = ray
+
+    def ready() -> int:
+        return explorer.log.read_text().count("engine_ready")
+
+    await asyncio.to_thread(explorer.wait_until_ready)
+    await asyncio.to_thread(wait_for, lambda: ready() == 2, timeout_s=240, why="two engines did not start")
+    before = set(engines())
+    assert len(before) == 2
+    told: Counter[str] = Counter()
+    over = asyncio.Event()
+    async with (
+        openai.AsyncOpenAI(base_url=f"{explorer.url}/v1", api_key="none", max_retries=0) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(6):
+            group.create_task(_ask(client, told, over))
+        await asyncio.to_thread(wait_for, lambda: told["well"] > 20, timeout_s=120)
+        actor = next(pid for pid in descendants(cluster.pid) if "Seat" in _command(pid))
+        os.kill(actor, signal.SIGKILL)
+        await asyncio.to_thread(wait_for, lambda: ready() == 3, timeout_s=240, why="the engine did not come back")
+        after, so_far = set(engines()), told["well"]
+        await asyncio.to_thread(wait_for, lambda: told["well"] > so_far + 20, timeout_s=120)
+        over.set()
+    assert set(told) <= {"well", "broken_stream"}, told
+    assert told["broken_stream"] <= 6
+    assert len(after) == 2
+    assert len(before & after) == 1
+    assert explorer.stop() == 0
+    await asyncio.to_thread(wait_for, lambda: not engines(), timeout_s=60, why="engines outlived the explorer")

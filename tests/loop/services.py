@@ -154,16 +154,23 @@ def wait_for(what: Any, *, timeout_s: float = 60, why: str = "it did not come tr
     raise AssertionError(why)
 
 
-def descendants(pid: int) -> list[int]:
-    """All living processes below `pid`."""
+def _parents() -> dict[int, int]:
+    """The parent of each process of this machine."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    found, frontier = [], {pid}
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def children(pid: int) -> list[int]:
+    """The processes right below `pid`."""
+    return [child for child, parent in _parents().items() if parent == pid]
+
+
+def descendants(pid: int) -> list[int]:
+    """All living processes below `pid`."""
+    parents, found, frontier = _parents(), list[int](), {pid}
     while frontier:
         frontier = {child for child, parent in parents.items() if parent in frontier}
         found += frontier

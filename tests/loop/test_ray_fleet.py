@@ -14,7 +14,7 @@ import openai
 import pytest
 import yaml
 
-from tests.loop.services import Service, alive, descendants, free_port, started, wait_for, write_settings
+from tests.loop.services import Service, alive, children, descendants, free_port, started, wait_for, write_settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ray")]
 
@@ -30,11 +30,11 @@ def _command(pid: int) -> str:
         return ""
 
 
-def engines() -> list[int]:
-    """The engines of this test, whoever their parents are by now."""
-    pids = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
-    commands = {pid: _command(pid) for pid in pids}
-    return [pid for pid, said in commands.items() if NAME in said and "explorer.guard" not in said and "--uds" in said]
+def engines(cluster: int) -> dict[int, set[int]]:
+    """All processes of each engine of a cluster, by the first of them: what runs right below a guard."""
+    guards = {pid for pid in descendants(cluster) if "explorer.guard" in _command(pid)}
+    first = {pid for guard in guards for pid in children(guard)} - guards
+    return {pid: {pid, *descendants(pid)} for pid in first}
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_c
 
     await asyncio.to_thread(explorer.wait_until_ready)
     await asyncio.to_thread(wait_for, lambda: ready() == 2, timeout_s=240, why="two engines did not start")
-    before = set(engines())
+    before = engines(cluster.pid)
     assert len(before) == 2
     told: Counter[str] = Counter()
     over = asyncio.Event()
@@ -117,12 +117,13 @@ async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_c
         actor = next(pid for pid in descendants(cluster.pid) if "Seat" in _command(pid))
         os.kill(actor, signal.SIGKILL)
         await asyncio.to_thread(wait_for, lambda: ready() == 3, timeout_s=240, why="the engine did not come back")
-        after, so_far = set(engines()), told["well"]
+        after, so_far = engines(cluster.pid), told["well"]
         await asyncio.to_thread(wait_for, lambda: told["well"] > so_far + 20, timeout_s=120)
         over.set()
     assert set(told) <= {"well", "broken_stream"}, told
     assert told["broken_stream"] <= 6
     assert len(after) == 2
-    assert len(before & after) == 1
+    assert len(before.keys() & after) == 1
     assert explorer.stop() == 0
-    await asyncio.to_thread(wait_for, lambda: not engines(), timeout_s=60, why="engines outlived the explorer")
+    of_all = set().union(*before.values(), *after.values())
+    await asyncio.to_thread(wait_for, lambda: not any(map(alive, of_all)), timeout_s=60, why="engines are left")

@@ -1,4 +1,7 @@
-"""The two services as they run in production: processes, a settings file, a port."""
+"""The two services as they run in production: processes, a settings file, a port.
+
+Where TUNELOOP_TEST_GPUS says how many GPUs there are, engines run on them.
+"""
 
 import ctypes
 import os
@@ -28,6 +31,8 @@ from shared.settings_file import load_settings
 from tests.loop.oracle import Oracle
 
 READY_S = 600
+
+GPUS = int(os.environ.get("TUNELOOP_TEST_GPUS", "0"))
 
 #: A machine that runs many tests at once is so many times as slow as a quiet one.
 _PATIENCE = 3
@@ -79,8 +84,13 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
         "buffer": {"train_batch_size": 16},
         "trainer": {"poll_interval": 0.1, "device": "cpu"},
     }
+    values |= but
+    if GPUS:
+        values["cluster"] = {"gpu_per_node": GPUS} | values.get("cluster", {})
+        # Several engines share a GPU.
+        values["explorer"].get("rollout_model", {}).setdefault("gpu_memory_utilization", 0.1)
     path = folder / "tuneloop.yaml"
-    path.write_text(yaml.safe_dump(values | but))
+    path.write_text(yaml.safe_dump(values))
     return path
 
 

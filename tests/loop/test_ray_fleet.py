@@ -14,7 +14,17 @@ import openai
 import pytest
 import yaml
 
-from tests.loop.services import Service, alive, children, descendants, free_port, started, wait_for, write_settings
+from tests.loop.services import (
+    GPUS,
+    Service,
+    alive,
+    children,
+    descendants,
+    free_port,
+    started,
+    wait_for,
+    write_settings,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ray")]
 
@@ -44,7 +54,13 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator["tuple[str, subpro
     sockets = f"/tmp/ray-{os.getpid()}"  # their names must be short
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"),
-        *("--num-cpus=2", "--object-store-memory=80000000", "--include-dashboard=false", "--disable-usage-stats"),
+        *(
+            "--num-cpus=2",
+            f"--num-gpus={GPUS}",
+            "--object-store-memory=80000000",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+        ),
         f"--temp-dir={sockets}",
     ]
     process = started(command, folder / "ray.log")

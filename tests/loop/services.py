@@ -132,7 +132,7 @@ class Service:
         """SIGTERM, and the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(60 * _PATIENCE)
 
     def kill(self) -> None:
         """SIGKILL to the whole process group, as a terminal or a shell would."""

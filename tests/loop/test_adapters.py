@@ -99,7 +99,7 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
 
     reading = threading.Thread(target=read)
     reading.start()
-    assert begun.wait(60)
+    assert begun.wait(180)
     second = publish(settings, ledger, steps=3)
     assert distance(service, second) < 1e-4
     assert distance(service, first) > 1e-2

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from explorer.adapters import without_adapters
 from explorer.body import read_bytes
 from explorer.fleet import Fleet
-from explorer.pins import Pins
+from explorer.pins import Pin, Pins
 from shared.errors import EngineError, RequestRefused
 
 #: What an engine may be asked by anybody. All else that it can do, such as swapping weights, is answered with 404.
@@ -32,8 +32,8 @@ def add_routes(app: FastAPI, pins: Pins, *, max_body_bytes: int) -> None:
     """Add them to the app."""
 
     async def passed(request: Request, fleet: FleetOf) -> Response:
-        body = await read_bytes(request, max_bytes=max_body_bytes)
-        return await _asked(fleet, "POST", request.url.path, body)
+        body, pin = _of_a_version(await read_bytes(request, max_bytes=max_body_bytes), pins)
+        return await _asked(fleet, "POST", request.url.path, body, pin)
 
     for path in _PASSED:
         app.post(path)(passed)
@@ -54,6 +54,19 @@ def add_routes(app: FastAPI, pins: Pins, *, max_body_bytes: int) -> None:
 
     async def listed(fleet: Fleet) -> list[dict[str, Any]]:
         return list(pins.listed(await _models(fleet), fleet.served))
+
+
+def _of_a_version(body: bytes, pins: Pins) -> tuple[bytes, Pin | None]:
+    """What the engine gets, and the version that the body names. Raises RequestRefused if that is no number."""
+    if not pins.allowed:
+        return body, None
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        said = None
+    if not isinstance(said, dict) or (pin := pins.of(said)) is None:
+        return body, None  # the engine says what it makes of it
+    return orjson.dumps(said | {"model": pins.name}), pin
 
 
 async def longest_sequence(fleet: Fleet) -> int | None:
@@ -77,9 +90,9 @@ async def _models(fleet: Fleet) -> list[dict[str, Any]]:
     return found
 
 
-async def _asked(fleet: Fleet, method: str, path: str, body: bytes = b"") -> Response:
-    """An engine's answer, which it said itself or in an envelope."""
-    engine = await fleet.take()
+async def _asked(fleet: Fleet, method: str, path: str, body: bytes = b"", pin: Pin | None = None) -> Response:
+    """An engine's answer, which it said itself or in an envelope; of one that has the version, where that matters."""
+    engine = await fleet.take(pin)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reply = await engine.http.ask(method, path, body, {"Content-Type": "application/json"} if body else None)

@@ -20,6 +20,7 @@ from tests.doubles.serving import reset, serving
 
 MODEL = "t"
 CHAT = "/v1/chat/completions"
+PASSED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 _RECORDED = Path(__file__).parent / "recorded"
 _LOAD = "/collective_rpc"
@@ -91,6 +92,7 @@ class EngineDouble:
 
     chats: list[Heard] = field(default_factory=list)
     posts: list[str] = field(default_factory=list)
+    passed: list[tuple[str, bytes]] = field(default_factory=list)  # what was asked of PASSED, and where
     prefixes: dict[tuple[int, ...], Path] = field(default_factory=dict)  # by whose weights each was read
     left: int = 0  # clients that went before their reply had ended
     loading: int = 0
@@ -126,8 +128,12 @@ class EngineDouble:
             return await self._chat(scope, body, send)
         if path == "/v1/completions":
             return await self._probe(body, send)
-        if path == "/tokenize":
-            ids = list(json.loads(body)["prompt"].encode())
+        if path in PASSED:
+            self.passed.append((path, body))
+            try:
+                ids = list(json.loads(body)["prompt"].encode())
+            except (ValueError, TypeError):
+                return await _say(send, 400, recorded("error_json.json"))
             return await _say(send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode())
         if path == "/health":
             await _until(lambda: not self.silent)

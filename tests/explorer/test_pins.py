@@ -8,7 +8,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.doubles.engine import MODEL, EngineDouble
+from tests.doubles.engine import MODEL, PASSED, EngineDouble
 from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
@@ -55,6 +55,31 @@ def test_messages_and_responses_may_name_one_too(trying: RunningExplorer) -> Non
     assert (message.status_code, message.headers["x-tuneloop-version"]) == (200, "1")
     response = trying.http.post("/v1/responses", json={"model": f"{MODEL}@1", "input": "3+4="})
     assert (response.status_code, response.headers["x-tuneloop-version"]) == (200, "1")
+
+
+@pytest.mark.parametrize("path", PASSED)
+def test_routes_that_sample_nothing_take_it_too(
+    trying: RunningExplorer, doubles: list[EngineDouble], path: str
+) -> None:
+    for version in (0, 1, 1):
+        assert trying.http.post(path, json={"model": f"{MODEL}@{version}", "prompt": "ab"}).status_code == 200
+    of_version = {engine.version: doubles[engine.number] for engine in trying.road.fleet.engines}
+    asked = (path, b'{"model":"t","prompt":"ab"}')
+    assert [of_version[version].passed.count(asked) for version in (0, 1)] == [1, 2]
+    for wrong in ("7", "x", "-1", ""):
+        refused = trying.http.post(path, json={"model": f"{MODEL}@{wrong}", "prompt": "ab"})
+        told = refusal(trying.chat(model=f"{MODEL}@{wrong}"))
+        assert (refused.status_code, refused.json()["error"]["message"]) == (told[0], told[2])
+        assert (refused.json().get("type") == "error") == path.startswith("/v1/messages")
+    assert [of_version[version].passed.count(asked) for version in (0, 1)] == [1, 2], "no engine heard of those"
+
+
+@pytest.mark.parametrize("body", [b'{"model":"t", "prompt": "ab"}', b'{"prompt":  "ab"}', b"[5]", b"nonsense"])
+def test_what_names_no_version_goes_to_the_engine_as_it_is(
+    trying: RunningExplorer, doubles: list[EngineDouble], body: bytes
+) -> None:
+    trying.http.post("/tokenize", content=body)
+    assert sum(each.passed.count(("/tokenize", body)) for each in doubles) == 1
 
 
 def test_a_version_that_is_not_served_is_no_model(trying: RunningExplorer) -> None:

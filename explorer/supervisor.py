@@ -105,14 +105,21 @@ async def _until_ill(engine: Engine, health_timeout_s: float) -> None:
         misses = 0 if healthy or engine.state is not EngineState.READY else misses + 1
 
 
-async def stay_attached(engine: Engine, *, fleet: Fleet, ledger: Ledger, health_timeout_s: float) -> None:
-    """Use an engine that somebody else runs whenever it is healthy; first it is given the champion's weights."""
+async def stay_attached(
+    engine: Engine, *, fleet: Fleet, ledger: Ledger, health_timeout_s: float, host: Engine | None = None
+) -> None:
+    """Use an engine that somebody else runs whenever it is healthy; first it is given the champion's weights.
+
+    With a `host`, which has the same process, it is up only as long as that is.
+    """
     misses = 0
     while True:
-        healthy = await engine.control.healthy(health_timeout_s)
-        misses = 0 if healthy else misses + 1
+        hosted = host is None or host.state in {EngineState.READY, EngineState.RELOADING}
+        healthy = hosted and await engine.control.healthy(health_timeout_s)
+        misses = 0 if healthy else misses + 1 if hosted else _MISSES
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             try:
+                engine.control.begin_anew()
                 await engine.control.require_processed_logprobs()
                 champion = await _give_champion(engine, fleet, ledger)
                 await fleet.set(engine, EngineState.READY)

@@ -157,17 +157,19 @@ async def _open_fleet(
     sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
     own = [sockets / f"{number}.sock" for number in range(0 if urls else explorer.rollout_model.engine_num)]
     addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
+    # One that holds two adapters is two engines at one address.
+    addresses += addresses * (settings.engine_places - len(addresses))
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
     fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
     timeout_s = explorer.rollout_model.health_timeout
-    if urls:
-        attached = [stay_attached(each, fleet=fleet, ledger=ledger, health_timeout_s=timeout_s) for each in engines]
-        return fleet, addresses, attached
-    processes = [EngineProcess(settings, each, socket=socket) for each, socket in zip(engines, own, strict=True)]
-    runs = [
-        keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
-        for engine, process in zip(engines, processes, strict=True)
-    ]
+    runs: list[Task] = []
+    for engine, socket in zip(engines, own, strict=False):
+        process = EngineProcess(settings, engine, socket=socket)
+        run = keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
+        runs.append(run)
+    host = engines[0] if own else None
+    for engine in engines[len(own) :]:
+        runs.append(stay_attached(engine, fleet=fleet, ledger=ledger, health_timeout_s=timeout_s, host=host))
     return fleet, addresses, runs
 
 

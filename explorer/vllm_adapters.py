@@ -39,10 +39,14 @@ class AdapterControl(Control):
         self._public, self._base = model_name, base
         self._loaded: list[str] = []
 
-    def starts_with(self, actor: Path) -> Path:
-        """The base model: adapters are added to it."""
+    def begin_anew(self) -> None:
+        """Forget which adapters were loaded."""
         self._loaded.clear()
         self._use(None)
+
+    def starts_with(self, actor: Path) -> Path:
+        """The base model: adapters are added to it."""
+        self.begin_anew()
         return self._base
 
     async def complete(self, actor: Path) -> None:

@@ -212,6 +212,9 @@ class Control:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
         await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
 
+    def begin_anew(self) -> None:
+        """Forget what was loaded: the engine may have been started again since."""
+
     def starts_with(self, actor: Path) -> Path:
         """The weights that an engine is started with in order to serve `actor`."""
         return actor

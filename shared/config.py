@@ -314,12 +314,10 @@ class Settings(Section):
             )
 
     def _one_engine_for_two_versions(self) -> Iterator[str]:
-        rollout = self.explorer.rollout_model
-        engines = len(rollout.engine_urls) or rollout.engine_num
-        if self.mode != "train" and self.rollout.tries and engines < 2:
+        if self.mode != "train" and self.rollout.tries and self.engine_places < 2:
             yield (
-                f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines; raise"
-                " explorer.rollout_model.engine_num, or write rollout.mode: all"
+                f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines, or"
+                " adapters; raise explorer.rollout_model.engine_num or model.lora.rank, or write rollout.mode: all"
             )
 
     def _evaluation_without_a_judge(self) -> Iterator[str]:
@@ -332,6 +330,14 @@ class Settings(Section):
                 f"gate.mode: {self.gate.mode} needs tasks to try a version on; name their file in"
                 " monitor.evaluation.path, or write gate: off"
             )
+
+    @property
+    def engine_places(self) -> int:
+        """So many engines are there to those who send requests; one that can hold two adapters counts as two."""
+        rollout = self.explorer.rollout_model
+        engines = len(rollout.engine_urls) or rollout.engine_num
+        holds_two = self.model.lora.rank > 0 and (self.rollout.tries or self.gate.mode != "off")
+        return 2 if engines == 1 and holds_two else engines
 
     @property
     def gpus_of_engines(self) -> int:

@@ -23,12 +23,11 @@ class Verdict(NamedTuple):
 
 
 def evaluator_of(settings: Settings) -> Evaluator:
-    """Who evaluates: with one engine there is no place to try a candidate, so the trainer does it in its own process.
+    """Who evaluates: where there is no place to try a candidate, the trainer does it in its own process.
 
     Figures of the one are never compared with those of the other.
     """
-    rollout = settings.explorer.rollout_model
-    return Evaluator.ENGINE if (len(rollout.engine_urls) or rollout.engine_num) > 1 else Evaluator.TRAINER
+    return Evaluator.ENGINE if settings.engine_places > 1 else Evaluator.TRAINER
 
 
 def same_tasks(one: Iterable[Figure], other: Iterable[Figure]) -> bool:

@@ -202,6 +202,8 @@ class EngineDouble:
 
     async def _probe(self, body: bytes, send: Any) -> None:
         asked = json.loads(body)
+        if asked["model"] not in {MODEL, *self.adapters}:
+            return await _say(send, 404, recorded("error_model.json"))
         said = json.loads(recorded("completions_probe.json"))
         if asked.get("top_k") == 1:
             self.asked_for_one += 1
@@ -248,9 +250,10 @@ class EngineDouble:
         said = said.replace(f'"model":"{MODEL}"'.encode(), f'"model":"{asked["model"]}"'.encode())
         if asked.get("stream"):
             return await self._stream([piece for piece in pieces(said) if _wanted(piece, asked)], send)
-        if self.weights.parent.name in self.says:
+        name = self._weights_of(asked).parent.name
+        if name in self.says:
             told = json.loads(said)
-            told["choices"][0]["message"]["content"] = self.says[self.weights.parent.name]
+            told["choices"][0]["message"]["content"] = self.says[name]
             said = json.dumps(told).encode()
         await asyncio.sleep(self.piece_pause_s)
         await _say(send, 200, said, cut=self.cut_after is not None)

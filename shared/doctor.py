@@ -13,6 +13,7 @@ from shared.experience import State
 from shared.facts import Facts, LedgerFacts, Rules
 from shared.ledger import Alarm, BatchPolicy, Ledger
 from shared.spool_files import spooled
+from shared.undecided import Standing, undecided
 
 #: How many of the reasons of what is aside are told.
 REASONS = 5
@@ -26,38 +27,42 @@ _WAITS_FOR = {
 
 
 class Report(NamedTuple):
-    """What was found: the facts, the sentences of the ledger that do not add up, and why no step is happening."""
+    """What was found: the facts, the sentences of the ledger that do not add up, and why no step is happening.
+
+    `undecided` are the versions that wait, are tried or are pinned.
+    """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
+    undecided: tuple[Standing, ...]
 
 
 def examine(settings: Settings, *, clock: Callable[[], float] = time.time) -> Report:
     """Look at the ledger and the spool; nothing is changed."""
-    ledger, imbalance, away = None, list[str](), ""
+    ledger, imbalance, standings, away = None, list[str](), tuple[Standing, ...](), ""
     try:
-        ledger, imbalance = _asked(settings)
+        ledger, imbalance, standings = _asked(settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {shown(settings.database_url)}: {error}"
     facts = Facts(now=clock(), rules=Rules.of(settings), spool=spooled(settings.spool_dir), ledger=ledger, away=away)
-    return Report(facts, imbalance, diagnose(facts))
+    return Report(facts, imbalance, diagnose(facts), standings)
 
 
-def _asked(settings: Settings) -> tuple[LedgerFacts, list[str]]:
+def _asked(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Standing, ...]]:
     schema = settings.buffer.trainer_input.experience_buffer.name
     there, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
     if there is None:  # nothing has run yet
-        return LedgerFacts(piles={}), []
+        return LedgerFacts(piles={}), [], ()
     if there != newest:
         raise EnvironmentRefused(
             f"the database has the schema {there}, this release works with {newest}: `tuneloop db upgrade`"
         )
     ledger = Ledger.of(settings)
     try:
-        return ledger.facts(BatchPolicy.of(settings), aside=REASONS), ledger.audit()
+        return ledger.facts(BatchPolicy.of(settings), aside=REASONS), ledger.audit(), undecided(ledger, settings)
     finally:
         ledger.close()
 
@@ -73,7 +78,8 @@ def as_text(report: Report, settings: Settings) -> Iterator[str]:
         sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"])]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
         sections["Trainer"] = [_trainer(facts.ledger, facts.now)]
-        sections["Versions"] = [_versions(facts.ledger, facts.now)]
+        standings = (_standing(each, facts.now) for each in report.undecided)
+        sections["Versions"] = [_versions(facts.ledger, facts.now), *standings]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
@@ -115,6 +121,12 @@ def _versions(ledger: LedgerFacts, now: float) -> str:
     return f"newest {weights.newest}, {registered}; served {served}; {number(weights.step, 'step')} done{rejected}"
 
 
+def _standing(standing: Standing, now: float) -> str:
+    how = {"pinned": "is pinned", "tried": "is tried", "waits": "waits"}[standing.how]
+    since = f"for {ago(now, standing.since)}, since {moment(standing.since)}"
+    return f"version {standing.version} {how} {since}: {standing.why}"
+
+
 def _alarm(alarm: Alarm, now: float) -> str:
     holds = "; no new version is served" if alarm.holds else ""
     return f"{alarm.name}: {alarm.reason}; raised {ago(now, alarm.raised_at)} ago{holds}"
@@ -145,6 +157,7 @@ def as_json(report: Report) -> Mapping[str, object]:
             "trained": {"consumed": ledger.consumed, "purged": ledger.purged, "versions": ledger.versions},
             "trainer": ledger.trainer and ledger.trainer._asdict() | {"up": ledger.trainer.up(facts.now)},
             "versions": ledger.weights and ledger.weights._asdict(),
+            "undecided": [each._asdict() for each in report.undecided],
             "aside": [each._asdict() for each in ledger.aside],
             "unsampled": ledger.unsampled,
             "alarms": [each._asdict() for each in ledger.alarms],

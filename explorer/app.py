@@ -154,7 +154,7 @@ def open_road(
     conversations = Conversations(mint, backstage=backstage, ledger=ledger)
     copies = Copies(
         fleet,
-        refusals=settings.monitor.drift.refusal_patterns,
+        refusals=settings.monitor.drift.refusals_found,
         told=backstage.copied,
         metrics=metrics,
         timeout_s=explorer.request_timeout,

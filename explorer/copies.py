@@ -45,14 +45,14 @@ class Copies:
         self,
         fleet: Fleet,
         *,
-        refusals: Collection[str],
+        refusals: Collection[re.Pattern[str]],
         told: Callable[[Copied], Awaitable[None]],
         metrics: Metrics,
         timeout_s: float,
     ) -> None:
-        """`refusals` are patterns of replies that refuse; `told` hears what became of each copy."""
+        """`refusals` are found in replies that refuse; `told` hears what became of each copy."""
         self._fleet = fleet
-        self._refusals = [re.compile(each, re.IGNORECASE) for each in refusals]
+        self._refusals = refusals
         self._told = told
         self._metrics = metrics
         self._timeout_s = timeout_s

@@ -5,7 +5,6 @@ and of copies begins anew with the explorer.
 """
 
 import asyncio
-import re
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -43,7 +42,7 @@ class Rollout:
     def __init__(self, settings: Settings, ledger: Ledger, *, tally: Tally, metrics: Metrics) -> None:
         self._rollout = settings.rollout
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
-        self._refusals = [re.compile(each, re.IGNORECASE) for each in settings.monitor.drift.refusal_patterns]
+        self._refusals = settings.monitor.drift.refusals_found
         self._ledger = ledger
         self._tally = tally
         self._metrics = metrics

@@ -75,6 +75,11 @@ class Drift(Section):
     single_rater: Share | None = 0.8
     rater_events: Positive = 200
 
+    @property
+    def refusals_found(self) -> list[re.Pattern[str]]:
+        """What is looked for in a reply to see whether it refuses; upper and lower case are alike."""
+        return [re.compile(each, re.IGNORECASE) for each in self.refusal_patterns]
+
 
 class Monitor(Section):
     """Where curves are written, and what is watched."""

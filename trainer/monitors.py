@@ -5,7 +5,6 @@ older version goes back in it, too. Nothing that fails here stops training: what
 that step, with a warning.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +35,7 @@ class Monitors:
         self._ledger = ledger
         tasks = tasks_of(settings.monitor.evaluation)
         self._held_out = HeldOut(settings, tasks) if tasks else None
-        self._refusals = [re.compile(each, re.IGNORECASE) for each in self._drift.refusal_patterns]
+        self._refusals = self._drift.refusals_found
         self._file = settings.job_dir / "monitor" / "drift.json"
         self._history = History()
         self._unwritten = False

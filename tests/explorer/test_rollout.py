@@ -1,22 +1,26 @@
 """How a version that is being tried comes to its end by itself."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from explorer.copies import Copied
 from explorer.metrics import Metrics
-from explorer.rollout import asked, figures_of
+from explorer.rollout import Rollout, asked, figures_of
 from explorer.tally import Tally, counted
+from shared.errors import VersionRefused
 from shared.experience import VersionState
-from shared.figures import Share
+from shared.figures import Figures, Share
 from shared.ledger import Alarm
 from tests.doubles.engine import EngineDouble
+from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually, explorer_running
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tests.explorer.test_trial import answered, by_hash, one_explorer, trying
 
@@ -97,6 +101,42 @@ def test_a_version_whose_engine_fails_is_rolled_back_and_nobody_notices(
     tried.status = 200
     until(explorer, 1, VersionState.ROLLED_BACK)
     assert "failed" in ended(explorer)[1]
+
+
+@pytest.mark.parametrize("mode", ["canary", "shadow"])
+def test_a_version_that_refuses_is_rolled_back_however_it_writes_it(
+    running_explorer: Run, doubles: list[EngineDouble], mode: str
+) -> None:
+    explorer = trying(running_explorer, doubles, mode, latency=None)
+    for each in doubles:
+        each.says["global_step_1"] = "i CANNOT do that"
+    for _ in range(20):
+        answered(explorer)
+        if version(explorer, 1).state is not VersionState.CANARY:
+            break
+    until(explorer, 1, VersionState.ROLLED_BACK)
+    assert "refusals" in ended(explorer)[1]
+
+
+def test_what_somebody_promotes_while_it_is_looked_at_is_not_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, ["http://one", "http://two"], rollout={"mode": "canary", "window": 1e-9})
+    ledger, metrics = open_ledger(settings), Metrics()
+    register(ledger, settings.job_dir)
+    ledger.begin_canary(1, by="explorer", reason="a tenth")
+    figures = ledger.figures
+
+    def looked_at_slowly(number: int, *args: Any, **but: Any) -> Figures:
+        if number == 1:
+            ledger.appoint(1, instead_of=0, by="admin:anna", reason="it is good")
+        return figures(number, *args, **but)
+
+    monkeypatch.setattr(ledger, "figures", looked_at_slowly)
+    with pytest.raises(VersionRefused, match="champion by now"):
+        asyncio.run(Rollout(settings, ledger, tally=Tally(metrics.registry), metrics=metrics).turn())
+    assert ledger.champion().version == 1
+    ledger.close()
 
 
 def test_the_end_of_the_window_decides_about_who_is_neither_better_nor_worse(

@@ -4,6 +4,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shared.errors import VersionRefused
+from shared.experience import VersionState
 from shared.ledger import Ledger
 from tests.factories import trained
 from tests.shared.test_ledger_races import at_once
@@ -94,6 +95,15 @@ def test_only_what_serves_is_rolled_back(made: Ledger) -> None:
     for version, state in ((1, "retired"), (3, "candidate"), (9, "unknown")):
         with pytest.raises(VersionRefused, match=f"version {version} is {state}"):
             made.roll_back(version, by="anna", reason="no")
+
+
+def test_who_means_the_canary_does_not_roll_back_what_has_become_of_it(made: Ledger) -> None:
+    made.begin_canary(3, by="explorer", reason="a tenth")
+    made.promote(3, by="anna")
+    with pytest.raises(VersionRefused, match="version 3 is champion by now, not canary"):
+        made.roll_back(3, by="explorer", reason="worse", only_as=VersionState.CANARY)
+    assert states(made) == ["retired", "retired", "retired", "champion"]
+    assert made.roll_back(3, by="explorer", reason="worse", only_as=VersionState.CHAMPION) == 2
 
 
 def test_an_older_version_can_be_appointed(made: Ledger) -> None:

@@ -1,7 +1,6 @@
 """The monitors' rules on made-up steps, and the monitors on a real ledger."""
 
 import json
-import re
 from itertools import pairwise
 
 import pytest
@@ -220,7 +219,7 @@ def test_a_tool_call_is_wrong_if_it_could_not_be_made(made, wrong):
     ],
 )
 def test_refusals_are_recognised_in_english_and_chinese(text, refused):
-    patterns = [re.compile(each, re.IGNORECASE) for each in Drift().refusal_patterns]
+    patterns = Drift().refusals_found
     assert signals([reply(text)] * 16, patterns) == {REFUSALS: refused}
     assert signals([reply(text)] * 15, patterns) == {}
 

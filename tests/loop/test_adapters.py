@@ -1,4 +1,6 @@
-"""Adapters on real vLLM: what was trained is what is served, before and after the engine dies, and no reply is cut."""
+"""Adapters on real vLLM: what was trained is what is served, beside the champion's and in its place, before and after
+the engine dies, and no reply is cut.
+"""
 
 import os
 import signal
@@ -13,10 +15,11 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from explorer.split import Split
 from shared.checkpoint import CheckpointStore
 from shared.config import Settings
 from shared.ledger import Ledger
-from tests.loop.services import Service, descendants, ledger_of, wait_for, wait_until_served, write_settings
+from tests.loop.services import Service, descendants, ledger_of, wait_for, write_settings
 from tests.trainer.factories import sample
 from trainer import snapshot
 from trainer.publication import Publication
@@ -30,6 +33,7 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     config = write_settings(tmp_path_factory.mktemp("adapters"), model, algorithm=algorithm)
     values = yaml.safe_load(config.read_text())
     values["model"]["lora"] = {"rank": 4}
+    values["rollout"] = {"mode": "canary", "share": 0.5}
     config.write_text(yaml.safe_dump(values))
     service = Service(config, "explorer")
     service.wait_until_ready()
@@ -38,21 +42,35 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
-    """Train an adapter on made-up replies, and have it served."""
+    """Train an adapter on made-up replies, and have it tried."""
     learner = snapshot.load(settings, None)
     for step in range(steps):
         learner.step([sample(10 * step + each) for each in range(8)])
     epoch = ledger.take_epoch("by hand")
     publication = Publication(settings, CheckpointStore(settings.job_dir), learner, epoch=epoch, parent=0)
     version = publication.register(ledger, [])
-    wait_until_served(ledger, version, timeout_s=120)
+    wait_for(lambda: ledger.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
     return CheckpointStore(settings.job_dir).path(version) / "actor"
 
 
-def ask(service: Service) -> httpx.Response:
+def promote(service: Service, ledger: Ledger, version: int) -> None:
+    """Have a version served to all."""
+    ledger.promote(version, by="admin:tests", reason="it is right")
+    everybody = [someone(version, tried=tried) for tried in (False, True)]
+    wait_for(lambda: all(ask(service, user).headers["x-tuneloop-version"] == str(version) for user in everybody))
+
+
+def someone(version: int, *, tried: bool) -> str:
+    """A user whom the version answers while it is tried, or one whom it does not."""
+    split = Split(version, share=0.5)
+    return next(user for user in map(str, range(100)) if split.answers(f"default:{user}") is tried)
+
+
+def ask(service: Service, user: str = "anybody") -> httpx.Response:
     body = {
         "model": service.settings.served_model_name,
         "messages": [{"role": "user", "content": "once upon a time " * 8}],
+        "user": user,
         "max_tokens": 16,
         "temperature": 1.0,
         "logprobs": True,
@@ -65,9 +83,9 @@ def ask(service: Service) -> httpx.Response:
 
 
 @torch.no_grad()
-def distance(service: Service, adapter: Path) -> float:
-    """How far what is served lies from what transformers and peft say, in nats."""
-    told = ask(service).json()
+def distance(service: Service, adapter: Path, user: str = "anybody") -> float:
+    """How far what is served to a user lies from what transformers and peft say, in nats."""
+    told = ask(service, user).json()
     assert told["model"] == service.settings.served_model_name
     [choice] = told["choices"]
     prompt, ids = told["prompt_token_ids"], choice["token_ids"]
@@ -83,7 +101,11 @@ def distance(service: Service, adapter: Path) -> float:
 def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(service: Service) -> None:
     settings, ledger = service.settings, ledger_of(service.settings)
     first = publish(settings, ledger, steps=1)
-    assert ask(service).headers["x-tuneloop-version"] == "1"
+    assert ask(service, someone(1, tried=False)).headers["x-tuneloop-version"] == "0"
+    assert ask(service, someone(1, tried=True)).headers["x-tuneloop-version"] == "1"
+    assert distance(service, first, someone(1, tried=True)) < 1e-4
+    assert distance(service, first, someone(1, tried=False)) > 1e-3
+    promote(service, ledger, 1)
     assert distance(service, first) < 1e-4
 
     begun, lines = threading.Event(), []
@@ -101,8 +123,10 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     reading.start()
     assert begun.wait(180)
     second = publish(settings, ledger, steps=3)
-    assert distance(service, second) < 1e-4
-    assert distance(service, first) > 1e-2
+    assert distance(service, first, someone(2, tried=False)) < 1e-4
+    assert distance(service, second, someone(2, tried=True)) < 1e-4
+    assert distance(service, first, someone(2, tried=True)) > 1e-2
+    promote(service, ledger, 2)
     reading.join()
     assert lines[0] == "1"
     assert lines[-2] == "data: [DONE]"

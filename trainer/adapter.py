@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from shared.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shared.config import Settings
 from shared.config_lora import Lora
-from shared.errors import EnvironmentRefused
+from shared.errors import EnvironmentRefused, SettingsError
 from trainer.batch import Batch
 from trainer.model import Actor
 
@@ -42,6 +42,7 @@ class AdaptedActor(Actor):
         """The base model with the adapter in `folder`, or with a new one, which changes nothing yet, if it has none."""
         base, lora = settings.model.model_path, settings.model.lora
         network = Actor.load(settings, base).network
+        _require_servable(lora, network)
         config = _configuration(lora, base)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.trainer.seed)
@@ -118,11 +119,19 @@ def _configuration(lora: Lora, base: Path) -> LoraConfig:
     )
 
 
+def _require_servable(lora: Lora, network: PreTrainedModel) -> None:
+    """Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a publication."""
+    head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
+    layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    unfit = [target for target in lora.targets if target not in known]
+    if unfit or not lora.targets:
+        wrong = f"{', '.join(unfit)}: engines serve no adapter of that" if unfit else "names no layer"
+        raise SettingsError(f"model.lora.targets: {wrong}; the linear layers of this model are {', '.join(known)}")
+
+
 def _inject(config: LoraConfig, network: PreTrainedModel) -> None:
-    try:
-        inject_adapter_in_model(config, network, _NAME)
-    except ValueError as error:
-        raise EnvironmentRefused(f"model.lora.targets: {str(error).splitlines()[0]}") from error
+    inject_adapter_in_model(config, network, _NAME)
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(network.dtype)

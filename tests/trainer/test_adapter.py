@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shared.checkpoint import CheckpointStore, read_manifest
-from shared.errors import EnvironmentRefused
+from shared.errors import EnvironmentRefused, SettingsError
 from shared.ledger import BatchPolicy
 from tests.trainer.factories import commit, sample
 from trainer import snapshot
@@ -134,10 +134,29 @@ def test_an_experiment_does_not_change_between_adapters_and_all_weights(adapted,
         snapshot.load(adapted(model={"model_path": base, "lora": {"rank": 2}}), tmp_path / "lora")
 
 
-def test_targets_that_the_model_has_not_are_refused(adapted, base):
-    chosen = adapted(model={"model_path": base, "lora": {"rank": 2, "targets": ["c_attn"]}})
-    with pytest.raises(EnvironmentRefused, match=r"^model\.lora\.targets: .*c_attn"):
+LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong"),
+    [
+        (["c_attn"], "c_attn: engines serve no adapter of that"),
+        (["q_proj", "lm_head", "embed_tokens", "v_proj"], "lm_head, embed_tokens: engines serve no adapter of that"),
+        (["input_layernorm"], "input_layernorm: engines serve no adapter of that"),
+        (["self_attn.q_proj"], "self_attn.q_proj: engines serve no adapter of that"),
+        ([], "names no layer"),
+    ],
+)
+def test_targets_that_no_engine_serves_are_refused_with_those_that_there_are(adapted, base, targets, wrong):
+    chosen = adapted(model={"model_path": base, "lora": {"rank": 2, "targets": targets}})
+    with pytest.raises(SettingsError) as refused:
         snapshot.load(chosen, None)
+    assert str(refused.value) == f"model.lora.targets: {wrong}; the linear layers of this model are {LAYERS}"
+
+
+def test_some_of_the_layers_may_be_targets(adapted, base):
+    learner = snapshot.load(adapted(model={"model_path": base, "lora": {"rank": 2, "targets": ["q_proj"]}}), None)
+    assert {name.split(".")[-4] for name in learner.actor.network.state_dict() if ".lora_" in name} == {"q_proj"}
 
 
 def test_alpha_is_twice_the_rank_unless_it_is_said(adapted, base):

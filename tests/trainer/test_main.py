@@ -57,6 +57,14 @@ def test_what_it_cannot_start_with_is_one_sentence_and_an_exit_code(start, tmp_p
     assert said.count("\n") == 1
 
 
+def test_a_mistake_in_the_settings_that_only_the_model_shows_has_its_exit_code(start, base, tmp_path):
+    process = start(model={"model_path": base, "lora": {"rank": 2, "targets": ["lm_head"]}})
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert said.splitlines()[-1].startswith("trainer: model.lora.targets: lm_head: ")
+    assert not list(tmp_path.rglob("global_step_*"))
+
+
 def test_what_the_disk_refuses_is_one_sentence_and_an_exit_code(start, tmp_path):
     process = start(model={"model_path": tmp_path / ("long" * 100)})
     _, said = process.communicate(timeout=60)

@@ -6,6 +6,7 @@ engine that has it says of a text.
 """
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ ALARM = "engine_mismatch"
 #: How often it is looked whether an engine has new weights, which are probed at once, in seconds.
 _LOOK_S = 1.0
 
+#: Two explorers would put their own weights back again and again.
+_NOT_ALONE = (
+    "; it was right before, and this explorer has loaded nothing since: somebody else has, such as another explorer"
+    " with the same explorer.rollout_model.engine_urls"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
@@ -45,6 +52,11 @@ class _Fault:
     reason: str
     figures: dict[str, float]
 
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether it has other weights, rather than a wrong cache or nothing to say; infinities are no figures."""
+        return bool(self.figures) and not self.figures.get("weights", math.inf) <= self.figures["allowed"]
+
 
 class Attestation:
     """Probes every engine that is in rotation."""
@@ -53,6 +65,7 @@ class Attestation:
         self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics, reloader: Reloader
     ) -> None:
         self._interval_s = settings.explorer.probe_interval
+        self._of_others = bool(settings.explorer.rollout_model.engine_urls)
         self._fleet = fleet
         self._ledger = ledger
         self._metrics = metrics
@@ -142,9 +155,11 @@ class Attestation:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
         proof = self._proofs.get(engine.number)
         since = proof.at if proof else self._began
-        log.error("engine_mismatch", engine=engine.number, version=version.version, reason=fault.reason, since=since)
+        alone = not (self._of_others and proof and proof.loads == engine.loads and fault.is_of_weights)
+        reason = fault.reason if alone else fault.reason + _NOT_ALONE
+        log.error("engine_mismatch", engine=engine.number, version=version.version, reason=reason, since=since)
         self._metrics.probes.labels("mismatched").inc()
-        found = Mismatch(engine.number, version.version, since, time.time(), fault.reason, fault.figures)
+        found = Mismatch(engine.number, version.version, since, time.time(), reason, fault.figures)
         self._untold.append(found)
         try:
             await self._tell()

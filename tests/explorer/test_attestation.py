@@ -17,6 +17,7 @@ from tests.explorer.running import MoodyLedger, RunningExplorer, eventually
 from tests.explorer.test_reload import SWAP, actor, all_ready, candidate, model, until_ready
 
 PROBE_S = 0.2
+ANOTHER = "somebody else has, such as another explorer"
 
 
 def outcomes(explorer: RunningExplorer) -> dict[str, float]:
@@ -84,6 +85,7 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     [alarm] = explorer.ledger.alarms()
     assert (alarm.name, alarm.version, alarm.holds) == ("engine_mismatch", 1, False)
     assert "engine 0 did not answer with the weights of version 1" in alarm.reason
+    assert ANOTHER not in alarm.reason, "what was loaded last was ours"
     [figures] = mismatches(explorer)
     assert (figures["engine"], figures["trained"]) == (0, {})
     assert figures["dropped"] >= 1
@@ -101,6 +103,8 @@ def test_it_is_found_out_without_any_reload_too(running_explorer: Run, doubles: 
     doubles[1].weights = Path("/jobs/global_step_9/actor")
     eventually(lambda: doubles[1].weights == actor(explorer, 1))
     eventually(lambda: [each["engine"] for each in mismatches(explorer)] == [1])
+    eventually(lambda: explorer.ledger.alarms() != [])
+    assert ANOTHER in explorer.ledger.alarms()[0].reason, "nobody here has loaded those weights"
 
 
 @pytest.mark.parametrize("cause", ["weights", "prefixes"])
@@ -120,6 +124,7 @@ def test_the_base_model_is_known_by_what_an_engine_said_of_it_at_first(
     [figures] = mismatches(explorer)
     assert (figures["engine"], explorer.ledger.alarms()[0].version) == (1, 0)
     assert figures["cache" if cause == "prefixes" else "weights"] > figures["allowed"]
+    assert (ANOTHER in explorer.ledger.alarms()[0].reason) == (cause == "weights")
 
 
 def test_an_engine_that_cannot_be_set_right_is_out_of_rotation(

@@ -15,11 +15,16 @@ from shared.config import Settings
 from shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
 from shared.evaluation_figures import KL, Answered, Figure, mean
 from shared.evaluation_tasks import Task, judge_of, without_reasoning
+from shared.replay import HeldOutReply
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 Judge = Callable[[Task, str], Awaitable[float | None]]
+
+
+#: Of the distribution whose log-probabilities an engine tells of a prompt.
+TEMPERATURE = 1.0
 
 
 class Sample(NamedTuple):
@@ -45,7 +50,8 @@ class Asking:
             said = await self._asked(engine.control, task, temperature=0.0)
             choice, usage = said["choices"][0], said["usage"]
             reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
-            return Answered(task, reply, usage["completion_tokens"], await judge(task, reply))
+            whole = choice["finish_reason"] != "length"
+            return Answered(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
 
         return await _each(one, self._tasks, at_once)
 
@@ -54,7 +60,7 @@ class Asking:
 
         async def one(task: Task) -> Sample:
             wants = {"logprobs": 0} if isinstance(task.question, str) else {"logprobs": True}
-            said = await self._asked(engine.control, task, temperature=1.0, return_token_ids=True, **wants)
+            said = await self._asked(engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants)
             choice = said["choices"][0]
             told = choice["logprobs"]
             logprobs = told["token_logprobs"] if "text" in choice else [each["logprob"] for each in told["content"]]
@@ -67,15 +73,25 @@ class Asking:
         """How far the engine is from who sampled the replies, in nats a token of theirs, as they show it."""
 
         async def one(sample: Sample) -> float:
-            ids = [*sample.prompt_ids, *sample.reply_ids]
-            said = await engine.control.ask(
-                "/v1/completions", prompt=ids, max_tokens=1, temperature=1.0, prompt_logprobs=0, **self._priority
-            )
-            rows = said["choices"][0]["prompt_logprobs"][-len(sample.reply_ids) :]
-            ours = [float(row[str(token)]["logprob"]) for token, row in zip(sample.reply_ids, rows, strict=True)]
+            ours = await self._logprobs(engine, sample.prompt_ids, sample.reply_ids)
             return fmean(then - now for then, now in zip(sample.logprobs, ours, strict=True))
 
         return mean(KL, await _each(one, samples, at_once))
+
+    async def likelihoods(self, engine: Engine, replies: Sequence[HeldOutReply], *, at_once: int) -> list[float]:
+        """The log-probability of each reply, whole."""
+
+        async def one(reply: HeldOutReply) -> float:
+            return sum(await self._logprobs(engine, reply.prompt_ids.tolist(), reply.completion_ids.tolist()))
+
+        return await _each(one, replies, at_once)
+
+    async def _logprobs(self, engine: Engine, prompt_ids: list[int], reply_ids: list[int]) -> list[float]:
+        """The log-probability of each token of a reply that was sampled by somebody else."""
+        asked = {"max_tokens": 1, "temperature": TEMPERATURE, "prompt_logprobs": 0, **self._priority}
+        said = await engine.control.ask("/v1/completions", prompt=[*prompt_ids, *reply_ids], **asked)
+        rows = said["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
+        return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
 
     async def _asked(self, control: Control, task: Task, **how: Any) -> dict[str, Any]:
         how |= {"max_tokens": self._most_tokens, **self._priority}

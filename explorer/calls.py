@@ -14,8 +14,10 @@ from explorer.labels import Labels, labels_of
 from explorer.msg_id import Mint
 from explorer.pins import Pin, Pins
 from explorer.sampling import Sampling, sampling_of
+from explorer.split import held_out
 from explorer.tenants import TENANT
 from shared.config import Settings
+from shared.experience import HELD_OUT
 
 #: Fields that are for us and mean nothing to an engine.
 _OURS = frozenset({"store", "metadata"})
@@ -44,8 +46,7 @@ class Call(NamedTuple):
     @property
     def key(self) -> str:
         """Whose request it is: who comes again with the same key meets the same version."""
-        labels = self.labels
-        return f"{TENANT}:{labels.user or labels.task_id or self.msg_id}"
+        return _key(self.labels, self.msg_id)
 
     @property
     def wanted(self) -> str | Pin:
@@ -80,6 +81,7 @@ class Calls:
         rollout = explorer.rollout_model
         self._sticks = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
+        self._held_out = settings.gate.replay.share
         self._unsafe = vllm_api.BREAKS_CPU_ENGINES if on_cpu else frozenset()
         # Engines of others may have defaults of their own, and then a reply would not be what we take it for.
         defaults = vllm_api.NEUTRAL | {"temperature": settings.model.temperature}
@@ -103,6 +105,8 @@ class Calls:
         ignored = tuple(param for param in self._unsafe if asked.get(param) is not None)
         choices = dialect.choices(asked)
         msg_id = self._mint.mint(TENANT, choices, dialect.prefix)
+        if sampling.drop_reason is None and held_out(_key(labels, msg_id), self._held_out):
+            sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
         upstream = self._verbatim(dialect, asked, msg_id, ignored)
         return Call(
@@ -147,6 +151,10 @@ class Calls:
         if asked is body and asked and asked.keys().isdisjoint(dropped) and asked.keys().isdisjoint(more):
             return b"%b,%b" % (request.rstrip()[:-1], orjson.dumps(more)[1:]) if more else request
         return orjson.dumps({name: value for name, value in asked.items() if name not in dropped} | more)
+
+
+def _key(labels: Labels, msg_id: str) -> str:
+    return f"{TENANT}:{labels.user or labels.task_id or msg_id}"
 
 
 def _says_how_long(asked: Mapping[str, Any]) -> bool:

@@ -7,12 +7,13 @@ import asyncio
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import structlog
 
-from explorer.asking import Asking, Judge, Sample, judging
+from explorer.asking import TEMPERATURE, Asking, Judge, Sample, judging
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.reload import Reloader, load, verified
 from shared.config import Settings
@@ -21,6 +22,7 @@ from shared.evaluation_figures import Figure, figures_of
 from shared.evaluation_tasks import fingerprint
 from shared.experience import VersionAction
 from shared.ledger import Ledger, Version
+from shared.replay import HeldOutReply, replayed
 
 log = structlog.get_logger()
 
@@ -33,10 +35,14 @@ _DEATHS = 2
 AGAIN_S = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Champion:
+    """What the champion samples, and the held-out replies with the log-probability that it gives to each, by its id."""
+
     version: int
-    samples: list[Sample]
+    samples: Sequence[Sample] = ()
+    replies: Sequence[HeldOutReply] = ()
+    likelihoods: Mapping[int, float] = field(default_factory=dict)
 
 
 class Examination:
@@ -56,7 +62,7 @@ class Examination:
         self._again_s = again_s
         self._not_before: dict[int, float] = {}
         self._deaths: Counter[int] = Counter()
-        self._champion = _Champion(-1, [])
+        self._champion = _Champion(version=-1)
 
     async def run(self) -> None:
         """Look for a candidate every `service_status_check_interval` seconds, for ever."""
@@ -71,11 +77,11 @@ class Examination:
 
     async def turn(self) -> None:
         """Evaluate the newest candidate, unless somebody has, or another version is being tried."""
+        champion = await asyncio.to_thread(self._ledger.champion)  # First: what is promoted meanwhile is no candidate.
         candidate = await asyncio.to_thread(self._ledger.candidate)
         busy = self._fleet.split is not None or await asyncio.to_thread(self._ledger.canary) is not None
         if candidate is None or busy or time.monotonic() < self._not_before.get(candidate.version, 0.0):
             return
-        champion = await asyncio.to_thread(self._ledger.champion)
         if await self._gate.verdict(candidate, champion) is not None:
             return
         try:
@@ -94,7 +100,7 @@ class Examination:
         await self._gate.record(candidate.version, figures)
         verdict = await self._gate.verdict(candidate, champion)
         assert verdict is not None
-        reason = "; ".join(verdict.reasons) or f"no worse than version {champion.version}"
+        reason = verdict.reason(champion.version)
         details = {"instead_of": champion.version, "passed": verdict.passed, **verdict.figures}
         note = self._ledger.note_version
         await asyncio.to_thread(
@@ -104,9 +110,11 @@ class Examination:
         log.info("version_evaluated", version=candidate.version, passed=verdict.passed, reason=reason, seconds=seconds)
 
     async def _know(self, champion: Version, judge: Judge) -> None:
-        """Have the champion's figures, and samples of its replies where its distance is wanted."""
-        known, wants_samples = await self._gate.figures(champion.version), self._settings.gate.kl is not None
-        if known and (not wants_samples or self._champion.version == champion.version):
+        """Have the champion's figures, and its part of what the candidate is compared on beside them."""
+        known, gate = await self._gate.figures(champion.version), self._settings.gate
+        last = self._champion if self._champion.version == champion.version else _Champion(version=champion.version)
+        lacks_samples = gate.kl is not None and not last.samples
+        if known and not lacks_samples and not gate.replays:
             return
         engine = self._one_of(champion)
         if engine is None:
@@ -114,13 +122,26 @@ class Examination:
         loads = engine.loads
         try:
             figures = known or await self._figures(engine, judge, at_once=_BESIDE)
-            samples = await self._asking.samples(engine, at_once=_BESIDE) if wants_samples else []
+            if lacks_samples:
+                last = replace(last, samples=await self._asking.samples(engine, at_once=_BESIDE))
+            if gate.replays:
+                last = await self._replay(engine, last)
         except (EngineError, LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"engine {engine.number} cannot be asked: {error!r}") from error
         if engine.loads != loads:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         await self._gate.record(champion.version, figures)
-        self._champion = _Champion(champion.version, samples)
+        self._champion = last
+
+    async def _replay(self, engine: Engine, champion: _Champion) -> _Champion:
+        """The champion with the newest held-out replies; it is asked about those that it has not been asked about."""
+        longest, rows = await engine.control.longest(), self._settings.gate.replay.rows
+        newest = await asyncio.to_thread(self._ledger.held_out, rows, temperature=TEMPERATURE)
+        replies = [each for each in newest if each.tokens < longest]  # The engine wants room to go on.
+        new = [each for each in replies if each.id not in champion.likelihoods]
+        told = await self._asking.likelihoods(engine, new, at_once=_BESIDE)
+        known = {**champion.likelihoods, **{each.id: value for each, value in zip(new, told, strict=True)}}
+        return replace(champion, replies=replies, likelihoods={each.id: known[each.id] for each in replies})
 
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
         """The candidate's figures; None if it was rejected on the way."""
@@ -167,11 +188,19 @@ class Examination:
             if self._settings.gate.kl is not None:
                 distance = await self._asking.distance(engine, self._champion.samples, at_once=_APART)
                 figures = (*figures, distance)
+            if self._settings.gate.replays:
+                figures = (*figures, *await self._replayed(engine))
         except (LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
         if engine.loads != loads or engine.state is not EngineState.RELOADING:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         return figures
+
+    async def _replayed(self, engine: Engine) -> tuple[Figure, ...]:
+        champion = self._champion
+        told = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
+        before = [champion.likelihoods[each.id] for each in champion.replies]
+        return replayed(champion.replies, told, before, of=champion.version)
 
     async def _returned(self, engine: Engine, champion: Version) -> None:
         """Put the engine into rotation again with the champion, unless its supervisor has begun to."""

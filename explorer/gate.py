@@ -12,6 +12,7 @@ from shared.evaluation_tasks import fingerprint, judge_of, tasks_of
 from shared.experience import Evaluator, VersionAction
 from shared.gate import Verdict, evaluator_of, judge
 from shared.ledger import Ledger, Version
+from shared.replay import is_beside
 
 log = structlog.get_logger()
 
@@ -56,7 +57,8 @@ class Gate:
     async def verdict(self, candidate: Version, champion: Version) -> Verdict | None:
         """What comes of the figures of both; None as long as some are not there."""
         new, old = await self.figures(candidate.version), await self.figures(champion.version)
-        return judge(self._options, new, old) if new and old else None
+        beside = not self._options.replays or is_beside(new, champion.version)
+        return judge(self._options, new, old) if new and old and beside else None
 
     async def figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""

@@ -32,8 +32,20 @@ class Split(msgspec.Struct, frozen=True):
 
 def place(version: int, key: str) -> float:
     """Where in [0, 1) a key lies. Each version has an order of its own, so that not the same users try them all."""
-    digest = hashlib.blake2b(b"%d:%b" % (version, key.encode("utf-8", "surrogatepass")), digest_size=8).digest()
+    return _place(b"%d" % version, key)
+
+
+def _place(salt: bytes, key: str) -> float:
+    digest = hashlib.blake2b(b"%b:%b" % (salt, key.encode("utf-8", "surrogatepass")), digest_size=8).digest()
     return int.from_bytes(digest) / _WHOLE
+
+
+def held_out(key: str, share: float) -> bool:
+    """Whether the replies to a key are held out of training, where so much of the traffic is.
+
+    What is held out by a share is by a larger one too.
+    """
+    return _place(b"held out", key) < share
 
 
 def split_of(mode: str, version: int, share: float) -> Split:

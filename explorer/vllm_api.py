@@ -269,6 +269,14 @@ class Control:
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
 
+    async def longest(self) -> int:
+        """How many tokens a request and the reply to it may have. Raises EngineError."""
+        try:
+            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": "a"}))
+            return int(told["max_model_len"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
+
     async def require_processed_logprobs(self) -> None:
         """Raise EngineError if it tells log-probabilities of another distribution than it samples from.
 

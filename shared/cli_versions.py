@@ -13,6 +13,7 @@ from shared.cli_options import ConfigOption, SetOption, existing_ledger
 from shared.config import Settings
 from shared.diagnosis import ago, moment, number
 from shared.evaluation_figures import TASKS
+from shared.replay import REPLAY_OF
 from shared.version_comparison import FEWEST, Comparison, Mean, ScorePair, compared
 from shared.version_decisions import Decided, pin, promote, roll_back, unpin
 from shared.version_report import Event, Score, VersionRow, VersionStory, listed, story
@@ -174,7 +175,7 @@ def _told(told: VersionStory) -> Iterator[str]:
     }
     yield f"version {row.version}"
     yield from (f"  {name:<12} {value}" for name, value in facts.items() if value)
-    scores = [each for each in told.evaluations if each.metric != TASKS]
+    scores = [each for each in told.evaluations if each.metric not in {TASKS, REPLAY_OF}]
     if scores:
         yield "evaluations"
         yield from (f"  {_named(each):<32} {_score(each)}" for each in scores)

@@ -219,7 +219,7 @@ class Settings(Section):
             *self._verdicts_too_late(),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
-            *self._gate_without_tasks(),
+            *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
             *self._evaluation_without_a_judge(),
         ]
         if contradictions:
@@ -323,13 +323,6 @@ class Settings(Section):
     def _evaluation_without_a_judge(self) -> Iterator[str]:
         if self.monitor.evaluation.judge == "model" and self.judge.url is None:
             yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
-
-    def _gate_without_tasks(self) -> Iterator[str]:
-        if self.gate.mode != "off" and self.monitor.evaluation.path is None:
-            yield (
-                f"gate.mode: {self.gate.mode} needs tasks to try a version on; name their file in"
-                " monitor.evaluation.path, or write gate: off"
-            )
 
     @property
     def engine_places(self) -> int:

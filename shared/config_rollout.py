@@ -5,12 +5,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from shared.config_kinds import AboveOne, Fraction, Positive, PositiveReal, Seconds, Section, Share
+from shared.config_kinds import (
+    AboveOne,
+    Fraction,
+    NotNegativeReal,
+    Positive,
+    PositiveReal,
+    Seconds,
+    Section,
+    Share,
+    UpToHalf,
+)
 
 #: The traffic that a version which is being tried gets, where the settings do not say.
 SHARES = {"canary": 0.1, "shadow": 0.1, "ab": 0.5}
 
 ErrorRate = Annotated[float, Field(gt=0, lt=0.5)]
+
+
+class Replay(Section):
+    """A share of the traffic that is held out of all training, and what a candidate must earn on it; 0: none is."""
+
+    share: UpToHalf = 0.0
+    rows: Positive = 1000
+    margin: NotNegativeReal = 0.05
+    slice_margin: NotNegativeReal = 0.1
 
 
 class Gate(Section):
@@ -22,6 +41,25 @@ class Gate(Section):
     kl: PositiveReal | None = None
     reply_length: AboveOne | None = 2.0
     refusals: Fraction | None = 0.1
+    format: Fraction | None = 0.1
+    replay: Replay = Replay()
+
+    @property
+    def replays(self) -> bool:
+        """Whether a candidate is compared on replies that were held out."""
+        return self.mode != "off" and self.replay.share > 0
+
+    def contradictions(self, *, tasks: bool) -> Iterator[str]:
+        """What does not fit together, a sentence each; `tasks`: whether there are any."""
+        if self.mode == "off" or tasks:
+            return
+        if not self.replays:
+            yield (
+                f"gate.mode: {self.mode} needs tasks to try a version on; name their file in monitor.evaluation.path,"
+                " or hold traffic out with gate.replay.share, or write gate: off"
+            )
+        elif self.kl is not None:
+            yield "gate.kl: is measured on tasks; name their file in monitor.evaluation.path, or leave it away"
 
     @model_validator(mode="before")
     @classmethod

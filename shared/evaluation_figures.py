@@ -2,14 +2,15 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from shared.errors import NotEvaluated
-from shared.evaluation_tasks import Task
+from shared.evaluation_forms import has_form
+from shared.evaluation_tasks import Task, without_reasoning
 
-SCORE, LENGTH, REFUSALS, KL = "score", "reply_length", "refusals", "kl"
+SCORE, LENGTH, REFUSALS, MALFORMED, KL = "score", "reply_length", "refusals", "malformed", "kl"
 
 #: Not a measure: which tasks were asked, as their `fingerprint`. Figures of others cannot be compared.
 TASKS = "tasks"
@@ -29,18 +30,25 @@ class Figure(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A task with the reply to it, the reply's tokens and its score; None: the judge has no verdict on it."""
+    """A task with the reply to it, the reply's tokens and its score; None: the judge has no verdict on it.
+
+    `whole`: whether the reply came to its end, and was not cut off at its limit of tokens.
+    """
 
     task: Task
     reply: str
     tokens: int
     score: float | None
+    whole: bool = True
 
 
 def figures_of(
     answered: Sequence[Answered], *, fingerprint: int, refusals: Iterable[re.Pattern[str]]
 ) -> tuple[Figure, ...]:
-    """The figures of one version. Raises NotEvaluated if too many replies have no verdict."""
+    """The figures of one version; where nothing was asked, only that. Raises NotEvaluated without enough verdicts."""
+    asked = Figure(TASKS, "", float(fingerprint), 0.0, max(1, len(answered)))
+    if not answered:
+        return (asked,)
     judged = [each for each in answered if each.score is not None]
     if len(answered) - len(judged) > _UNJUDGED * len(answered):
         raise NotEvaluated(f"the judge has no verdict on {len(answered) - len(judged)} of {len(answered)} replies")
@@ -51,11 +59,23 @@ def figures_of(
     patterns = list(refusals)
     refused = [float(any(pattern.search(each.reply) for pattern in patterns)) for each in answered]
     return (
-        Figure(TASKS, "", float(fingerprint), 0.0, len(answered)),
+        asked,
         *(mean(SCORE, values, part) for part, values in sorted(scores.items())),
         mean(LENGTH, [float(each.tokens) for each in answered]),
         mean(REFUSALS, refused),
+        *_malformed(answered),
     )
+
+
+def _malformed(answered: Sequence[Answered]) -> Iterator[Figure]:
+    """The share of the replies without the form that is demanded of them, if one is demanded of any."""
+    lacking = [
+        float(not (each.whole and has_form(form, without_reasoning(each.reply))))
+        for each in answered
+        if (form := each.task.form) is not None
+    ]
+    if lacking:
+        yield mean(MALFORMED, lacking)
 
 
 def mean(metric: str, values: Sequence[float], part: str = "") -> Figure:

@@ -2,6 +2,7 @@
 
 {"messages": [{"role": "user", "content": "7+5="}], "answer": "12", "slice": "sums"}
 {"prompt": "The capital of France is", "answer": "Paris"}
+{"prompt": "7+5 as JSON:", "answer": "12", "format": "json"}
 """
 
 import importlib
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from shared.config_monitor import Evaluation
 from shared.errors import EnvironmentRefused, NotEvaluated
+from shared.evaluation_forms import form_of
 
 Question = str | list[dict[str, Any]]
 
@@ -26,12 +28,16 @@ _LONGEST_SLICE = 64
 
 
 class Task(NamedTuple):
-    """A question, as messages or as the very text, and what its answer is judged by; `line` is where it stands."""
+    """A question, as messages or as the very text, and what its answer is judged by; `line` is where it stands.
+
+    `form` is that which the reply must have; None: any.
+    """
 
     line: int
     question: Question
     answer: str
     slice: str | None
+    form: str | None = None
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -64,7 +70,7 @@ def tasks_of(options: Evaluation) -> list[Task]:
 
 def fingerprint(tasks: Sequence[Task], options: Evaluation) -> int:
     """A number that differs where other tasks are asked, or the replies to them are judged otherwise."""
-    asked = [[task.question, task.answer, task.slice] for task in tasks]
+    asked = [[task.question, task.answer, task.slice, task.form] for task in tasks]
     said = [options.judge, options.function, options.most_tokens, asked]
     return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
@@ -140,7 +146,7 @@ def _task(number: int, line: bytes, options: Evaluation) -> Task:
         raise ValueError(f"`slice` must be text of at most {_LONGEST_SLICE} characters")
     if options.judge == "regex":
         _require_pattern(answer)
-    return Task(number, _question(found), answer, part)
+    return Task(number, _question(found), answer, part, form_of(found))
 
 
 def _question(found: dict[str, Any]) -> Question:

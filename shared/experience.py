@@ -23,6 +23,10 @@ MAX_REWARD = 1e6
 MAX_NAME = 256
 
 
+#: Why a row is dropped that is kept for comparing versions, so that nothing is ever trained on it.
+HELD_OUT = "held_out"
+
+
 class State(StrEnum):
     """Where an experience stands. The arrows are the only legal transitions."""
 

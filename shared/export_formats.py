@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from shared.experience import Kind
+from shared.experience import HELD_OUT, Kind
 from shared.ledger_export import NO_ANSWER, Ranked, Reply
 
 Row = dict[str, Any]
@@ -156,6 +156,8 @@ def _is_other(event: Any, reply: Reply) -> bool:
 def _unusable(reply: Reply) -> str | None:
     if reply.reason == "opt_out":
         return "opted out of training"
+    if reply.reason == HELD_OUT:
+        return "held out of training"
     if not _messages(reply):
         return "no messages in the request"
     return None

@@ -1,15 +1,19 @@
 """What a candidate must show before it answers anybody, decided from figures alone. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shared.config import Settings
 from shared.config_rollout import Gate
-from shared.evaluation_figures import KL, LENGTH, REFUSALS, SCORE, TASKS, Figure
+from shared.evaluation_figures import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from shared.experience import Evaluator
+from shared.replay import LEAST_SIZE, OF_A_REPLAY, Pair, pairs
 
 # What rounding makes of two means that are as far apart as they may be.
 _ROUNDING = 1e-9
+
+# What is told of in words of its own, or not at all.
+_APART = (TASKS, *OF_A_REPLAY)
 
 _Known = Mapping[tuple[str, str], float]
 
@@ -20,6 +24,16 @@ class Verdict(NamedTuple):
     passed: bool
     reasons: tuple[str, ...]
     figures: dict[str, Any]
+
+    def reason(self, champion: int) -> str:
+        """Why it passed, or did not, beside that champion."""
+        if self.reasons:
+            return "; ".join(self.reasons)
+        told = self.figures.get("replay")
+        if told is None or told["concluded"]:
+            return f"no worse than version {champion}"
+        few = f"{told['replies']} held-out replies are worth {told['size']:.4g} rewards, {LEAST_SIZE:g} are needed"
+        return f"nothing is known to be worse than version {champion}; the replay concludes nothing: {few}"
 
 
 def evaluator_of(settings: Settings) -> Evaluator:
@@ -41,12 +55,15 @@ def judge(gate: Gate, candidate: Iterable[Figure], champion: Iterable[Figure]) -
 
     The candidate passes unless its score lies more than `margin` below the champion's, that of a slice more than
     `slice_margin`, its replies are more than `reply_length` times as long or as short, the share that refuses is more
-    than `refusals` higher, or it is more than `kl` away. What is exactly at its bound passes. A threshold of null is
-    not looked at, nor is a distance that nobody measured.
+    than `refusals` higher, or that lacks its form more than `format`, or it is more than `kl` away, or would have
+    earned more than `replay.margin` less on held-out replies. What is exactly at its bound passes. A threshold of null
+    is not looked at, nor is a distance that nobody measured, nor a replay of too few replies.
     """
-    new, old = _known(candidate), _known(champion)
-    reasons = tuple(_complaints(gate, new, old))
-    return Verdict(not reasons, reasons, {"candidate": _named(new), "champion": _named(old)})
+    said = tuple(candidate)
+    new, old, replay = _known(said), _known(champion), tuple(pairs(said)) if gate.replays else ()
+    reasons = (*_complaints(gate, new, old), *_earnings(gate, replay))
+    figures = {"candidate": _named(new), "champion": _named(old)}
+    return Verdict(not reasons, reasons, figures | ({"replay": _of_replay(replay)} if gate.replays else {}))
 
 
 def _complaints(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
@@ -59,9 +76,11 @@ def _complaints(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
                 f"its replies have {length:.4g} tokens, the champion's {before:.4g}: more than {gate.reply_length:g}"
                 " times as many or as few"
             )
-    refusals = new.get((REFUSALS, ""), 0.0), old.get((REFUSALS, ""), 0.0)
-    if gate.refusals is not None and _over(refusals[0] - refusals[1], gate.refusals):
-        yield f"{refusals[0]:.1%} of its replies refuse, {refusals[1]:.1%} of the champion's: more than allowed"
+    shares = ((REFUSALS, "refuse", gate.refusals), (MALFORMED, "lack the form that their task demands", gate.format))
+    for metric, do, allowed in shares:
+        share, was = new.get((metric, ""), 0.0), old.get((metric, ""), 0.0)
+        if allowed is not None and _over(share - was, allowed):
+            yield f"{share:.1%} of its replies {do}, {was:.1%} of the champion's: more than allowed"
     distance = new.get((KL, ""))
     if gate.kl is not None and distance is not None and _over(distance, gate.kl):
         yield f"it is {distance:.4g} nats a token from the champion; allowed: {gate.kl:g}"
@@ -76,6 +95,34 @@ def _scores(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
             yield f"its {of} is {now:.4g}, the champion's {before:.4g}: more than {margin:g} below"
 
 
+def _earnings(gate: Gate, replay: Sequence[Pair]) -> Iterator[str]:
+    for part in replay:
+        margin = gate.replay.slice_margin if part.slice else gate.replay.margin
+        if part.concludes and _over(part.champion - part.candidate, margin):
+            of = f"on the slice {part.slice} of" if part.slice else "on"
+            yield (
+                f"{of} held-out replies it would earn {part.candidate:.4g}, the champion {part.champion:.4g}: more"
+                f" than {margin:g} below"
+            )
+
+
+def _of_replay(replay: Sequence[Pair]) -> dict[str, Any]:
+    """All replies, and the slices of which something is concluded."""
+    nothing: dict[str, Any] = {"replies": 0, "size": 0.0, "concluded": False}
+    told = {
+        part.slice: {
+            "replies": part.replies,
+            "size": part.size,
+            "concluded": part.concludes,
+            "candidate": part.candidate,
+            "champion": part.champion,
+        }
+        for part in replay
+    }
+    slices = {name: each for name, each in told.items() if name and each["concluded"]}
+    return told.get("", nothing) | {"needed": LEAST_SIZE} | ({"slices": slices} if slices else {})
+
+
 def _over(value: float, bound: float) -> bool:
     return value > bound + _ROUNDING
 
@@ -85,4 +132,5 @@ def _known(figures: Iterable[Figure]) -> dict[tuple[str, str], float]:
 
 
 def _named(known: _Known) -> dict[str, float]:
-    return {f"{metric}/{part}" if part else metric: value for (metric, part), value in known.items() if metric != TASKS}
+    told = {key: value for key, value in known.items() if key[0] not in _APART}
+    return {f"{metric}/{part}" if part else metric: value for (metric, part), value in told.items()}

@@ -23,6 +23,7 @@ from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
 from shared.ledger_lineage import Lineage
 from shared.ledger_recording import Recording
+from shared.ledger_replay import Replays
 from shared.ledger_reports import Reports, VersionReward
 from shared.ledger_stored import StoredCompletions
 from shared.ledger_training import LEASE_S, Training
@@ -45,6 +46,7 @@ class Ledger(
     Comparisons,
     Attested,
     Evaluations,
+    Replays,
     Lineage,
 ):
     """Every verb of the ledger; each of its bases is a page of them."""

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
 
-from shared.experience import State, VersionAction
+from shared.experience import HELD_OUT, State, VersionAction
 from shared.ledger_doubts import REASON
 from shared.ledger_events import Decision, Details, note
 from shared.ledger_retention import regroup
@@ -46,6 +46,8 @@ class Attested(Transactions):
     def distrust(self, found: Mismatch) -> Distrusted:
         """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
 
+        What is held out is not used to compare versions either.
+
         A trainer that has leased some of it cannot register what it makes of it. Said twice, it is kept once.
         """
         with self._write() as connection:
@@ -66,9 +68,8 @@ class Attested(Transactions):
 
 def _drop(connection: Connection, found: Mismatch) -> int:
     query = select(experiences.c.id, experiences.c.group_id).join_from(experiences, exchanges)
-    rows = connection.execute(
-        query.where(_sampled(found), experiences.c.state.in_(_UNTRAINED)).with_for_update(of=experiences)
-    ).all()
+    used = or_(experiences.c.state.in_(_UNTRAINED), experiences.c.reason == HELD_OUT)
+    rows = connection.execute(query.where(_sampled(found), used).with_for_update(of=experiences)).all()
     gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
     for portion in portions([row.id for row in rows]):
         connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, select
 
-from shared.experience import Exchange, Experience
+from shared.experience import HELD_OUT, Exchange, Experience
 from shared.schema import mismatches
 
 #: Why what such an engine sampled is not trained on.
@@ -31,4 +31,5 @@ def _marked(exchange: Exchange) -> Exchange:
 
 
 def _dropped(experience: Experience) -> Experience:
-    return msgspec.structs.replace(experience, drop_reason=experience.drop_reason or REASON)
+    known = experience.drop_reason if experience.drop_reason != HELD_OUT else None
+    return msgspec.structs.replace(experience, drop_reason=known or REASON)

@@ -9,7 +9,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, insert, or_, select, true, tuple_
 
 from shared import codec
-from shared.experience import Float32s, Int32s, State
+from shared.experience import HELD_OUT, Float32s, Int32s, State
 from shared.ledger_transactions import Transactions, alone, portions
 from shared.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
 
@@ -17,7 +17,7 @@ from shared.schema import erasures, exchanges, experiences, exports, feedback, r
 PAGE = 500
 
 #: The reasons of replies that are no answer to learn from, whatever their reward. `opt_out`: the client forbade it.
-NO_ANSWER = ("cut_off", "empty", "opt_out")
+NO_ANSWER = ("cut_off", "empty", "opt_out", HELD_OUT)
 
 
 class Selection(NamedTuple):

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import and_, func, select
+from sqlalchemy import ColumnElement, and_, case, func, or_, select
 
 from shared import codec
-from shared.experience import State
+from shared.experience import HELD_OUT, State
 from shared.ledger_transactions import Transactions, portions
 from shared.schema import exchanges, experiences, feedback
 
@@ -14,8 +14,20 @@ from shared.schema import exchanges, experiences, feedback
 JUDGED = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 
+_held_out = and_(experiences.c.state == State.DROPPED, experiences.c.reason == HELD_OUT)
+_unrewarded = experiences.c.reward.is_(None)
+
+#: A verdict on what is held out is of use as long as the row is there.
+_state: ColumnElement[str] = case(
+    (and_(_held_out, _unrewarded), State.RECORDED), (_held_out, State.REWARDED), else_=experiences.c.state
+)
+
+
 class Standing(NamedTuple):
-    """A reply, without its content. `id` grows in the order in which replies are recorded."""
+    """A reply, without its content. `id` grows in the order in which replies are recorded.
+
+    The `state` of a reply that is held out is what it would be if it were not.
+    """
 
     id: int
     tenant: str
@@ -44,7 +56,8 @@ class Judged(Transactions):
 
         If none does, that of the next one that is recorded.
         """
-        waiting = and_(experiences.c.state.in_(JUDGED), experiences.c.sampled_at >= since)
+        judged = or_(experiences.c.state.in_(JUDGED), and_(_held_out, _unrewarded))
+        waiting = and_(judged, experiences.c.sampled_at >= since)
         # Of id alone a database would take the least by reading all rows from the first one on.
         [(first,)] = self._read(select(func.min(experiences.c.id + 0)).where(waiting))
         if first is None:
@@ -54,7 +67,7 @@ class Judged(Transactions):
 
     def replies_after(self, last: int, *, limit: int) -> list[Standing]:
         """The next replies, in whatever state, and their corrections."""
-        columns = [experiences.c[name] for name in Standing._fields]
+        columns = [_state.label(name) if name == "state" else experiences.c[name] for name in Standing._fields]
         query = select(*columns).where(experiences.c.id > last).order_by(experiences.c.id).limit(limit)
         return [Standing(*row) for row in self._read(query)]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Engine, and_, select, true, tuple_, update
 
 from shared.config import RewardRule
-from shared.experience import Exchange, Feedback, Kind, Outcome, Record, State
+from shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
 from shared.ledger_doubts import trustworthy
 from shared.ledger_erasures import not_erased
 from shared.ledger_rewards import Plan, Trajectory, awaited, outdone_by, plan, replies_of, too_late_for, write
@@ -154,16 +154,17 @@ class Recording(Rewards):
         if rule.default is None or rule.attribution_window is None:
             return
         closed = experiences.c.sampled_at < now - rule.attribution_window
-        connection.execute(
-            update(experiences)
-            .where(experiences.c.state == State.RECORDED, wanted, closed)
-            .values(
-                state=State.REWARDED,
-                reward=rule.default,
-                rewarded_at=experiences.c.sampled_at + rule.attribution_window,
-                reward_rule=self._rule_id(connection),
-            )
-        )
+        default = {
+            "reward": rule.default,
+            "rewarded_at": experiences.c.sampled_at + rule.attribution_window,
+            "reward_rule": self._rule_id(connection),
+        }
+        recorded = experiences.c.state == State.RECORDED
+        connection.execute(update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED))
+        # Else those that somebody said something of would pass for all of them.
+        unrewarded = and_(experiences.c.state == State.DROPPED, experiences.c.reward.is_(None))
+        held_out = experiences.c.reason == HELD_OUT
+        connection.execute(update(experiences).where(unrewarded, held_out, wanted, closed).values(default))
 
 
 def _news(connection: Connection, heard: Sequence[Feedback]) -> list[Feedback]:

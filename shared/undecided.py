@@ -9,6 +9,7 @@ from shared.experience import Evaluator, VersionAction
 from shared.gate import evaluator_of, same_tasks
 from shared.ledger import Ledger, Version
 from shared.ledger_events import VersionEvent
+from shared.replay import is_beside
 
 
 class Standing(NamedTuple):
@@ -56,14 +57,18 @@ def _at_the_gate(ledger: Ledger, settings: Settings, candidate: Version) -> Iter
     # Without being blocked it waits only for engines: the trainer evaluates when it comes to it.
     if mode == "off" or (mode == "report" and evaluator is Evaluator.TRAINER):
         return
-    new, old = (ledger.evaluation(each.version, evaluator) for each in (candidate, ledger.champion()))
-    if same_tasks(new, old):
+    champion = ledger.champion()
+    new, old = (ledger.evaluation(each.version, evaluator) for each in (candidate, champion))
+    beside = not settings.gate.replays or is_beside(new, champion.version)
+    if same_tasks(new, old) and beside:
         return
     said = _find(ledger, candidate, VersionAction.EVALUATED)
     if not new:
         lacks = f"at the gate, until the {evaluator} has evaluated it"
     elif not old:
         lacks = f"at the gate, until the {evaluator} has evaluated the champion, too"
+    elif not beside:
+        lacks = f"at the gate, until the {evaluator} has evaluated it beside version {champion.version}"
     else:
         lacks = f"at the gate: the {evaluator} has evaluated it and the champion on different tasks"
     # With figures it tells of an evaluation, without them of what there is none for.

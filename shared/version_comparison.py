@@ -9,6 +9,7 @@ from shared.experience import Evaluator, VersionState
 from shared.figures import Sample
 from shared.ledger import Ledger
 from shared.ledger_lineage import Evaluation
+from shared.replay import OF_A_REPLAY
 from shared.version_report import Score, existing, score
 
 #: With fewer sources of rewards on either side nothing is said of how far the difference may be off.
@@ -117,5 +118,7 @@ def _mean(sample: Sample) -> Mean | None:
 def _pairs(found: Sequence[Evaluation], a: int, b: int) -> Iterator[ScorePair]:
     by = {(each.evaluator, each.metric, each.slice, each.version): score(each) for each in found}
     for evaluator, metric, part in dict.fromkeys(key[:3] for key in by):
+        if metric in OF_A_REPLAY:
+            continue
         one, other = (by.get((evaluator, metric, part, version)) for version in (a, b))
         yield ScorePair(evaluator=evaluator, metric=metric, slice=part, a=one, b=other)

@@ -71,7 +71,7 @@ class HeldOut:
         pairs = [(task, self._words(ids)) for task, ids in said]
         scores = self._judged(pairs)
         answered = [
-            Answered(task, reply, len(ids), score)
+            Answered(task, reply, len(ids), score, whole=ids[-1] in self._ends)
             for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
         ]
         return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)

@@ -12,15 +12,17 @@ import torch
 from shared.checkpoint import ACTOR
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, NotEvaluated
-from shared.evaluation_figures import KL, TASKS, Figure
-from shared.evaluation_tasks import tasks_of
+from shared.evaluation_figures import KL, TASKS, Figure, figures_of
+from shared.evaluation_tasks import fingerprint, tasks_of
 from shared.experience import Evaluator, VersionAction
 from shared.gate import evaluator_of, judge
 from shared.ledger import Ledger, Version
+from shared.replay import is_beside, replayed
 from trainer import snapshot
 from trainer.evaluation import HeldOut
 from trainer.learner import Learner
 from trainer.model import Actor
+from trainer.replay import known_to, likelihoods
 
 _log = structlog.get_logger()
 
@@ -32,22 +34,22 @@ class Examination:
 
     def __init__(self, settings: Settings, ledger: Ledger, *, again_s: float = _AGAIN_S) -> None:
         self._settings, self._ledger, self._again_s = settings, ledger, again_s
-        wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
-        tasks = tasks_of(settings.monitor.evaluation) if wanted else []
+        self._wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
+        tasks = tasks_of(settings.monitor.evaluation) if self._wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
+        self._fingerprint = fingerprint(tasks, settings.monitor.evaluation)
         self._not_before = 0.0
 
     def examine(self, learner: Learner, version: int) -> None:
         """Record the figures of `version`, which the learner is, and of the champion, if they are not there yet."""
-        if self._held_out is None or time.monotonic() < self._not_before:
+        if not self._wanted or time.monotonic() < self._not_before:
             return
         champion = self._ledger.champion()
         found, before = self._figures(version), self._figures(champion.version)
-        measures_kl = self._settings.gate.kl is not None and version != champion.version
-        if before and found and (not measures_kl or any(each.metric == KL for each in found)):
+        if before and found and (version == champion.version or self._compared(found, champion)):
             return
         try:
-            self._compare(self._held_out, learner, version, champion)
+            self._compare(learner, version, champion)
         except NotEvaluated as error:
             self._put_off(version, str(error))
         except torch.OutOfMemoryError:
@@ -57,33 +59,53 @@ class Examination:
         _log.warning("version_not_evaluated", version=version, reason=reason)
         self._not_before = time.monotonic() + self._again_s
 
-    def _compare(self, held_out: HeldOut, learner: Learner, version: int, champion: Version) -> None:
-        started, found = time.perf_counter(), held_out.figures(learner.actor)
+    def _compared(self, found: tuple[Figure, ...], champion: Version) -> bool:
+        """Whether the figures have all that is measured beside a champion, and beside this one."""
+        gate = self._settings.gate
+        knows_distance = gate.kl is None or any(each.metric == KL for each in found)
+        return knows_distance and (not gate.replays or is_beside(found, champion.version))
+
+    def _compare(self, learner: Learner, version: int, champion: Version) -> None:
+        started, found, gate = time.perf_counter(), self._answers(learner.actor), self._settings.gate
         if version == champion.version:
             self._record(version, found)
             return
         before = self._figures(champion.version)
-        if not before or self._settings.gate.kl is not None:
+        if not before or gate.kl is not None or gate.replays:
             actor = self._actor(champion)
             if not before:
-                before = held_out.figures(actor)
+                before = self._answers(actor)
                 self._record(champion.version, before)
-            if self._settings.gate.kl is not None:
-                found = (*found, held_out.distance(learner.actor, actor))
+            if gate.kl is not None and self._held_out is not None:
+                found = (*found, self._held_out.distance(learner.actor, actor))
+            if gate.replays:
+                found = (*found, *self._replayed(learner.actor, actor, champion.version))
         self._record(version, found)
-        verdict = judge(self._settings.gate, found, before)
+        verdict = judge(gate, found, before)
         details = {"instead_of": champion.version, "passed": verdict.passed, **verdict.figures}
-        reason = "; ".join(verdict.reasons) or f"no worse than version {champion.version}"
+        reason = verdict.reason(champion.version)
         self._ledger.note_version(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
         seconds = round(time.perf_counter() - started, 3)
         _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
 
+    def _answers(self, actor: Actor) -> tuple[Figure, ...]:
+        """What its answers to the tasks come to; without tasks, only that there are none."""
+        if self._held_out is None:
+            return figures_of((), fingerprint=self._fingerprint, refusals=())
+        return self._held_out.figures(actor)
+
+    def _replayed(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
+        newest = self._ledger.held_out(self._settings.gate.replay.rows)
+        replies = [each for each in newest if known_to(actor, each)]
+        budget = self._settings.trainer.micro_batch_tokens
+        now, before = (likelihoods(each, replies, budget=budget) for each in (actor, champion))
+        return replayed(replies, now, before, of=of)
+
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
-        assert self._held_out is not None
         found = self._ledger.evaluation(version, Evaluator.TRAINER)
         asked = next((each.value for each in found if each.metric == TASKS), None)
-        return found if asked == self._held_out.fingerprint else ()
+        return found if asked == self._fingerprint else ()
 
     def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
         self._ledger.record_evaluation(version, Evaluator.TRAINER, figures)

@@ -88,6 +88,7 @@ class EngineDouble:
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
     says: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint: what its whole replies say
+    ends_by: str = "stop"  # why those replies end
     adapters: dict[str, Path] = field(default_factory=dict)  # by the name that they were loaded under
 
     chats: list[Heard] = field(default_factory=list)
@@ -253,7 +254,8 @@ class EngineDouble:
         name = self._weights_of(asked).parent.name
         if name in self.says:
             told = json.loads(said)
-            told["choices"][0]["message"]["content"] = self.says[name]
+            [choice] = told["choices"]
+            choice["message"]["content"], choice["finish_reason"] = self.says[name], self.ends_by
             said = json.dumps(told).encode()
         await asyncio.sleep(self.piece_pause_s)
         await _say(send, 200, said, cut=self.cut_after is not None)

@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from typer.testing import CliRunner
 from shared.cli import app
 from shared.database import upgrade
 from shared.errors import VersionRefused
+from shared.evaluation_figures import Figure
 from shared.experience import Evaluator
 from shared.figures import Sample
 from shared.ledger import Ledger
+from shared.replay import OF_A_REPLAY
 from shared.schema import evaluations
 from shared.settings_file import load_settings
 from shared.version_comparison import welch
@@ -183,6 +186,15 @@ def test_figures_of_different_tasks_are_not_passed_off_as_comparable(file: Path,
     assert "different tasks" not in same
     assert "by engine they were asked different tasks" in other
     assert "tasks" not in versions(file, "show", 1).output
+
+
+def test_a_replay_is_shown_of_one_version_and_compared_with_no_other(file: Path, ledger: Ledger) -> None:
+    figures = [Figure(metric, "", 2.0, 0.5, 120) for metric in OF_A_REPLAY]
+    for version in (1, 2):
+        ledger.record_evaluation(version, Evaluator.ENGINE, figures)
+    shown = versions(file, "show", 1).output
+    assert re.findall(r"^  (replay\w*) ", shown, re.MULTILINE) == ["replay", "replay_champion", "replay_size"]
+    assert " by engine" not in versions(file, "compare", 1, 2).output
 
 
 def test_of_few_rewards_only_the_difference_is_told(file: Path, ledger: Ledger) -> None:

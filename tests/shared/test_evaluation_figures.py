@@ -88,8 +88,31 @@ def test_a_few_replies_may_be_without_a_verdict_but_not_many() -> None:
         figures_of([judged] * 8 + [not_judged] * 2, fingerprint=1, refusals=[])
 
 
+def test_the_share_of_replies_without_the_form_that_is_demanded_is_of_those_tasks_alone() -> None:
+    data, letter = TASK._replace(form="json"), TASK._replace(form="[A-D]")
+    answered = [
+        Answered(TASK, "anything", 1, 1.0),
+        Answered(data, '<think>{</think> {"a": [1]}\n', 1, 0.0),
+        Answered(data, '{"a": NaN}', 1, 1.0),
+        Answered(data, "12", 1, 1.0, whole=False),
+        Answered(letter, "B", 1, 1.0),
+    ]
+    found = figures_of(answered, fingerprint=1, refusals=[])
+    assert found[-1]._replace(deviation=0.0) == Figure("malformed", "", 0.5, 0.0, 4)
+    assert "malformed" not in {each.metric for each in figures_of(answered[:1], fingerprint=1, refusals=[])}
+
+
+def test_where_nothing_was_asked_there_is_only_that() -> None:
+    assert figures_of([], fingerprint=5, refusals=[]) == (Figure("tasks", "", 5.0, 0.0, 1),)
+
+
 def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
     alike = fingerprint([TASK], Evaluation())
     assert alike == fingerprint([TASK], Evaluation(every=3))
-    others = [([SUM], Evaluation()), ([TASK], Evaluation(judge="exact")), ([TASK], Evaluation(most_tokens=5))]
+    others = [
+        ([TASK._replace(form="json")], Evaluation()),
+        ([SUM], Evaluation()),
+        ([TASK], Evaluation(judge="exact")),
+        ([TASK], Evaluation(most_tokens=5)),
+    ]
     assert all(fingerprint(*each) != alike for each in others)

@@ -6,7 +6,7 @@ import pytest
 
 from shared.config import Settings
 from shared.config_rollout import Gate
-from shared.evaluation_figures import KL, LENGTH, REFUSALS, SCORE, TASKS, Figure
+from shared.evaluation_figures import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from shared.experience import Evaluator
 from shared.gate import evaluator_of, judge, same_tasks
 
@@ -41,6 +41,9 @@ CHAMPION = figures(score__sums=0.8, score__words=1.0)
         ({}, {REFUSALS: 0.2}, None),
         ({}, {REFUSALS: 0.21}, "21.0% of its replies refuse, 10.0% of the champion's"),
         ({"refusals": None}, {REFUSALS: 1.0}, None),
+        ({}, {MALFORMED: 0.1}, None),
+        ({}, {MALFORMED: 0.11}, "11.0% of its replies lack the form that their task demands, 0.0% of the champion's"),
+        ({"format": None}, {MALFORMED: 1.0}, None),
         ({"kl": 0.5}, {KL: 0.5}, None),
         ({"kl": 0.5}, {KL: 0.51}, "it is 0.51 nats a token from the champion; allowed: 0.5"),
         ({}, {KL: 9.0}, None),
@@ -73,6 +76,54 @@ def test_figures_of_other_tasks_are_not_compared() -> None:
     assert same_tasks(figures(), CHAMPION)
     assert not same_tasks(figures(tasks=8.0), CHAMPION)
     assert not same_tasks((), ())
+
+
+# Held-out replies.
+
+REPLAYS = {"mode": "block", "replay": {"share": 0.1, "margin": 0.5, "slice_margin": 1.0}}
+
+
+def replay(now: float, size: float = 100.0, part: str = "") -> tuple[Figure, ...]:
+    """Beside a champion that earns 2."""
+    told = {"replay": now, "replay_champion": 2.0, "replay_size": size}
+    return tuple(Figure(metric, part, value, 0.0, 300) for metric, value in told.items())
+
+
+@pytest.mark.parametrize(
+    ("found", "complaint"),
+    [
+        (replay(1.5), None),
+        (replay(1.49), "on held-out replies it would earn 1.49, the champion 2: more than 0.5 below"),
+        (replay(0.0, size=99.9), None),
+        (replay(2.0) + replay(1.0, part="sums"), None),
+        (replay(2.0) + replay(0.9, part="sums"), "on the slice sums of held-out replies it would earn 0.9, the"),
+        (replay(2.0) + replay(0.0, size=99.9, part="sums"), None),
+    ],
+)
+def test_a_replay_decides_where_it_is_worth_enough(found: tuple[Figure, ...], complaint: str | None) -> None:
+    verdict = judge(Gate.model_validate(REPLAYS), figures() + found, figures())
+    assert verdict.passed == (complaint is None)
+    assert (complaint or "") in "".join(verdict.reasons)
+    assert judge(Gate(), figures() + found, figures()).passed  # where nothing is held out any more
+
+
+def test_what_a_replay_found_is_told_and_that_it_concludes_nothing() -> None:
+    gate = Gate.model_validate(REPLAYS)
+    enough = judge(gate, figures() + replay(2.0) + replay(1.0, part="a") + replay(1.0, 9.0, "b"), figures())
+    whole = {"replies": 300, "size": 100.0, "concluded": True, "candidate": 2.0, "champion": 2.0}
+    slices = {"a": whole | {"candidate": 1.0}}
+    assert enough.figures["replay"] == whole | {"needed": 100.0, "slices": slices}
+    assert "replay" not in enough.figures["candidate"]
+    assert enough.reason(7) == "no worse than version 7"
+    few = judge(gate, figures() + replay(0.0, 12.5), figures())
+    assert few.figures["replay"]["concluded"] is False
+    assert few.reason(7) == (
+        "nothing is known to be worse than version 7; the replay concludes nothing: 300 held-out replies are worth"
+        " 12.5 rewards, 100 are needed"
+    )
+    none = judge(gate, figures(), figures())
+    assert none.figures["replay"] == {"replies": 0, "size": 0.0, "concluded": False, "needed": 100.0}
+    assert json.loads(json.dumps(enough.figures)) == enough.figures
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,17 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
     assert why().startswith("the explorer has not taken it up yet")
 
 
+def test_figures_beside_another_champion_are_not_enough_for_a_replay(made: Ledger, options: dict[str, Any]) -> None:
+    for version in (1, 2):
+        evaluated(made, version, Evaluator.TRAINER)
+    assert "the explorer has not taken it up yet" in lines(options, "block")[0]
+    replays: Any = {"mode": "block", "replay": {"share": 0.1}}
+    assert "at the gate, until the trainer has evaluated it beside version 1" in lines(options, replays)[0]
+    figures = made.evaluation(2, Evaluator.TRAINER)
+    made.record_evaluation(2, Evaluator.TRAINER, [*figures, Figure("replay_of", "", 1.0, 0.0, 1)])
+    assert "the explorer has not taken it up yet" in lines(options, replays)[0]
+
+
 @pytest.mark.usefixtures("made")
 def test_who_only_reports_holds_up_what_an_engine_evaluates_and_nothing_else(options: dict[str, Any]) -> None:
     assert "at the gate, until the engine has evaluated it" in lines(options, "report", 2)[0]

@@ -116,6 +116,9 @@ def test_judges(judge, answer, reply, right):
         ('{"messages": "hi", "answer": "b"}', "`messages` must be a list of messages"),
         ('{"prompt": "a", "answer": "b", "slice": 3}', "`slice` must be text"),
         ('{"prompt": "a", "answer": "(", "slice": "s"}', "`answer` is no regular expression"),
+        ('{"prompt": "a", "answer": "b", "format": "("}', '`format` must be "json" or a regular expression of Python'),
+        ('{"prompt": "a", "answer": "b", "format": {"type": "json"}}', '`format` must be "json" or a regular'),
+        ('{"prompt": "a", "answer": "b", "format": ""}', '`format` must be "json" or a regular expression'),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(tmp_path, line, reason):

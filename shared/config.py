@@ -219,6 +219,7 @@ class Settings(Section):
             *self._verdicts_too_late(),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
+            *self._adapters_in_float32(),
             *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
             *self._evaluation_without_a_judge(),
         ]
@@ -311,6 +312,14 @@ class Settings(Section):
             yield (
                 f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
                 " Lower the one or raise the other"
+            )
+
+    def _adapters_in_float32(self) -> Iterator[str]:
+        rollout, on_gpus = self.explorer.rollout_model, self.cluster.gpu_per_node > 0
+        if self.mode != "train" and self.model.lora.rank and on_gpus and rollout.dtype == "float32":
+            yield (
+                "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
+                " these, or model.lora.rank: 0"
             )
 
     def _one_engine_for_two_versions(self) -> Iterator[str]:

@@ -228,6 +228,15 @@ def test_an_engine_elsewhere_is_named_by_an_absolute_url(tmp_path, url):
     assert "explorer.rollout_model.engine_urls[0]: must be an absolute URL, such as http://host:port, not " in found
 
 
+def test_adapters_on_gpus_are_served_in_half_precision(tmp_path):
+    text = "mode: serve\nmodel: {model_path: x, lora: {rank: 8}}\ncluster: {gpu_per_node: %d}\n"
+    text += "explorer: {rollout_model: {dtype: %s}}\n"
+    (found,) = mistakes(tmp_path, text % (1, "float32"))
+    assert "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only" in found
+    assert mistakes(tmp_path, text % (1, "bfloat16")) == mistakes(tmp_path, text % (0, "float32")) == []
+    assert mistakes(tmp_path, text.replace("rank: 8", "rank: 0") % (1, "float32")) == []
+
+
 def test_tool_choice_needs_a_parser(tmp_path):
     text = MODEL + "explorer: {rollout_model: {enable_auto_tool_choice: true}}\n"
     (found,) = mistakes(tmp_path, text)

@@ -95,7 +95,10 @@ class Metrics:
         for outcome in ("matched", "mismatched", "failed"):
             self.probes.labels(outcome)
         self.reload_seconds = Histogram(
-            "tuneloop_reload_seconds", "From pausing an engine to serving again", buckets=_SECONDS, registry=registry
+            "tuneloop_reload_seconds",
+            "From taking an engine out of rotation to serving again",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.rejected = Counter(
             "tuneloop_versions_rejected",

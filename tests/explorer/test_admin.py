@@ -1,12 +1,13 @@
 """The admin API: who may ask, what is told, what is decided, and what the explorer makes of it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from shared.errors import SettingsError
-from shared.ledger import Ledger
+from shared.ledger import Alarm, Ledger
 from shared.settings_file import load_settings
 from tests.doubles.engine import EngineDouble
 from tests.explorer.checkpoints import register
@@ -147,6 +148,35 @@ def test_what_cannot_be_is_refused_and_changes_nothing(explorer: RunningExplorer
     ):
         assert refusal(admin.post("/0/promote", body))[:2] == (400, code)
     assert states(explorer.ledger) == before
+
+
+def test_what_must_not_be_served_is_neither_promoted_nor_pinned(explorer: RunningExplorer) -> None:
+    admin = Admin(explorer)
+    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))  # else the explorer would take it up
+    register(explorer.ledger, explorer.settings.job_dir)
+    explorer.ledger.reject(2, "NaN in lm_head")
+    assert admin.post("/1/rollback", {"reason": "it swears"}).json()["champion"] == 0
+    before = states(explorer.ledger)
+    for version, told in ((1, "version 1 is rolled_back: it swears"), (2, "version 2 is rejected: NaN in lm_head")):
+        for decision in ("promote", "pin"):
+            assert refusal(admin.post(f"/{version}/{decision}")) == (409, "version_refused", told)
+    assert states(explorer.ledger) == before == ["champion", "rolled_back", "rejected"]
+
+
+def test_of_two_at_once_the_second_is_told_so(explorer: RunningExplorer) -> None:
+    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))
+    register(explorer.ledger, explorer.settings.job_dir)
+    asked = [("/0/promote", "ann"), ("/2/promote", "bert")]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda each: Admin(explorer).post(each[0], {"expect": 1, "by": each[1]}), asked))
+    assert sorted(each.status_code for each in answers) == [200, 409]
+    first, second = sorted(answers, key=lambda each: each.status_code)
+    champion = first.json()["champion"]
+    assert refusal(second)[1:] == (
+        "version_refused",
+        f"version {champion} is the champion, not version 1: look again, then decide",
+    )
+    assert explorer.ledger.champion().version == champion
 
 
 def test_a_pinned_version_is_not_replaced(explorer: RunningExplorer) -> None:

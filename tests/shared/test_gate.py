@@ -140,3 +140,22 @@ def test_a_fleet_evaluates_on_an_engine_one_engine_leaves_it_to_the_trainer(
 ) -> None:
     settings = Settings.model_validate({"model": {"model_path": "/m"}, "explorer": {"rollout_model": rollout}})
     assert evaluator_of(settings) is evaluator
+
+
+@pytest.mark.parametrize(
+    ("gate", "told"),
+    [
+        ("block", "gate.mode: block needs tasks to try a version on"),
+        ({"mode": "report", "replay": {"share": 0.1}}, None),
+        ({"mode": "report", "replay": {"share": 0.1}, "kl": 0.5}, "gate.kl: is measured on tasks"),
+        ({"replay": {"share": 0.1}, "kl": 0.5}, None),
+        ({"replay": {"share": 0.6}}, "less than or equal to 0.5"),
+    ],
+)
+def test_a_gate_needs_tasks_or_a_replay(gate: object, told: str | None) -> None:
+    settings = {"model": {"model_path": "/m"}, "gate": gate}
+    if told is None:
+        Settings.model_validate(settings)
+        return
+    with pytest.raises(ValueError, match=told):
+        Settings.model_validate(settings)

@@ -46,7 +46,7 @@ def made(options: dict[str, Any]) -> Iterator[Ledger]:
     ledger.close()
 
 
-def lines(options: dict[str, Any], gate: str = "off", engines: int = 1) -> list[str]:
+def lines(options: dict[str, Any], gate: str | dict[str, Any] = "off", engines: int = 1) -> list[str]:
     """What the page says of versions, but for its first line."""
     settings = with_gate(options, gate, engines)
     page = list(as_text(examine(settings), settings))
@@ -55,7 +55,7 @@ def lines(options: dict[str, Any], gate: str = "off", engines: int = 1) -> list[
     return [line.strip() for line in told[: next(number for number, line in enumerate(told) if line[0] != " ")]]
 
 
-def with_gate(options: dict[str, Any], gate: str, engines: int) -> Settings:
+def with_gate(options: dict[str, Any], gate: str | dict[str, Any], engines: int) -> Settings:
     explorer = {"rollout_model": {"engine_num": engines}}
     return Settings.model_validate(options | {"gate": gate, "explorer": explorer})
 
@@ -145,6 +145,14 @@ def test_figures_beside_another_champion_are_not_enough_for_a_replay(made: Ledge
     figures = made.evaluation(2, Evaluator.TRAINER)
     made.record_evaluation(2, Evaluator.TRAINER, [*figures, Figure("replay_of", "", 1.0, 0.0, 1)])
     assert "the explorer has not taken it up yet" in lines(options, replays)[0]
+
+
+def test_a_replay_that_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any]) -> None:
+    for version in (1, 2):
+        evaluated(made, version, Evaluator.TRAINER)
+    gate = {"mode": "block", "replay": {"share": 0.1}}
+    assert lines(options, gate)[0].endswith("the trainer has evaluated it beside version 1")
+    assert "the explorer has not taken it up yet" in lines(options, "block")[0]
 
 
 @pytest.mark.usefixtures("made")

@@ -73,8 +73,13 @@ def ledger(engine: Engine) -> Ledger:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in parallel, those of a file stay together, and so do those that share a real engine."""
+    """Where tests run in parallel, those of a file stay together, and so do those that share a real engine.
+
+    Who names a group of his own is in that one alone.
+    """
     for item in items:
+        if item.get_closest_marker("xdist_group") is not None:
+            continue  # xdist would make a third group of two
         engines = {"explorer", "bare_engine"}.intersection(getattr(item, "fixturenames", ()))
         shared = engines and "tests/loop" in str(item.path)
         item.add_marker(pytest.mark.xdist_group("engine" if shared else str(item.path)))

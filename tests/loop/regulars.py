@@ -87,7 +87,8 @@ class Regulars:
         sent, msg_id, last = time.time(), "", ""
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": [{"role": "user", "content": "once upon a time"}],
+            # Always another one: who asks the same again is answered by the engine that knows it.
+            "messages": [{"role": "user", "content": f"{sent}: once upon a time"}],
             "max_tokens": 32,
             "ignore_eos": True,
             "user": user,

@@ -12,7 +12,7 @@ from shared.schema import experiences
 from tests.loop.agent import Agent
 from tests.loop.services import Service, ledger_of, make_model, wait_for
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("two-engines")]
 
 FILES = Path(__file__).parents[1] / "fixtures" / "trinity"
 

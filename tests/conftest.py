@@ -72,6 +72,7 @@ def ledger(engine: Engine) -> Ledger:
     return Ledger(engine)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which looks at the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in parallel, those of a file stay together, and so do those that share a real engine.
 

@@ -97,8 +97,7 @@ class Examination:
             figures = await self._try(candidate, champion, judge)
         if figures is None:
             return
-        await self._gate.record(candidate.version, figures)
-        verdict = await self._gate.verdict(candidate, champion)
+        verdict = await self._gate.judged(figures, champion)
         assert verdict is not None
         reason = verdict.reason(champion.version)
         details = {"instead_of": champion.version, "passed": verdict.passed, **verdict.figures}
@@ -106,6 +105,8 @@ class Examination:
         await asyncio.to_thread(
             note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason, details=details
         )
+        # Only now: with them in the ledger the version may be rejected, or served, at once.
+        await self._gate.record(candidate.version, figures)
         seconds = round(time.monotonic() - started, 3)
         log.info("version_evaluated", version=candidate.version, passed=verdict.passed, reason=reason, seconds=seconds)
 

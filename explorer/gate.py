@@ -56,7 +56,11 @@ class Gate:
 
     async def verdict(self, candidate: Version, champion: Version) -> Verdict | None:
         """What comes of the figures of both; None as long as some are not there."""
-        new, old = await self.figures(candidate.version), await self.figures(champion.version)
+        return await self.judged(await self.figures(candidate.version), champion)
+
+    async def judged(self, new: tuple[Figure, ...], champion: Version) -> Verdict | None:
+        """What comes of a candidate's figures and the champion's; None as long as some are not there."""
+        old = await self.figures(champion.version)
         beside = not self._options.replays or is_beside(new, champion.version)
         return judge(self._options, new, old) if new and old and beside else None
 

@@ -65,6 +65,8 @@ def test_a_candidate_that_answers_wrongly_is_rejected_and_never_answers_a_client
         (evaluated,) = events(explorer, 1)
         assert (evaluated.actor, evaluated.details["passed"], evaluated.details["instead_of"]) == ("explorer", False, 0)
         assert evaluated.details["candidate"]["score/sums"] == 0.0
+        actions = [str(each.action) for each in explorer.ledger.version_events(1)]
+        assert actions == ["published", "evaluated", "rejected"]
         (rejected,) = [each for each in explorer.ledger.version_events(1) if each.action is VersionAction.REJECTED]
         assert rejected.details["champion"]["score"] == 1.0
         assert explorer.metrics()["tuneloop_versions_rejected_total"] == 1

@@ -177,8 +177,7 @@ async def _open_engine(settings: Settings, number: int, address: Address, stack:
     rollout = settings.explorer.rollout_model
     session = vllm_api.open_session(url=address.url, socket=address.socket, key=rollout.engine_key)
     await stack.enter_async_context(session)
-    tolerance = vllm_api.TOLERANCE[rollout.dtype]
-    control = control_of(settings, session, tolerance=tolerance)
+    control = control_of(settings, session, tolerance=vllm_api.tolerance(settings))
     http = EngineHttp(url=address.url, socket=address.socket, key=rollout.engine_key)
     stack.push_async_callback(http.close)
     return Engine(number, http, control)

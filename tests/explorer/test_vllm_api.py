@@ -1,9 +1,9 @@
-"""Which GPUs an engine gets."""
+"""Which GPUs an engine gets, and how exact it is there."""
 
 import pytest
 
 from explorer import engine_http
-from explorer.vllm_api import environment
+from explorer.vllm_api import environment, tolerance
 from shared.config import Settings
 from shared.errors import EnvironmentRefused
 
@@ -37,3 +37,19 @@ def test_too_few_gpus_are_refused(monkeypatch, given):
 
 def test_engines_keep_idle_connections_longer_than_we_do() -> None:
     assert int(environment(SETTINGS, 0)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > engine_http.KEEP_S
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpus", "allowed"),
+    [("float32", 0, 0.001), ("float32", 1, 0.01), ("bfloat16", 1, 0.1), ("bfloat16", 0, 0.1)],
+)
+def test_what_may_differ_from_the_trainer_is_what_the_machine_s_numbers_make(
+    dtype: str, gpus: int, allowed: float
+) -> None:
+    values = {
+        "mode": "serve",
+        "model": {"model_path": "m"},
+        "cluster": {"gpu_per_node": gpus},
+        "explorer": {"rollout_model": {"dtype": dtype}},
+    }
+    assert tolerance(Settings.model_validate(values)) == allowed

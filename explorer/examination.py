@@ -4,7 +4,6 @@ The champion is asked on an engine that answers clients, a few questions at a ti
 """
 
 import asyncio
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,7 @@ class Examination:
         self._reloader = reloader
         self._gate = reloader.gate
         self._asking = Asking(settings, self._gate.tasks)
-        self._refusals = [re.compile(each, re.IGNORECASE) for each in settings.monitor.drift.refusal_patterns]
+        self._refusals = settings.monitor.drift.refusals_found
         self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation)
         self._again_s = again_s
         self._not_before: dict[int, float] = {}

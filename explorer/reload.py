@@ -287,6 +287,8 @@ class Reloader(Swaps):
             for engine in self._fleet.engines:
                 if engine.state is not EngineState.READY or engine.version == candidate.version:
                     continue
+                if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
+                    return
                 if self._may_leave(engine):
                     await self._swap(engine, candidate, probe, back_to=champion, drain=self._drain_first)
         except (CheckpointRejected, EngineError) as error:

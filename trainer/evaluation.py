@@ -3,7 +3,6 @@
 Greedy, so the same weights get the same score. Dimension suffixes are explained in trainer/batch.py.
 """
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ class HeldOut:
         self._settings = settings
         with judging(settings):  # What is refused is so now.
             pass
-        self._refusals = [re.compile(each, re.IGNORECASE) for each in settings.monitor.drift.refusal_patterns]
+        self._refusals = settings.monitor.drift.refusals_found
         #: Which tasks these are, and how they are judged.
         self.fingerprint = fingerprint(tasks, self._options)
         longest = settings.model.max_model_len

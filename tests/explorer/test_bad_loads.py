@@ -8,8 +8,9 @@ from structlog.testing import capture_logs
 from explorer.fleet import EngineState
 from shared.experience import VersionAction, VersionState
 from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually
-from tests.explorer.test_reload import actor, candidate, model, rejected, until, until_ready, version
+from tests.explorer.test_reload import actor, all_ready, candidate, model, rejected, until, until_ready, version
 
 
 class Vanishing(set[str]):
@@ -75,3 +76,18 @@ def test_a_damaged_version_is_not_gone_back_to(explorer: RunningExplorer, double
     weights.write_bytes(whole)
     eventually(lambda: explorer.version() == 1)
     assert double.weights == actor(explorer, 1)
+
+
+def test_what_is_rejected_meanwhile_gets_no_further_engine(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    explorer = all_ready(running_explorer, doubles)
+    for each in doubles:
+        each.weights = model(explorer)
+    doubles[0].load_s = 1.0
+    candidate(explorer)
+    eventually(lambda: doubles[0].loading == 1)
+    explorer.ledger.reject(1, "an administrator says so")
+    eventually(lambda: doubles[0].posts.count("/collective_rpc") == 2)
+    until_ready(explorer, 2)
+    assert [each.weights for each in doubles] == [model(explorer)] * 2
+    assert "/collective_rpc" not in doubles[1].posts
+    assert explorer.version() == 0

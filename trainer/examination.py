@@ -80,11 +80,12 @@ class Examination:
                 found = (*found, self._held_out.distance(learner.actor, actor))
             if gate.replays:
                 found = (*found, *self._replayed(learner.actor, actor, champion.version))
-        self._record(version, found)
         verdict = judge(gate, found, before)
         details = {"instead_of": champion.version, "passed": verdict.passed, **verdict.figures}
         reason = verdict.reason(champion.version)
         self._ledger.note_version(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
+        # Only now: with them in the ledger the version may be rejected, or served, at once.
+        self._record(version, found)
         seconds = round(time.perf_counter() - started, 3)
         _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
 

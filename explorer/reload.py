@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -108,6 +108,12 @@ class Swaps:
             await self._fleet.set(engine, EngineState.DOWN)
         else:
             await self._fleet.set(engine, EngineState.READY)
+
+    def _without(self, version: Version) -> Iterator[Engine]:
+        """The engines that are ready with another version, when it is their turn."""
+        for engine in self._fleet.engines:
+            if engine.state is EngineState.READY and engine.version != version.version:
+                yield engine
 
     def _may_leave(self, engine: Engine) -> bool:
         """Whether an engine may leave the rotation: not if too few others would answer, where there are so many."""
@@ -284,9 +290,7 @@ class Reloader(Swaps):
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
             probe = await verified(candidate, self._base)
-            for engine in self._fleet.engines:
-                if engine.state is not EngineState.READY or engine.version == candidate.version:
-                    continue
+            for engine in self._without(candidate):
                 if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
                     return
                 if self._may_leave(engine):

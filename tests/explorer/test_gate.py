@@ -105,7 +105,7 @@ def test_the_distance_is_measured_on_what_the_champion_says(tmp_path: Path, doub
     with explorer_running(gated(tmp_path, doubles, kl=1e-9, margin=1, slice_margin=1)) as explorer:
         until_ready(explorer, 2)
         register(explorer.ledger, explorer.settings.job_dir)
-        eventually(lambda: bool(events(explorer, 1)))
+        eventually(lambda: bool(explorer.ledger.evaluation(1, Evaluator.ENGINE)))
         found = explorer.ledger.evaluation(1, Evaluator.ENGINE)
         (distance,) = [each for each in found if each.metric == "kl"]
         assert distance.samples == len(TASKS)

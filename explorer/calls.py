@@ -105,7 +105,7 @@ class Calls:
         ignored = tuple(param for param in self._unsafe if asked.get(param) is not None)
         choices = dialect.choices(asked)
         msg_id = self._mint.mint(TENANT, choices, dialect.prefix)
-        if sampling.drop_reason is None and held_out(_key(labels, msg_id), self._held_out):
+        if self._held_out and sampling.drop_reason is None and held_out(_key(labels, msg_id), self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
         upstream = self._verbatim(dialect, asked, msg_id, ignored)

@@ -99,7 +99,7 @@ class Examination:
         verdict = await self._gate.judged(figures, champion)
         assert verdict is not None
         reason = verdict.reason(champion.version)
-        details = {"instead_of": champion.version, "passed": verdict.passed, **verdict.figures}
+        details = verdict.details(champion.version)
         note = self._ledger.note_version
         await asyncio.to_thread(
             note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason, details=details

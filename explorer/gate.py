@@ -7,7 +7,7 @@ import structlog
 
 from explorer.metrics import Metrics
 from shared.config import Settings
-from shared.evaluation_figures import TASKS, Figure
+from shared.evaluation_figures import Figure, if_of
 from shared.evaluation_tasks import fingerprint, judge_of, tasks_of
 from shared.experience import Evaluator, VersionAction
 from shared.gate import Verdict, evaluator_of, judge
@@ -67,8 +67,7 @@ class Gate:
     async def figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
         found = await asyncio.to_thread(self._ledger.evaluation, version, self._evaluator)
-        asked = next((each.value for each in found if each.metric == TASKS), None)
-        return found if asked == self._fingerprint else ()
+        return if_of(found, self._fingerprint)
 
     async def record(self, version: int, figures: tuple[Figure, ...]) -> None:
         """Keep the figures of a version."""

@@ -42,6 +42,12 @@ class Answered(NamedTuple):
     whole: bool = True
 
 
+def if_of(figures: tuple[Figure, ...], fingerprint: int) -> tuple[Figure, ...]:
+    """The figures if they are of the tasks with that fingerprint, else none."""
+    asked = next((each.value for each in figures if each.metric == TASKS), None)
+    return figures if asked == fingerprint else ()
+
+
 def figures_of(
     answered: Sequence[Answered], *, fingerprint: int, refusals: Iterable[re.Pattern[str]]
 ) -> tuple[Figure, ...]:

@@ -25,6 +25,10 @@ class Verdict(NamedTuple):
     reasons: tuple[str, ...]
     figures: dict[str, Any]
 
+    def details(self, champion: int) -> dict[str, Any]:
+        """What an evaluation's event says of it, beside that champion."""
+        return {"instead_of": champion, "passed": self.passed, **self.figures}
+
     def reason(self, champion: int) -> str:
         """Why it passed, or did not, beside that champion."""
         if self.reasons:

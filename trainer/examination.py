@@ -12,7 +12,7 @@ import torch
 from shared.checkpoint import ACTOR
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, NotEvaluated
-from shared.evaluation_figures import KL, TASKS, Figure, figures_of
+from shared.evaluation_figures import KL, Figure, figures_of, if_of
 from shared.evaluation_tasks import fingerprint, tasks_of
 from shared.experience import Evaluator, VersionAction
 from shared.gate import evaluator_of, judge
@@ -81,7 +81,7 @@ class Examination:
             if gate.replays:
                 found = (*found, *self._replayed(learner.actor, actor, champion.version))
         verdict = judge(gate, found, before)
-        details = {"instead_of": champion.version, "passed": verdict.passed, **verdict.figures}
+        details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
         self._ledger.note_version(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
         # Only now: with them in the ledger the version may be rejected, or served, at once.
@@ -104,9 +104,7 @@ class Examination:
 
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
-        found = self._ledger.evaluation(version, Evaluator.TRAINER)
-        asked = next((each.value for each in found if each.metric == TASKS), None)
-        return found if asked == self._fingerprint else ()
+        return if_of(self._ledger.evaluation(version, Evaluator.TRAINER), self._fingerprint)
 
     def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
         self._ledger.record_evaluation(version, Evaluator.TRAINER, figures)

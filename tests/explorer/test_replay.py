@@ -124,7 +124,7 @@ def tried(settings: Settings, rewards: Rows, *, until_it_is: VersionState, **but
         held(explorer.ledger, settings, rewards, **but)
         register(explorer.ledger, settings.job_dir)
         until(explorer, 1, until_it_is)
-        eventually(lambda: bool(events(explorer, 1)))  # Whoever decides may be first to read the figures.
+        eventually(lambda: bool(events(explorer, 1)))
         (event,) = events(explorer, 1)
         return event, list(explorer.ledger.evaluation(1, Evaluator.ENGINE))
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import httpx
 
@@ -47,28 +47,42 @@ class Book:
     judgements: dict[str, Judgement] = field(default_factory=dict)
 
 
-class Crowd:
-    """Clients in a thread of their own, one question after the other in each lane.
+class Load:
+    """What asks in a thread of its own, from the beginning of a block to its end.
+
+    What `_run` raises is raised at the end; it is to end when `_stop` is set.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Self:
+        self._work = self._thread.submit(lambda: asyncio.run(self._run()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let everybody finish what he has begun."""
+        self._stop.set()
+        self._thread.shutdown()
+        self._work.result()
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Crowd(Load):
+    """Clients, one question after the other in each lane.
 
     A lane asks a few questions, gives feedback on most of them, some of it twice at once, corrects some of it, commits,
     and corrects some again. It commits only what is its own. What fails is tried again until it succeeds.
     """
 
     def __init__(self, url: str, *, lanes: int, seed: int) -> None:
+        super().__init__(url)
         self.book = Book()
-        self._url, self._lanes, self._seed = url, lanes, seed
-        self._stop = threading.Event()
-        self._thread = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> "Crowd":
-        self._work = self._thread.submit(lambda: asyncio.run(self._run()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let every lane finish its round; raises what made one give up."""
-        self._stop.set()
-        self._thread.shutdown()
-        self._work.result()
+        self._lanes, self._seed = lanes, seed
 
     @property
     def gave_up(self) -> bool:

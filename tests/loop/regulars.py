@@ -3,12 +3,12 @@
 import asyncio
 import itertools
 import random
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import httpx
+
+from tests.loop.crowd import Load
 
 USERS = [f"user-{number}" for number in range(40)]
 
@@ -35,29 +35,18 @@ class Failure(NamedTuple):
     what: str
 
 
-class Regulars:
-    """The users, in a thread of their own, a few of them at a time; every other reply is streamed.
+class Regulars(Load):
+    """The users, a few of them at a time; every other reply is streamed.
 
     `worth` is what they reward each version with, or a little more or less; others get no feedback.
     """
 
     def __init__(self, url: str, model: str) -> None:
+        super().__init__(url)
         self.answers: list[Answer] = []
         self.failures: list[Failure] = []
         self.worth: dict[int, float] = {}
-        self._url, self._model = url, model
-        self._stop = threading.Event()
-        self._thread = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> "Regulars":
-        self._work = self._thread.submit(lambda: asyncio.run(self._run()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let every user get his reply."""
-        self._stop.set()
-        self._thread.shutdown()
-        self._work.result()
+        self._model = model
 
     def since(self, then: float) -> list[Answer]:
         """What was answered to requests that were sent since then."""

@@ -14,6 +14,7 @@ def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twic
     report = run(tmp_path, kills=10, exchanges=200, postgres=postgres)
     assert report.verdict.spotless, report
     assert len(report.kills) == (5 if postgres else 3)
+    assert report.exchanges >= 200
     assert report.sent_twice
     assert report.corrected
     assert report.versions

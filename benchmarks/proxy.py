@@ -13,7 +13,7 @@ Each is the median over the rounds, in which the systems take turns. All of them
 environment of its own, which is made below the work folder when it is first needed; nginx is taken from the system
 (Debian's package nginx-light). The peer's runs in this environment, for its torch.
 
-    … --systems "tuneloop, SQLite" --workers 1 2 4       how it grows with its workers
+    … --systems "tuneloop, SQLite" --workers 1 2 4 --loads 2   how it grows with its workers
     … --systems "tuneloop, SQLite, fsync" --soak 30      per minute: latency and RSS at 70 % of the most it can do
     … --systems "tuneloop, SQLite, fsync" --requests 1000000        RSS over a million requests
 """
@@ -47,7 +47,9 @@ def main() -> int:
         if any(name in kind.name for name in options.systems) or (kind.name == "direct" and not long)
     ]
     kinds = _with_workers(kinds, options.workers)
-    plan = Plan(seconds=options.seconds, connections=options.connections, chunks_per_s=options.chunks)
+    plan = Plan(
+        seconds=options.seconds, connections=options.connections, loads=options.loads, chunks_per_s=options.chunks
+    )
     with ExitStack() as stack:
         subjects = _started(kinds, options, plan, stack)
         warm_up(subjects)
@@ -95,6 +97,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
     parser.add_argument("--connections", type=int, default=32, help="of the closed loop")
+    parser.add_argument("--loads", type=int, default=1, help="processes of the closed loop and of the upstream")
     parser.add_argument("--chunks", type=float, default=5000.0, help="asked per second of all streams")
     parser.add_argument("--captured", action="store_true", help="token ids and log-probabilities for all, asked or not")
     parser.add_argument("--workers", nargs="+", type=int, default=[1], help="measure ours with each of these numbers")
@@ -114,7 +117,7 @@ def _started(kinds: list[Kind], options: argparse.Namespace, plan: Plan, stack: 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="proxy-", dir=options.work)))
     built(folder, captured=options.captured)
     log = folder / "replay.log"
-    pid = stack.enter_context(running([folder / "replay", folder, str(_PORT), str(plan.pace)], log))
+    pid = stack.enter_context(running([folder / "replay", folder, str(_PORT), str(plan.pace), str(plan.loads)], log))
     upstream = f"http://127.0.0.1:{_PORT}"
     wait_until_ready(f"{upstream}/health", pid, log)
     server = stack.enter_context(postgres_server()) if any(kind.postgres for kind in kinds) else None

@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,14 @@ def load(folder: Path, port: int, body: Path, path: str, arguments: Sequence[obj
     """Run the load to its end; what it says then."""
     lines = list(reports(folder, port, body, path, arguments))
     return lines[-1]
+
+
+def loads(count: int, *load_of: Any) -> dict[str, Any]:
+    """Run so many loads at once; what they counted in all, without times of requests."""
+    with ThreadPoolExecutor(count) as pool:
+        said = list(pool.map(lambda _: load(*load_of), range(count)))
+    counted = {name: sum(each[name] for each in said) for name in ("requests", "failed", "events", "ended")}
+    return counted | {"seconds": max(each["seconds"] for each in said)}
 
 
 def reports(folder: Path, port: int, body: Path, path: str, arguments: Sequence[object]) -> Iterator[dict[str, Any]]:

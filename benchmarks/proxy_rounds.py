@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.proxy_load import LONG, SHORT, cpu_s, load, request_body, rss_mb
+from benchmarks.proxy_load import LONG, SHORT, cpu_s, load, loads, request_body, rss_mb
 from benchmarks.proxy_systems import System
 
 _LOOK_S = 0.25
@@ -21,6 +21,8 @@ class Plan:
     #: Of each closed loop, and of the requests that come one at a time.
     seconds: float = 3.0
     connections: int = 32
+    #: Processes that make the closed loops' requests, and as many that answer them upstream.
+    loads: int = 1
     wait_us: int = 5000
     streams: int = 32
     chunks_per_s: float = 5000.0
@@ -52,11 +54,12 @@ class Subject:
         """The median of the readings; None without any."""
         return median(self.seen[name]) if name in self.seen else None
 
-    def ask(self, tokens: int, arguments: list[object], *, stream: bool = False) -> dict[str, Any]:
-        """Load it once."""
+    def ask(self, tokens: int, arguments: list[object], *, stream: bool = False, at_once: int = 1) -> dict[str, Any]:
+        """Load it once, from so many processes at once."""
         system = self.system
         body = request_body(self.folder, model=system.model, tokens=tokens, stream=stream)
-        said = load(self.folder, system.port, body, system.path, arguments)
+        whole = (self.folder, system.port, body, system.path, arguments)
+        said = load(*whole) if at_once == 1 else loads(at_once, *whole)
         self.answered += said["requests"]
         self.failed += said["failed"]
         if stream and said["ended"] != said["requests"]:
@@ -114,11 +117,17 @@ def _cpu(subject: Subject) -> tuple[float, float]:
 
 
 def _measured(
-    subject: Subject, rates: tuple[float, float], tokens: int, arguments: list[object], *, stream: bool = False
+    subject: Subject,
+    rates: tuple[float, float],
+    tokens: int,
+    arguments: list[object],
+    *,
+    stream: bool = False,
+    at_once: int = 1,
 ) -> tuple[dict[str, Any], float, float]:
     """What the load said, and the CPU seconds that it cost the proxy and its database, beyond those of idleness."""
     before, started = _cpu(subject), time.monotonic()
-    said = subject.ask(tokens, arguments, stream=stream)
+    said = subject.ask(tokens, arguments, stream=stream, at_once=at_once)
     drain(subject, sum(rates))
     after, seconds = _cpu(subject), time.monotonic() - started
     ours, database = (b - a - rate * seconds for a, b, rate in zip(before, after, rates, strict=True))
@@ -126,8 +135,9 @@ def _measured(
 
 
 def _closed_loops(subject: Subject, plan: Plan, rates: tuple[float, float]) -> None:
+    arguments: list[object] = ["-s", plan.seconds, "-c", plan.connections // plan.loads]
     for tokens in (SHORT, LONG):
-        said, ours, database = _measured(subject, rates, tokens, ["-s", plan.seconds, "-c", plan.connections])
+        said, ours, database = _measured(subject, rates, tokens, arguments, at_once=plan.loads)
         subject.note(f"rps_{tokens}", said["requests"] / said["seconds"])
         subject.note(f"cpu_{tokens}", 1e6 * ours / said["requests"])
         subject.note(f"database_{tokens}", 1e6 * database / said["requests"])

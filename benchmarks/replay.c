@@ -1,12 +1,12 @@
 // The upstream of the proxies' benchmark: answers chat completions with recorded bytes of vLLM, at next to no cost.
 //
 //     cc -O2 -o replay benchmarks/replay.c
-//     replay FOLDER PORT [CHUNKS_PER_SECOND [SOCKET]]
+//     replay FOLDER PORT [CHUNKS_PER_SECOND [PROCESSES [SOCKET]]]
 //
 // FOLDER holds {whole,stream}_{plain,captured}_{64,512}, in which "chatcmpl-recorded" stands for the reply's id. A request
 // that asks for log-probabilities or token ids gets the captured one; max_tokens above 64 gets 512 tokens. Streams are
 // sent as uvicorn sends them, each event a chunk and a write of its own, so many a second to each stream (0: at once).
-// GET /health and /v1/models are answered too, and a completion with what says that log-probabilities are processed.
+// So many processes share the port. GET /health and /v1/models are answered too, and a completion with what says that log-probabilities are processed.
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <errno.h>
@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -347,6 +348,7 @@ static int64_t send_due(void) {
 static int listen_on(struct sockaddr *address, socklen_t size) {
     int fd = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), on = 1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (address->sa_family == AF_INET) setsockopt(fd, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on);
     if (bind(fd, address, size) || listen(fd, 1024)) die("listen");
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
     event.data.u64 = (uint64_t)fd << 1 | 1;  // pointers are even
@@ -356,20 +358,26 @@ static int listen_on(struct sockaddr *address, socklen_t size) {
 
 int main(int count, char **words) {
     if (count < 3) {
-        fprintf(stderr, "usage: %s FOLDER PORT [CHUNKS_PER_SECOND [SOCKET]]\n", words[0]);
+        fprintf(stderr, "usage: %s FOLDER PORT [CHUNKS_PER_SECOND [PROCESSES [SOCKET]]]\n", words[0]);
         return 2;
     }
     for (int which = 0; which < 8; which++) load_tape(words[1], which >> 2, which >> 1 & 1, which & 1);
     double per_s = count > 3 ? atof(words[3]) : 0;
     interval = per_s > 0 ? 1e9 / per_s : 0;
+    int alone = 1;
+    for (int others = count > 4 ? atoi(words[4]) - 1 : 0; others > 0 && alone; others--)
+        if (!fork()) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            alone = 0;
+        }
     poller = epoll_create1(EPOLL_CLOEXEC);
     struct sockaddr_in port = {.sin_family = AF_INET, .sin_port = htons(atoi(words[2]))};
     port.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     listen_on((struct sockaddr *)&port, sizeof port);
-    if (count > 4) {
+    if (alone && count > 5) {
         struct sockaddr_un local = {.sun_family = AF_UNIX};
-        strncpy(local.sun_path, words[4], sizeof local.sun_path - 1);
-        unlink(words[4]);
+        strncpy(local.sun_path, words[5], sizeof local.sun_path - 1);
+        unlink(words[5]);
         listen_on((struct sockaddr *)&local, sizeof local);
     }
     struct epoll_event events[256];

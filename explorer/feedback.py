@@ -25,7 +25,7 @@ MAX_BODY_BYTES = 8 << 20
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
 
 _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
-_COMMIT_PATIENCE_S = 5.0  # the clients of Trinity give up after ten
+_COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
 
 
 class FeedbackDesk:
@@ -68,7 +68,9 @@ class FeedbackDesk:
         task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
         until = moment(body, "time_threshold")
         if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
-            raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: commit again later")
+            raise LedgerUnavailable(
+                "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+            )
         committed = await asyncio.to_thread(self._ledger.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
         return {"status": "success", "committed": committed}
 

@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks.learning ours ppo grpo --seeds 0 1 2
     .venv/bin/python -m benchmarks.learning ours ppo --flip 0.2 | --offset 1 | --coin | --late 8
     .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
-    .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2
+    .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--gpu]
     .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
     .venv/bin/python -m benchmarks.learning all --out FOLDER --trl FOLDER/bin/python
     .venv/bin/python -m benchmarks.learning report --out FOLDER [--curves docs/methods]
@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks.learning_plan import BUDGET, TRL_OFFLINE, Wanted, everything
 from benchmarks.learning_report import draw, tables
-from examples.tasks.start import TASKS, start
+from examples.tasks.methods import METHODS
+from examples.tasks.start import TASKS, start, teacher
 
 
 def main() -> int:
@@ -74,6 +75,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--coin", action="store_true", help="rewards are tossed")
     parser.add_argument("--late", type=int, default=0, help="steps between sampling and learning; `ours` only")
     parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
+    parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; `loop` only")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
     parser.add_argument("--out", type=Path, default=Path("learning"))
     parser.add_argument("--trl", type=Path, help="python of the environment that TRL is in")
@@ -95,11 +97,14 @@ def _wanted(options: argparse.Namespace) -> Iterator[Wanted]:
                 coin=options.coin,
                 late=options.late,
                 offline=options.offline,
+                gpu=options.gpu,
                 changes=tuple(options.set),
             )
 
 
 def _run(wanted: Wanted, out: Path, trl: Path | None) -> dict[str, Any]:
+    if wanted.place != "trl" and METHODS[wanted.method].taught:
+        teacher(out, wanted.task, wanted.seed)
     if wanted.place == "loop":
         return _loop(wanted, out)
     # Torch takes seconds.
@@ -132,7 +137,8 @@ def _loop(wanted: Wanted, out: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         command = [sys.executable, "-m", "examples.tasks", wanted.task, "--method", wanted.method]
         command += ["--seed", wanted.seed, "--samples", wanted.samples, "--start", out, "--dir", folder]
-        command += ["--flip", wanted.flip, "--offset", wanted.offset, *(["--coin"] if wanted.coin else [])]
+        command += ["--flip", wanted.flip, "--offset", wanted.offset]
+        command += [f"--{mark}" for mark in ("coin", "gpu") if getattr(wanted, mark)]
         command += ["--set", *wanted.changes]
         _said(command)
         found = json.loads((Path(folder) / "summary.json").read_text())

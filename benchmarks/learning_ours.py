@@ -22,11 +22,13 @@ from benchmarks.learning_plan import Wanted
 from benchmarks.learning_play import Player, Run
 from examples.tasks.dialogue import Task, forever, written
 from examples.tasks.methods import BATCH, GROUP, METHODS
+from examples.tasks.start import teacher_of
 from shared.config import Settings
 from shared.experience import Sample
 from trainer import snapshot
 from trainer.learner import Learner
 from trainer.selection import select
+from trainer.teacher import LocalTeacher
 
 
 def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:
@@ -34,7 +36,8 @@ def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:
     changes = list(wanted.changes)
     if wanted.offline and wanted.method == "sft":  # Nobody has written anything better.
         changes.append("sft.targets=replies")
-    method = METHODS[wanted.method].settings(task.name, changes)
+    taught_by = teacher_of(start.parent.parent, task.name, wanted.seed).absolute()
+    method = METHODS[wanted.method].settings(task.name, changes, teacher=taught_by)
     return Settings.model_validate(
         {
             "mode": "train",
@@ -54,6 +57,8 @@ def learn(wanted: Wanted, task: Task, start: Path, replies: Path | None = None) 
     torch.set_num_threads(1)
     settings = settings_of(wanted, task, start)
     learner = snapshot.load(settings, None)
+    if taught_by := settings.algorithm.distill.teacher_path:
+        learner.teacher = LocalTeacher(settings, taught_by)
     words = AutoTokenizer.from_pretrained(start)
     before = _measured(task, learner, words, wanted.seed)
     cpu, wall = time.process_time(), time.monotonic()

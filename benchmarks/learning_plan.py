@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from examples.tasks.methods import LEARNING_RATES_OF_TRL, REINFORCEMENT
+from examples.tasks.methods import LEARNING_RATES_OF_TRL, METHODS, REINFORCEMENT
 
 #: `ours`: our trainer in one process; `loop`: both services with vLLM; `trl`: TRL's trainer of the method's name.
 Place = Literal["ours", "loop", "trl"]
@@ -20,8 +20,8 @@ class Wanted:
     """One run. `samples` counts replies, runs of a task in the loop.
 
     `flip`: the share of rewards that say the opposite; `offset`: added to each; `coin`: rewards are tossed; `late`:
-    steps between sampling and learning; `offline`: learn from replies of the start weights alone; `changes`: settings
-    of `algorithm` over the method's own, as NAME=VALUE.
+    steps between sampling and learning; `offline`: learn from replies of the start weights alone; `gpu`: the loop's
+    vLLM is on a GPU; `changes`: settings of `algorithm` over the method's own, as NAME=VALUE.
     """
 
     place: Place
@@ -34,6 +34,7 @@ class Wanted:
     coin: bool = False
     late: int = 0
     offline: bool = False
+    gpu: bool = False
     changes: tuple[str, ...] = ()
 
     @property
@@ -41,7 +42,7 @@ class Wanted:
         """What seeds have in common."""
         marks = {"flip": self.flip, "offset": self.offset, "late": self.late}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
-        said += [mark for mark in ("coin", "offline") if getattr(self, mark)]
+        said += [mark for mark in ("coin", "offline", "gpu") if getattr(self, mark)]
         return "-".join([self.place, self.task, self.method, *said, *self.changes, str(self.samples)])
 
     @property
@@ -61,7 +62,7 @@ def everything() -> Iterator[Wanted]:
 
 
 def _in_process(seed: int) -> Iterator[Wanted]:
-    for method in (*REINFORCEMENT, "dpo", "kto", "raft", "sft"):
+    for method in METHODS:
         yield Wanted(place="ours", method=method, seed=seed)
     for method in ROBUST:
         yield Wanted(place="ours", method=method, seed=seed, flip=0.2)
@@ -85,7 +86,7 @@ def _beside_trl(seed: int) -> Iterator[Wanted]:
 
 
 def _through_the_loop(seed: int) -> Iterator[Wanted]:
-    for method in (*REINFORCEMENT, "dpo", "kto", "raft", "sft"):
+    for method in METHODS:
         yield Wanted(place="loop", method=method, seed=seed, samples=2 * BUDGET)
     for method in ("ppo", "reinforce"):
         yield Wanted(place="loop", method=method, seed=seed, flip=0.2)

@@ -85,7 +85,11 @@ class Client:
             await self._post("/commit", {})
 
     async def _post(self, path: str, body: dict[str, object]) -> None:
-        (await self._http.post(path, json=body)).raise_for_status()
+        answer = await self._http.post(path, json=body)
+        if answer.is_error:
+            raise httpx.HTTPStatusError(
+                f"{path}: {answer.status_code} {answer.text}", request=answer.request, response=answer
+            )
 
 
 class Agent(Client):

@@ -17,13 +17,21 @@ IGNORED = -100
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, seed: int, on_step: Callable[[int, int], None]
+    model: Qwen3ForCausalLM,
+    words: PreTrainedTokenizerFast,
+    seed: int,
+    on_step: Callable[[int, int], None],
+    *,
+    slips: bool = True,
 ) -> float:
-    """Train `model` and return its chance of a right answer. `on_step(done, of)` is told of progress."""
+    """Train `model` and return its chance of a right answer. `on_step(done, of)` is told of progress.
+
+    Without `slips` it sees right answers only.
+    """
     torch.set_num_threads(1)  # a matrix of this size gains nothing by a second one
     chance = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, fused=True)
-    steps, share = CLEAN_STEPS + MOST_NOISY_STEPS, 1.0
+    steps, share = CLEAN_STEPS + (MOST_NOISY_STEPS if slips else 0), 1.0
     for step in range(steps):
         noisy = step >= CLEAN_STEPS
         optimizer.param_groups[0]["lr"] = _lr(step)
@@ -35,7 +43,7 @@ def warm_up(
         on_step(step + 1, steps)
         if noisy and (share := share_right(model, words)) <= GOAL:
             break
-    return share
+    return share if slips else share_right(model, words)
 
 
 def share_right(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> float:

@@ -26,7 +26,7 @@ from examples.sums.summary import Summary
 from examples.sums.view import view_on
 from examples.tasks.drive import Agent, Rater
 from examples.tasks.methods import BATCH, METHODS, Method
-from examples.tasks.start import TASKS, start
+from examples.tasks.start import TASKS, start, teacher, teacher_of
 from shared.config import Settings
 
 
@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with folder.start_afresh(), view_on(console) as view:
             view.phase("warming the model up until it is 30 % right")
             shutil.copytree(start(options.start, options.task, options.seed), folder.model)
+            if METHODS[options.method].taught:
+                view.phase("warming its teacher up")
+                teacher(options.start, options.task, options.seed)
             settings = folder.write_settings(seed=options.seed, changes=changes(options))
             logs = {name: folder.log(name) for name in ("explorer", "trainer")}
             agent = agent_of(options, settings)
@@ -72,6 +75,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--flip", type=float, default=0.0, help="share of rewards that say the opposite")
     parser.add_argument("--offset", type=float, default=0.0, help="added to each reward")
     parser.add_argument("--coin", action="store_true", help="rewards are tossed: the control, which must not learn")
+    parser.add_argument("--gpu", action="store_true", help="vLLM on the first GPU of CUDA_VISIBLE_DEVICES, or of all")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
     parser.add_argument("--start", type=Path, default=Path("tasks-start"), help="where start models are kept")
     parser.add_argument("--dir", type=Path, default=Path("tasks-run"), help="where everything else goes")
@@ -96,12 +100,16 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
     """What differs from the demo's settings."""
     method: Method = METHODS[options.method]
     task = TASKS[options.task]
-    settings = method.settings(task.name, options.set)
+    taught_by = teacher_of(options.start, task.name, options.seed).absolute()
+    settings = method.settings(task.name, options.set, teacher=taught_by)
     tools = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"} if task.tools else {}
+    # Many such models share a GPU.
+    place = {"gpu_memory_utilization": 0.05, "single_process": False} if options.gpu else {}
     return {
         "name": task.name,
         "model": {"served_model_name": task.name, "max_model_len": 512 if task.tools else 128},
-        "explorer": {"rollout_model": tools},
+        "cluster": {"gpu_per_node": int(options.gpu)},
+        "explorer": {"rollout_model": {**tools, **place}},
         "algorithm": settings["algorithm"],
         "buffer": {**settings["buffer"], "group_timeout": 10.0},
     }

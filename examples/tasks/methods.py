@@ -4,6 +4,7 @@ One place for the examples and the benchmark. The learning rates are those of a 
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -16,15 +17,18 @@ Feedback = Literal["reward", "preference", "demonstration"]
 
 
 class Method(NamedTuple):
-    """`runs` is how many runs a question gets; `feedback` what is said of a reply."""
+    """`runs` is how many runs a question gets; `feedback` what is said of a reply; `taught`: it wants a teacher."""
 
     algorithm: dict[str, Any]
     runs: int = 1
     feedback: Feedback = "reward"
+    taught: bool = False
 
-    def settings(self, task: str, changes: Sequence[str] = ()) -> dict[str, Any]:
+    def settings(self, task: str, changes: Sequence[str] = (), *, teacher: Path | None = None) -> dict[str, Any]:
         """The sections `algorithm` and `buffer` of the settings file; `changes` are NAME=VALUE, over `algorithm`."""
         algorithm = _over(_over(_COMMON, self.algorithm), nested(changes))
+        if self.taught:
+            algorithm = _over({"distill": {"teacher_path": str(teacher)}}, algorithm)
         if task == "calculator" and self.runs == 1:
             group: dict[str, Any] = {"group_by": "run"}
         elif self.runs > 1:
@@ -52,6 +56,7 @@ METHODS: dict[str, Method] = {
     "kto": Method({"algorithm_type": "kto"}),
     "raft": Method({"algorithm_type": "raft"}),
     "sft": Method({"algorithm_type": "sft", "sft": {"targets": "demonstrations"}}, feedback="demonstration"),
+    "distill": Method({"algorithm_type": "distill"}, taught=True),
 }
 
 #: Those that the bar of the benchmark is about.

@@ -17,15 +17,28 @@ TASKS: dict[str, Task] = {task.name: task for task in (Sums(), Shop(), Calculato
 
 def start(folder: Path, task: str, seed: int) -> Path:
     """The Hugging Face folder of the start model; made if it is not there yet."""
-    path = folder / "start" / f"{task}-{seed}"
+    return _made(folder / "start" / f"{task}-{seed}", task, seed, slips=True)
+
+
+def teacher(folder: Path, task: str, seed: int) -> Path:
+    """The folder of a model of that size which gets nearly all right; made if it is not there yet."""
+    return _made(teacher_of(folder, task, seed), task, seed, slips=False)
+
+
+def teacher_of(folder: Path, task: str, seed: int) -> Path:
+    """Where `teacher` makes it."""
+    return folder / "start" / f"{task}-{seed}-teacher"
+
+
+def _made(path: Path, task: str, seed: int, *, slips: bool) -> Path:
     done = path / "warmed_up.json"
     if not done.exists():
         if task == "sums":  # The demo's own.
             model, words = sums_model.build(seed)
-            share = sums_warmup.warm_up(model, words, seed, lambda _done, _of: None)
+            share = sums_warmup.warm_up(model, words, seed, lambda _done, _of: None, slips=slips)
         else:
             model, words = warmup.build(seed)
-            share = warmup.warm_up(TASKS[task], model, words, seed=seed)
+            share = warmup.warm_up(TASKS[task], model, words, seed=seed, slips=slips)
         sums_model.save(model, words, path)
         done.write_text(json.dumps({"right": share}) + "\n")
     return path

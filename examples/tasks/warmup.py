@@ -35,14 +35,16 @@ def build(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     return model, words
 
 
-def warm_up(task: Task, model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, *, seed: int) -> float:
-    """Train on right conversations, then on ones with slips; returns the chance that a run is right."""
+def warm_up(
+    task: Task, model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, *, seed: int, slips: bool = True
+) -> float:
+    """Train on right conversations, then, with `slips`, on ones with such; returns the chance that a run is right."""
     torch.set_num_threads(1)
     chance = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, fused=True)
     questions, steps = task.questions(), CLEAN_STEPS + NOISY_STEPS
     for step in range(steps):
-        slip = chance if step >= CLEAN_STEPS else None
+        slip = chance if slips and step >= CLEAN_STEPS else None
         lessons = [lesson(task, words, each, slip) for each in chance.choices(questions, k=BATCH)]
         optimizer.param_groups[0]["lr"] = PEAK_LR * min((step + 1) / LR_WARMUP_STEPS, 1 - step / steps)
         optimizer.zero_grad()

@@ -15,10 +15,10 @@ from examples.tasks.start import TASKS
 from shared.config import Settings
 
 
-def settings_of(root: Path, task: str, method: str, *changed: str) -> Settings:
+def settings_of(root: Path, task: str, method: str, *changed: str, gpu: bool = False) -> Settings:
     folder = Folder(root)
     folder.start_afresh().close()
-    options = argparse.Namespace(task=task, method=method, set=list(changed))
+    options = argparse.Namespace(task=task, method=method, seed=1, start=root, gpu=gpu, set=list(changed))
     return folder.write_settings(seed=1, changes=changes(options))
 
 
@@ -35,6 +35,13 @@ def test_every_method_is_accepted_for_every_task(tmp_path: Path, task: str, meth
 
 def test_the_bar_is_about_methods_of_the_table() -> None:
     assert set(REINFORCEMENT) <= set(METHODS)
+
+
+def test_the_engine_goes_where_the_options_say(tmp_path: Path) -> None:
+    for gpu in (False, True):
+        settings = settings_of(tmp_path, "tools", "ppo", gpu=gpu)
+        assert (settings.cluster.gpu_per_node, settings.trainer.device) == (int(gpu), "cpu")
+        assert settings.explorer.rollout_model.enable_auto_tool_choice
 
 
 def test_a_change_leaves_its_neighbours_alone(tmp_path: Path) -> None:

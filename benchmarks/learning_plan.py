@@ -11,6 +11,8 @@ Place = Literal["ours", "loop", "trl"]
 
 SEEDS = (0, 1, 2)
 BUDGET = 4096
+#: Runs through the loop of the tasks that have tools.
+TOOLS, CALCULATOR = 2048, 1536
 TRL_ONLINE, TRL_OFFLINE = ("grpo", "rloo"), ("dpo", "kto", "sft")
 ROBUST = ("ppo", "reinforce", "raft", "kto")
 
@@ -87,12 +89,12 @@ def _beside_trl(seed: int) -> Iterator[Wanted]:
 
 def _through_the_loop(seed: int) -> Iterator[Wanted]:
     for method in METHODS:
-        yield Wanted(place="loop", method=method, seed=seed, samples=2 * BUDGET)
+        yield Wanted(place="loop", method=method, seed=seed)
     for method in ("ppo", "reinforce"):
         yield Wanted(place="loop", method=method, seed=seed, flip=0.2)
         yield Wanted(place="loop", method=method, seed=seed, offset=1.0)
         yield Wanted(place="loop", method=method, seed=seed, coin=True)
-    for method in ("ppo", "grpo"):
-        yield Wanted(place="loop", method=method, seed=seed, task="tools")
+    for method in ("ppo", "reinforce", "grpo"):
+        yield Wanted(place="loop", method=method, seed=seed, task="tools", samples=TOOLS)
     for method in ("reinforce", "multi_step_grpo"):
-        yield Wanted(place="loop", method=method, seed=seed, task="calculator", samples=2048)
+        yield Wanted(place="loop", method=method, seed=seed, task="calculator", samples=CALCULATOR)

@@ -8,15 +8,20 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.learning_curves import Curve, panels
-from benchmarks.learning_plan import BUDGET, TRL_OFFLINE, TRL_ONLINE
+from benchmarks.learning_plan import BUDGET, CALCULATOR, TOOLS, TRL_OFFLINE, TRL_ONLINE
 
 Line = Mapping[str, Any]
 
+#: Title, pattern of the runs' kinds, and where the horizontal axis ends.
 _PICTURES = {
-    "sums": ("Share of right sums by replies, through the whole loop", r"loop-sums-([a-z_+]+)-8192", 2 * BUDGET),
     "in_process": ("Share of right sums by replies, in one process", r"ours-sums-([a-z_+]+)-4096", BUDGET),
-    "tools": ("Share of right calls by replies: the shop's tools", r"ours-tools-([a-z_+]+)-4096", BUDGET),
-    "calculator": ("Share of right runs by replies: the calculator", r"ours-calculator-([a-z_+]+)-12288", 3 * BUDGET),
+    "sums": ("Share of right sums by replies, through the loop", r"loop-sums-([a-z_+]+)(?:-gpu)?-4096", BUDGET),
+    "tools": ("Share of right calls by replies, through the loop", r"loop-tools-([a-z_+]+)(?:-gpu)?-2048", TOOLS),
+    "calculator": (
+        "Share of right runs by runs, through the loop",
+        r"loop-calculator-([a-z_+]+)(?:-gpu)?-1536",
+        CALCULATOR,
+    ),
 }
 
 
@@ -58,13 +63,15 @@ def draw(lines: Sequence[Line], folder: Path) -> None:
     """The pictures of which there are runs, as SVG files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (title, pattern, most) in _PICTURES.items():
-        curves: dict[str, dict[str, list[Curve]]] = {}
+        found: defaultdict[str, list[Curve]] = defaultdict(list)
         for kind, seeds in _kinds(lines).items():
             match = re.fullmatch(pattern, kind)
             if match:
-                curves[match.group(1)] = {"each seed, and the mean": [line["curve"] for line in seeds]}
-        if curves:
-            (folder / f"{name}.svg").write_text(panels(title, curves, most=most, unit="replies sampled"))
+                found[match.group(1)] += [line["curve"] for line in seeds]
+        if found:
+            curves = {method: {"each seed, and the mean": each} for method, each in sorted(found.items())}
+            unit = "runs" if name == "calculator" else "replies sampled"
+            (folder / f"{name}.svg").write_text(panels(title, curves, most=most, unit=unit))
 
 
 def _kinds(lines: Sequence[Line]) -> dict[str, list[Line]]:

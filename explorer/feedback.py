@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import structlog
 from fastapi import Request
 
 from explorer.backstage import Backstage
@@ -17,6 +18,8 @@ from explorer.tenants import TENANT
 from shared.errors import LedgerUnavailable, RequestRefused
 from shared.experience import Feedback, Outcome
 from shared.ledger import Ledger
+
+log = structlog.get_logger()
 
 #: Bytes of the largest body: room for MAX_IDS ids, and for some words.
 MAX_BODY_BYTES = 8 << 20
@@ -68,6 +71,7 @@ class FeedbackDesk:
         task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
         until = moment(body, "time_threshold")
         if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
+            log.warning("commit_put_off", reason="the database has not taken all that is in the spool")
             raise LedgerUnavailable(
                 "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
             )

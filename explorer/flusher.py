@@ -105,11 +105,7 @@ class Flusher:
         finally:
             with self._moved, contextlib.suppress(ValueError):
                 self._waiting.remove(waiter)
-        reached = self._adopted_once and waiter.reached
-        if not (reached or self._away):
-            behind = [(slot.flushed.position, end) for slot, end in ends if slot.flushed.position < end]
-            log.warning("database_behind", waited_s=timeout_s, behind=behind)
-        return reached
+        return self._adopted_once and waiter.reached
 
     def _tell(self) -> None:
         for waiter in [each for each in self._waiting if self._away or (self._adopted_once and each.reached)]:

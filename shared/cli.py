@@ -16,6 +16,7 @@ from shared.cli_retention import add_to as add_retention
 from shared.config import Settings
 from shared.database import shown, upgrade
 from shared.errors import StartupError, TuneloopError
+from shared.facts import uncounted
 from shared.ours import refuse_foreign_packages
 from shared.settings_file import check
 from shared.supervisor import supervise
@@ -112,7 +113,7 @@ def understood(settings: Settings) -> list[tuple[str, str]]:
         lines += _understood_of_the_explorer(settings)
     if settings.mode != "serve":
         lines += _understood_of_the_trainer(settings)
-    return lines
+    return [*lines, ("note", uncounted(settings) or "")]
 
 
 def _understood_of_the_explorer(settings: Settings) -> list[tuple[str, str]]:

@@ -135,7 +135,7 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     ready = ledger.claimable + (leased % size if _up(facts, ledger) else leased)
     if ready >= size:
         return
-    yield from _before_feedback(ledger)
+    yield from _before_feedback(ledger, facts.rules.uncounted)
     yield from _before_the_trainer(facts, ledger)
     if ready:
         missing = f"a step takes {size}, {ready} can be had now"
@@ -145,7 +145,7 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         )
 
 
-def _before_feedback(ledger: LedgerFacts) -> Iterator[Reason]:
+def _before_feedback(ledger: LedgerFacts, uncounted: str | None) -> Iterator[Reason]:
     recorded, dropped = ledger.pile(State.RECORDED).rows, ledger.pile(State.DROPPED).lately + ledger.unsampled
     alive = sum(ledger.pile(state).lately for state in WAITING) - ledger.unsampled
     on_the_road = sum(ledger.pile(state).rows for state in WAITING)
@@ -166,7 +166,8 @@ def _before_feedback(ledger: LedgerFacts) -> Iterator[Reason]:
         pending = f"; {_waits(ledger.pending, 'event')} for a reply that is not recorded" if ledger.pending else ""
         yield Reason(
             Code.NO_FEEDBACK,
-            f"{_waits(recorded, 'experience')} for feedback, none has any: POST /feedback on them{pending}",
+            f"{_waits(recorded, 'experience')} for a reward, none has one: POST /feedback on them{pending}"
+            + (f"; {uncounted}" if uncounted else ""),
         )
 
 

@@ -87,19 +87,35 @@ class LedgerFacts:
         return self.piles.get(state, Pile())
 
 
+def uncounted(settings: Settings) -> str | None:
+    """What the method learns from and the reward rule gives nothing for, with its cure; None if there is no such."""
+    rule, algorithm = settings.reward, settings.algorithm
+    if rule.default is not None:
+        return None
+    if settings.buffer.group_by == "preference" and not rule.weights.get("preference"):
+        return "preferences are worth nothing: give the metric preference a weight in reward.weights"
+    edits = algorithm.algorithm_type == "sft" and algorithm.sft.targets != "replies"
+    if edits and rule.demonstration_value is None:
+        return "edited answers are worth nothing: set reward.demonstration_value"
+    return None
+
+
 class Rules(NamedTuple):
-    """The settings that say when a step is made."""
+    """The settings that say when a step is made, and what they leave uncounted."""
 
     batch_size: int
     group_by: str = "none"
     save_interval: int = 1
     total_steps: int | None = None
+    uncounted: str | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """What the settings say."""
         buffer, trainer = settings.buffer, settings.trainer
-        return cls(buffer.train_batch_size, buffer.group_by, trainer.save_interval, trainer.total_steps)
+        return cls(
+            buffer.train_batch_size, buffer.group_by, trainer.save_interval, trainer.total_steps, uncounted(settings)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from shared.curves import Curves
 from shared.errors import CheckpointRejected, DatabaseAway, EnvironmentRefused, LeaseLost, LedgerUnavailable
 from shared.evaluation_tasks import tasks_of
 from shared.experience import Sample
+from shared.facts import uncounted
 from shared.ledger import BatchPolicy, Ledger, Version
 from shared.ledger_alarms import Alarm
 from trainer import metrics, snapshot
@@ -48,6 +49,8 @@ def run(settings: Settings, stop: Stop) -> None:
     device_of(settings)
     require_folders(settings)
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
+    if nothing := uncounted(settings):
+        _log.warning("feedback_not_counted", sentence=nothing)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     ledger = Ledger.of(settings)
     try:

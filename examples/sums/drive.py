@@ -35,10 +35,14 @@ def reward_by(name: str, seed: int) -> Reward:
 
 @dataclass(slots=True)
 class Requests:
-    """How many requests of any kind were made and how many failed, with the last failure."""
+    """How many requests of any kind were made and how many failed, with the last failure.
+
+    `put_off` are the commits that were answered "come again", for the database was behind.
+    """
 
     made: int = 0
     failed: int = 0
+    put_off: int = 0
     last_failure: str = ""
 
     @asynccontextmanager
@@ -82,7 +86,13 @@ class Client:
 
     async def _commit(self) -> None:
         async with self.requests.count():
-            await self._post("/commit", {})
+            try:
+                await self._post("/commit", {})
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                    raise
+                self.requests.put_off += 1
+                await asyncio.sleep(float(error.response.headers["retry-after"]))
 
     async def _post(self, path: str, body: dict[str, object]) -> None:
         answer = await self._http.post(path, json=body)

@@ -93,6 +93,7 @@ class Loop:
             requests=agent.requests.made,
             requests_failed=agent.requests.failed,
             last_failure=agent.requests.last_failure,
+            commits_put_off=agent.requests.put_off,
             feedback_to_served_s=progress.feedback_to_served_s,
             seconds=round(time.monotonic() - started, 1),
             curve=[tuple(point) for point in progress.curve],

@@ -24,6 +24,7 @@ class Summary:
     requests: int
     requests_failed: int
     last_failure: str
+    commits_put_off: int = 0
     feedback_to_served_s: float | None
     seconds: float
     curve: list[tuple[int, float, int]]
@@ -44,6 +45,9 @@ class Summary:
         lag = "-" if self.feedback_to_served_s is None else f"{self.feedback_to_served_s:.1f} s"
         question = json.dumps({"model": MODEL_NAME, "messages": [{"role": "user", "content": "3+4="}]})
         url = f"http://127.0.0.1:{settings.explorer.proxy_port}"
+        failed = f"{self.requests_failed}   last: {self.last_failure}" if self.requests_failed else "0"
+        if self.commits_put_off:
+            failed += f"\ncommits put off          {self.commits_put_off}"
         rewarded_by = "the judge" if self.reward == "judge" else "a coin"
         return f"""
 reward before            {self.reward_before:.2f}   (right answers; feedback came from {rewarded_by})
@@ -51,7 +55,7 @@ reward after             {self.reward_after:.2f}
 versions published       {self.versions}
 experiences trained      {self.trained}
 requests                 {self.requests}
-requests failed          {self.requests_failed}{f"   last: {self.last_failure}" if self.requests_failed else ""}
+requests failed          {failed}
 feedback to served       {lag} (median)
 time                     {self.seconds:.0f} s
 

@@ -1,6 +1,7 @@
 """The benchmark of learning: what is sampled, what is left for the learner, what is kept, and what is drawn."""
 
 import json
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -51,6 +52,13 @@ def test_a_run_learns_from_the_replies_it_asked_for(base: Path) -> None:
     assert line["steps"] == 2
     assert [at for at, _ in line["curve"]] == [64, 128]
     assert line["before"] == 0.0
+
+
+def test_a_run_that_is_taught_asks_its_teacher(base: Path) -> None:
+    shutil.copytree(base, base.with_name("sums-0-teacher"))
+    line = learning_ours.learn(Wanted(place="ours", method="distill", samples=64), TASKS["sums"], base)
+    assert line["steps"] == 1
+    assert line["metrics"]["actor/teacher_kl"] == pytest.approx(0.0, abs=1e-5)  # It is itself.
 
 
 def test_late_means_that_so_many_batches_wait(base: Path) -> None:

@@ -74,6 +74,14 @@ def test_the_page_says_where_everything_is_and_what_to_try(tmp_path: Path) -> No
         assert said in page
 
 
+def test_the_page_tells_of_commits_that_were_put_off(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "demo")
+    folder.start_afresh().close()
+    settings = folder.write_settings(seed=3)
+    told = [summary(commits_put_off=count).page(settings, folder.settings) for count in (0, 2)]
+    assert ["commits put off          2\n" in page for page in told] == [False, True]
+
+
 def test_the_settings_are_those_of_one_small_machine(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.start_afresh().close()

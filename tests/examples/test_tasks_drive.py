@@ -25,6 +25,8 @@ class Server(ThreadingHTTPServer):
 
     task: Task
     fails = False
+    #: How many commits are answered "come again".
+    behind = 0
     request_queue_size = 128
 
     def __init__(self) -> None:
@@ -61,7 +63,12 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/feedback":
             self.server.told.append(body)
         text = json.dumps(said).encode()
-        self.send_response(500 if self.server.fails else 200)
+        status = 500 if self.server.fails else 200
+        if self.path == "/commit" and self.server.behind:
+            self.server.behind -= 1
+            status = 503
+        self.send_response(status)
+        self.send_header("retry-after", "0")
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(text)))
         self.end_headers()
@@ -76,13 +83,17 @@ class Version(NamedTuple):
 
 
 class LedgerDouble:
-    """A trainer that takes what is there at once; it makes no steps."""
+    """A trainer that takes what is there at once; it makes no steps. So many replies wait for a commit at first."""
+
+    def __init__(self, rewarded: int = 0) -> None:
+        self.rewarded = rewarded
 
     def newest(self) -> Version:
         return Version(0)
 
     def counts(self) -> Counter[State]:
-        return Counter()
+        self.rewarded -= 1
+        return Counter({State.REWARDED: max(0, self.rewarded + 1)})
 
 
 @pytest.fixture
@@ -95,10 +106,12 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-async def driven(server: Server, task: Task, *, runs: int, most: int, demonstrate: bool = False) -> Agent:
-    server.task = task
+async def driven(
+    server: Server, task: Task, *, runs: int, most: int, demonstrate: bool = False, rewarded: int = 0
+) -> Agent:
+    server.task, ledger = task, LedgerDouble(rewarded)
     async with Agent(server.url, task, TRUE, runs=runs, most=most, demonstrate=demonstrate) as agent:
-        await agent.drive(LedgerDouble(), seed=0, until_step=10, ahead=10**6)  # type: ignore[arg-type]
+        await agent.drive(ledger, seed=0, until_step=10, ahead=10**6)  # type: ignore[arg-type]
     return agent
 
 
@@ -145,3 +158,9 @@ async def test_a_failed_request_is_counted_and_ends_its_run_alone(server: Server
     assert (agent.requests.made, agent.requests.failed) == (6, 6)
     assert "500" in agent.requests.last_failure
     assert not agent.judged
+
+
+async def test_a_commit_that_is_put_off_is_made_again(server: Server) -> None:
+    server.behind = 2
+    agent = await driven(server, Sums(), runs=1, most=6, rewarded=3)
+    assert (agent.requests.put_off, agent.requests.failed) == (2, 0)

@@ -31,6 +31,8 @@ def test_every_method_is_accepted_for_every_task(tmp_path: Path, task: str, meth
     assert (settings.explorer.rollout_model.tool_call_parser == "hermes") is bool(TASKS[task].tools)
     assert settings.buffer.group_by != "none" or METHODS[method].runs == 1
     assert settings.trainer.device == "cpu"
+    teacher = tmp_path / "start" / f"{task}-1-teacher"
+    assert settings.algorithm.distill.teacher_path == (teacher if METHODS[method].taught else None)
 
 
 def test_the_bar_is_about_methods_of_the_table() -> None:

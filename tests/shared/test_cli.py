@@ -117,6 +117,13 @@ def test_validate_says_what_it_understood_of_a_trainer(tmp_path):
     assert "engines" not in lines
 
 
+def test_validate_tells_what_no_feedback_would_count_for(tmp_path):
+    file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: dpo}\nbuffer: {group_by: preference}\n")
+    lines = {line[2:20].strip(): line[21:] for line in tuneloop("validate", file)[1].splitlines()[1:]}
+    assert lines["note"] == "preferences are worth nothing: give the metric preference a weight in reward.weights"
+    assert "note" not in tuneloop("validate", file, "--set", "reward.weights={preference: 1}")[1]
+
+
 def test_validate_tells_every_mistake_and_ends_with_2(tmp_path):
     file = settings_file(tmp_path, "mode: srve\nnmae: x\n")
     code, out, error = tuneloop("validate", file)

@@ -3,10 +3,12 @@
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine
 
+from shared.config import Settings
 from shared.diagnosis import Code, Reason, ago, diagnose, equation
 from shared.experience import State
 from shared.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Pile, Rules, Trainer, Weights
@@ -32,6 +34,11 @@ def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchPolicy = ANY, *, 
     """Why no step is happening by this ledger, so many seconds from now."""
     facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.facts(policy, aside=5))
     return dict(diagnose(facts))
+
+
+def rules_of(**but: Any) -> Rules:
+    """By settings."""
+    return Rules.of(Settings.model_validate({"model": {"model_path": "some/model"}, **but}))
 
 
 def served(ledger: Ledger) -> Ledger:
@@ -61,8 +68,30 @@ def test_no_feedback_has_come(ledger: Ledger) -> None:
     served(ledger).record([exchange(), exchange(), feedback(msg_id="chatcmpl-unknown")])
     found = reasons(ledger)
     assert list(found) == [Code.NO_FEEDBACK]
-    assert found[Code.NO_FEEDBACK].startswith("2 experiences wait for feedback, none has any")
+    assert found[Code.NO_FEEDBACK].startswith("2 experiences wait for a reward, none has one")
     assert found[Code.NO_FEEDBACK].endswith("1 event waits for a reply that is not recorded")
+
+
+PAIRED: dict[str, Any] = {
+    "algorithm": {"algorithm_type": "dpo"},
+    "buffer": {"train_batch_size": 2, "group_by": "preference"},
+}
+
+
+def test_preferences_that_are_worth_nothing_are_told(ledger: Ledger) -> None:
+    served(ledger).record([exchange()])
+    told = reasons(ledger, rules_of(**PAIRED))[Code.NO_FEEDBACK]
+    assert told.endswith("; preferences are worth nothing: give the metric preference a weight in reward.weights")
+    assert rules_of(**PAIRED, reward={"weights": {"preference": 1.0}}).uncounted is None
+    assert rules_of(**PAIRED, reward={"default": 0.0, "attribution_window": 60.0}).uncounted is None
+
+
+@pytest.mark.parametrize("targets", ["both", "demonstrations", "replies"])
+def test_edited_answers_that_are_worth_nothing_are_told(targets: str) -> None:
+    edits = {"algorithm_type": "sft", "sft": {"targets": targets}}
+    told = rules_of(algorithm=edits).uncounted
+    assert (told == "edited answers are worth nothing: set reward.demonstration_value") is (targets != "replies")
+    assert rules_of(algorithm=edits, reward={"demonstration_value": 1.0}).uncounted is None
 
 
 def test_what_is_rewarded_is_not_committed(ledger: Ledger) -> None:

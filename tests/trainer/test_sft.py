@@ -1,10 +1,12 @@
 """SFT and RAFT: cross-entropy, and a model that learns by heart."""
 
 import math
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.nn.functional import cross_entropy
 
 from shared.config_algorithm import Algorithm
@@ -13,6 +15,7 @@ from trainer import snapshot
 from trainer.algorithms import sft
 from trainer.algorithms.targets import Targets
 from trainer.imitation import with_demonstrations
+from trainer.loop import run
 
 MASK = torch.arange(9) < torch.tensor([9, 7, 5, 1])[:, None]
 LOGITS = torch.randn(4, 9, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -44,6 +47,15 @@ def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would(mod
 def test_masked_tokens_change_nothing():
     strange = torch.where(MASK, LOGPROBS, float("nan"))
     assert torch.equal(_loss(Algorithm(), MASK, strange).value, _loss(Algorithm(), MASK, LOGPROBS).value)
+
+
+@pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"demonstration_value": 1.0}, 0)])
+def test_the_trainer_says_that_edited_answers_are_worth_nothing(settings, worth, said):
+    stop = Event()
+    stop.set()
+    with capture_logs() as logs:
+        run(settings(algorithm={"algorithm_type": "sft"}, reward=worth), stop)
+    assert [each["event"] for each in logs].count("feedback_not_counted") == said
 
 
 def _probability(learner, prompt, reply):

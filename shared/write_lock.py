@@ -75,7 +75,7 @@ class WriteLock:
     def _open(self) -> None:
         files = []
         for name in ("next", "writer"):
-            file = os.open(f"{self._database}.{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = os.open(f"{self._database}.{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             weakref.finalize(self, os.close, file)
             files.append(file)
         self._files = files

@@ -53,7 +53,8 @@ METHODS: dict[str, Method] = {
     "grpo": Method({"algorithm_type": "grpo"}, runs=GROUP),
     "multi_step_grpo": Method({"algorithm_type": "multi_step_grpo"}, runs=GROUP),
     "dpo": Method({"algorithm_type": "dpo"}, runs=GROUP),
-    "kto": Method({"algorithm_type": "kto"}),
+    # Nothing tells it that a reply is old: at the others' rate it forgets all with replies two steps late.
+    "kto": Method({"algorithm_type": "kto", "optimizer": {"lr": 5e-5}}),
     "raft": Method({"algorithm_type": "raft"}),
     "sft": Method({"algorithm_type": "sft", "sft": {"targets": "demonstrations"}}, feedback="demonstration"),
     "distill": Method({"algorithm_type": "distill"}, taught=True),

@@ -27,7 +27,7 @@ from trainer.publication import Publication
 pytestmark = pytest.mark.vllm
 
 #: On GPUs vLLM serves adapters in half precision only.
-DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.2) if GPUS else ("float32", 1e-4, 1e-2)
+DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.15) if GPUS else ("float32", 1e-4, 1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ MAX_BODY = 1 << 20
 def shared(tmp_path_factory: pytest.TempPathFactory, places: list[EnginePlace]) -> Iterator[RunningExplorer]:
     """One explorer for all: nothing here changes it."""
     double, folder = places[0].fresh(), tmp_path_factory.mktemp("door")
-    with explorer_running(settings_for(folder, [double.url], max_body_bytes=MAX_BODY, request_timeout=2)) as explorer:
+    with explorer_running(settings_for(folder, [double.url], max_body_bytes=MAX_BODY, request_timeout=6)) as explorer:
         yield explorer
 
 

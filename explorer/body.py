@@ -52,6 +52,14 @@ def wrong_type(param: str, wanted: str) -> RequestRefused:
     return RequestRefused(f"{param} must be {wanted}", code="invalid_type", param=param)
 
 
+def flag(body: dict[str, Any], param: str) -> bool | None:
+    """A boolean; where there is none, nothing is said."""
+    value = body.get(param)
+    if value is not None and not isinstance(value, bool):
+        raise wrong_type(param, "a boolean")
+    return value
+
+
 def text_or_number(body: dict[str, Any], param: str) -> str | None:
     """An id that clients send as a string or as a number; both mean the string."""
     value = body.get(param)
@@ -64,16 +72,16 @@ def text_or_number(body: dict[str, Any], param: str) -> str | None:
 
 def name(body: dict[str, Any], param: str) -> str | None:
     """A name of at most MAX_NAME characters; an empty one is none."""
-    value = body.get(param)
-    if not isinstance(value, str | None):
-        raise wrong_type(param, "a string")
-    return _storable(value, param) if value else None
+    value = words(body, param)
+    return None if value is None else _storable(value, param)
 
 
 def words(body: dict[str, Any], param: str) -> str | None:
     """Text of any length; where there is none, nothing is said."""
     value = body.get(param)
-    if not isinstance(value, str | None):
+    if value is None:
+        return None
+    if not isinstance(value, str):
         raise wrong_type(param, "a string")
     return value or None
 

@@ -1,13 +1,14 @@
 """Understands requests for replies: what goes upstream, who tells the reply, and what is kept of the two."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
 
 from explorer import affinity, vllm_api
-from explorer.body import object_of, wrong_type
+from explorer.body import flag, object_of
 from explorer.dialects import MESSAGES, Dialect, Teller
 from explorer.door import Headers, Visit
 from explorer.labels import Labels, labels_of
@@ -24,11 +25,16 @@ _OURS = frozenset({"store", "metadata"})
 
 
 class Call(NamedTuple):
-    """One request, understood. `started` is monotonic, `received_at` seconds since 1970."""
+    """One request, understood. `started` is monotonic, `received_at` seconds since 1970.
+
+    `added` names what we ask of the engine beside the client; `plain` makes the request without that.
+    """
 
     dialect: Dialect
     request: bytes
     upstream: bytes
+    plain: Callable[[], bytes]
+    added: tuple[str, ...]
     msg_id: str
     choices: int
     stream: bool
@@ -94,8 +100,7 @@ class Calls:
         if pin := self._pins.of(body):
             body["model"] = self._pins.name
         for param in ("stream", "return_token_ids", "store"):
-            if not isinstance(body.get(param), bool | None):
-                raise wrong_type(param, "a boolean")
+            flag(body, param)
         dialect = dialect.of(body)
         asked = await dialect.asked(body)
         labels = labels_of(asked)
@@ -108,11 +113,15 @@ class Calls:
         if self._held_out and sampling.drop_reason is None and held_out(_key(labels, msg_id), self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
-        upstream = self._verbatim(dialect, asked, msg_id, ignored)
+        verbatim = self._verbatim(dialect, asked, msg_id, ignored)
+        added = self._added(dialect, asked) if verbatim is None else {}
+        upstream = partial(_upstream, orjson.dumps(body) if pin else request, body, asked, _OURS.union(ignored))
         return Call(
             dialect=dialect,
             request=request,
-            upstream=upstream or self._upstream(dialect, orjson.dumps(body) if pin else request, body, asked, ignored),
+            upstream=verbatim or upstream(added),
+            plain=partial(upstream, {}),
+            added=tuple(added),
             msg_id=msg_id,
             choices=choices,
             stream=body.get("stream") is True,
@@ -133,24 +142,27 @@ class Calls:
         said = dialect.verbatim(asked, msg_id)
         return None if said is None else orjson.dumps({name: said[name] for name in said if name not in ignored})
 
-    def _upstream(
-        self,
-        dialect: Dialect,
-        request: bytes,
-        body: Mapping[str, Any],
-        asked: Mapping[str, Any],
-        ignored: tuple[str, ...],
-    ) -> bytes:
-        """What the engine gets. The client's own bytes, longer by what we ask, unless they say something else of it."""
+    def _added(self, dialect: Dialect, asked: Mapping[str, Any]) -> dict[str, object]:
+        """What the engine is asked beside what the client asks."""
         more = {name: value for name, value in self._defaults.items() if name not in asked}
         more |= {name: value for name, value in dialect.capture(asked).items() if not _as_much(asked.get(name), value)}
         # Not vLLM's own default, max_new_tokens: that one also caps what clients ask for.
         if self._default_tokens and dialect.length and not _says_how_long(asked):
             more[dialect.length] = self._default_tokens
-        dropped = _OURS.union(ignored)
-        if asked is body and asked and asked.keys().isdisjoint(dropped) and asked.keys().isdisjoint(more):
-            return b"%b,%b" % (request.rstrip()[:-1], orjson.dumps(more)[1:]) if more else request
-        return orjson.dumps({name: value for name, value in asked.items() if name not in dropped} | more)
+        return more
+
+
+def _upstream(
+    request: bytes,
+    body: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    dropped: frozenset[str],
+    more: dict[str, object],
+) -> bytes:
+    """What the engine gets. The client's own bytes, longer by what we ask, unless they say something else of it."""
+    if asked is body and asked and asked.keys().isdisjoint(dropped) and asked.keys().isdisjoint(more):
+        return b"%b,%b" % (request.rstrip()[:-1], orjson.dumps(more)[1:]) if more else request
+    return orjson.dumps({name: value for name, value in asked.items() if name not in dropped} | more)
 
 
 def _key(labels: Labels, msg_id: str) -> str:

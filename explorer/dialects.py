@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from explorer import messages, responses_reply, responses_request, vllm_api
-from explorer.body import wrong_type
+from explorer.body import flag
 from explorer.messages_stream import MessageStream
 from explorer.msg_id import MAX_CHOICES, minted_at
 from explorer.responses_stream import ResponseStream
@@ -110,8 +110,7 @@ class Chat(Dialect):
 
     async def asked(self, body: Json) -> Json:
         """See Dialect."""
-        if not isinstance(body.get("logprobs"), bool | None):
-            raise wrong_type("logprobs", "a boolean")
+        flag(body, "logprobs")
         return body
 
     def capture(self, asked: Mapping[str, Any]) -> Mapping[str, object]:

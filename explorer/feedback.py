@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import structlog
 from fastapi import Request
@@ -70,12 +71,16 @@ class FeedbackDesk:
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
         task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
         until = moment(body, "time_threshold")
-        if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
-            log.warning("commit_put_off", reason="the database has not taken all that is in the spool")
-            raise LedgerUnavailable(
-                "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
-            )
-        committed = await asyncio.to_thread(self._ledger.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
+        try:
+            if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
+                raise LedgerUnavailable(
+                    "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+                )
+            release = partial(self._ledger.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
+            committed = await asyncio.to_thread(release)
+        except LedgerUnavailable as error:
+            log.warning("commit_put_off", reason=str(error))
+            raise
         return {"status": "success", "committed": committed}
 
     def _hear(self, body: dict[str, object], key: str | None) -> list[Heard]:

@@ -22,9 +22,10 @@ class Labels(NamedTuple):
 def labels_of(body: dict[str, Any]) -> Labels:
     """The labels of a request's body. Raises RequestRefused for those of a wrong type or length."""
     metadata = body.get("metadata")
-    if not isinstance(metadata, dict | None):
+    if metadata is None:
+        metadata = {}
+    elif not isinstance(metadata, dict):
         raise wrong_type("metadata", "an object")
-    metadata = metadata or {}
     # Ours first: a client that writes it does so for us. OpenAI's newer name comes before its older one.
     users = (text_or_number(metadata, "user"), name(body, "safety_identifier"), name(body, "user"))
     return Labels(

@@ -65,6 +65,7 @@ class Metrics:
         )
         self._answered = cache(self._counters_of)
         self._replied = cache(self.replies.labels)
+        self._recorded = cache(self.recorded.labels)
 
     def answered(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
         """Count a request that has been answered; `version` None: no engine was asked."""
@@ -75,6 +76,10 @@ class Metrics:
     def replied(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
         """Count what became of a request that an engine of a version was asked."""
         self._replied(str(version), outcome).inc()
+
+    def brought_to_disk(self, reason: str) -> None:
+        """Count an experience that is on disk; `reason` says why it is no sample of the policy, if it is none."""
+        self._recorded(reason).inc()
 
     def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
         named = "" if version is None else str(version)

@@ -8,7 +8,6 @@ Replies of other endpoints have their own prefix, as OpenAI's and Anthropic's ha
 keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`.
 """
 
-import base64
 import hashlib
 import hmac
 import os
@@ -28,7 +27,10 @@ MAX_CHOICES = 128
 
 _MAC_BYTES = 9
 _KEY_BYTES = 32
-_SIGNED = 40
+_SIGNED, _BYTES = 40, 25
+_DIGITS = "0123456789abcdefghijklmnopqrstuv"
+_SHIFTS = range(5 * (_SIGNED - 2), -1, -10)
+_TWO_DIGITS = [high + low for high in _DIGITS for low in _DIGITS]
 _WELL_FORMED = re.compile(f"[0-9a-v]{{{_SIGNED}}}").fullmatch
 
 
@@ -48,7 +50,7 @@ class Mint:
     def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
         """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES); `prefix` is one of PREFIXES."""
         name = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(9) + bytes([choices])
-        return prefix + base64.b32hexencode(name + self._mac(name, tenant, prefix)).decode().lower()
+        return prefix + _base32(name + self._mac(name, tenant, prefix))
 
     def read(self, text: str, tenant: str) -> ReplyName | None:
         """What `text` names, or None if we never minted it for this tenant."""
@@ -58,7 +60,7 @@ class Mint:
         prefix = prefix or PREFIX
         if not _WELL_FORMED(signed):
             return None
-        data = int(signed, 32).to_bytes(25)  # tens of times faster than b32hexdecode, whose digits these are
+        data = int(signed, 32).to_bytes(_BYTES)  # tens of times faster than b32hexdecode, whose digits these are
         name, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(name, tenant, prefix)):
             return None
@@ -75,9 +77,15 @@ class Mint:
         return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
 
 
+def _base32(data: bytes) -> str:
+    """What base64.b32hexencode makes of 25 bytes, in half its time."""
+    number = int.from_bytes(data)
+    return "".join([_TWO_DIGITS[number >> shift & 1023] for shift in _SHIFTS])
+
+
 def minted_at(msg_id: str) -> float:
     """When a msg_id was minted that is ours, in seconds since 1970."""
-    return int.from_bytes(base64.b32hexdecode(msg_id[-_SIGNED:].upper())[:6]) / 1000
+    return (int(msg_id[-_SIGNED:], 32) >> 8 * (_BYTES - 6)) / 1000
 
 
 def key_path(settings: Settings) -> Path:

@@ -16,11 +16,14 @@ from sqlalchemy import Connection, Engine, Executable
 
 from shared.config import Settings
 from shared.database import upgrade
-from shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
+from shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from shared.ledger import Ledger, Version
 from shared.ledger_events import Details
 
 log = structlog.get_logger()
+
+#: How long a verb waits for another that is opening the database.
+_PATIENCE_S = 5.0
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -39,7 +42,7 @@ class PatientLedger(Ledger):
     def __init__(self, engine: Engine, **rules: Any) -> None:
         super().__init__(engine, **rules)
         self._opening, self._remembering = threading.Lock(), threading.Lock()
-        self._opened = False
+        self._opened, self._failures = False, 0
         self._served: Served | None = None
 
     @classmethod
@@ -67,19 +70,32 @@ class PatientLedger(Ledger):
         """Bring the schema up to date and the base model in. Raises LedgerUnavailable if that may go well later."""
         if self._opened:
             return
-        if not self._opening.acquire(blocking=False):
-            raise LedgerUnavailable("the database is just being opened")
+        before = self._failures
+        if not self._opening.acquire(timeout=_PATIENCE_S):
+            raise LedgerUnavailable("the database is still being opened")
         try:
-            buffer = self._settings.buffer.trainer_input.experience_buffer
-            upgrade(self._settings.database_url, schema=buffer.name)
-            ledger = Ledger(self._engine)
-            ledger.own(self._settings.project, self._settings.name)
-            ledger.ensure_base(self._base)
+            if self._opened:
+                return
+            if self._failures != before:  # each who waited would find the same, one after the other
+                raise LedgerUnavailable("the database could not be opened just now")
+            try:
+                self._open()
+            except TuneloopError:
+                self._failures += 1
+                raise
             self._opened = True
-        except DatabaseAway as error:
-            raise LedgerUnavailable(str(error)) from None
         finally:
             self._opening.release()
+
+    def _open(self) -> None:
+        schema = self._settings.buffer.trainer_input.experience_buffer.name
+        try:
+            upgrade(self._settings.database_url, schema=schema)
+        except DatabaseAway as error:
+            raise LedgerUnavailable(str(error)) from None
+        ledger = Ledger(self._engine)
+        ledger.own(self._settings.project, self._settings.name)
+        ledger.ensure_base(self._base)
 
     def champion(self) -> Version:
         """The version that is served; while the database is away, the one that was."""

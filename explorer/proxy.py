@@ -5,6 +5,7 @@ said in another way by `explorer/dialects.py`.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 
@@ -31,6 +32,9 @@ log = structlog.get_logger()
 
 #: An engine that answers so may be ill: another one is asked, once. Not more often: the request may be what it died of.
 _ILL = 500
+
+#: A request that is refused is refused at once.
+_REFUSED_S = 2.0
 
 #: What telling a reply in other words comes upon where an engine says JSON that is no reply.
 _UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
@@ -113,9 +117,7 @@ class Proxy:
                 _check_refusal(reply.status)
                 told.status = reply.status
                 self._metrics.replied(spoken.version, "refused" if reply.status < _ILL else "failed")
-                visit.answer(
-                    reply.status, call.headers(spoken.version, _JSON), _refusal(call, reply, await reply.read())
-                )
+                visit.answer(reply.status, call.headers(spoken.version, _JSON), await _refusal(spoken, reply))
             elif call.stream:
                 told.status = 200
                 await self._stream(spoken, visit, reply)
@@ -138,10 +140,7 @@ class Proxy:
 
     async def _reply(self, engine: Engine, call: Call) -> tuple["Spoken", Reply]:
         """The engine that answers, and its reply; of another one if this one is ill and has said nothing yet."""
-        dialect = call.dialect
-        name = call.msg_id.removeprefix(dialect.prefix)
-        # vLLM makes its reply's id from this header; the client's own would let it name other people's replies.
-        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        headers = _headers(call)
         spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
         try:
             told = await self._told_by(engine, call, headers)
@@ -154,7 +153,7 @@ class Proxy:
         self._failed(spoken)
         spoken = Spoken(call, told)
         try:
-            return spoken, await told.http.ask("POST", dialect.upstream_path, call.upstream, headers)
+            return spoken, await told.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
         except BaseException as error:
             self._failed(spoken, error)
             raise
@@ -275,6 +274,12 @@ class Spoken:
         )
 
 
+def _headers(call: Call) -> Mapping[str, str]:
+    # vLLM makes its reply's id from this header; the client's own would let it name other people's replies.
+    name = call.msg_id.removeprefix(call.dialect.prefix)
+    return {"X-Request-Id": name, "Content-Type": "application/json"}
+
+
 def _whole(teller: Teller, reply: bytes) -> bytes:
     try:
         return teller.whole(reply)
@@ -298,13 +303,31 @@ def _check_refusal(status: int) -> None:
         raise EngineError(f"the engine answered {status}, which is neither a reply nor a refusal")
 
 
-def _refusal(call: Call, reply: Reply, body: bytes) -> bytes:
+async def _refusal(spoken: Spoken, reply: Reply) -> bytes:
     """What the engine says of a request that it does not take, in the client's envelope."""
+    call, said = spoken.call, await reply.read()
+    if reply.status < _ILL and any(name.encode() in said for name in call.added):
+        said = await _refusal_of_plain(spoken.engine, call, reply.status) or said
     try:
-        told = orjson.loads(body)
+        told = orjson.loads(said)
     except orjson.JSONDecodeError:
         told = None
     if not isinstance(told, dict) or not isinstance(told.get("error"), dict):
         error = {"message": f"the engine answered {reply.status}", "type": "server_error", "param": None, "code": None}
         told = {"error": error}
     return orjson.dumps(call.teller.refused(told, reply.status))
+
+
+async def _refusal_of_plain(engine: Engine, call: Call, status: int) -> bytes | None:
+    """What the engine says of the request without what we added; None if it takes that, or does not say so soon.
+
+    Some versions of vLLM quote in a refusal what they were asked, and the client would read there what it never said.
+    """
+    with contextlib.suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(_REFUSED_S):
+            reply = await engine.http.ask("POST", call.dialect.upstream_path, call.plain(), _headers(call))
+            try:
+                return await reply.read() if reply.status == status else None
+            finally:
+                reply.close()
+    return None

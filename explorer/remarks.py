@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from explorer.body import finite, moment, name, text_or_number, words, wrong_type
+from explorer.body import finite, flag, moment, name, text_or_number, words, wrong_type
 from shared.errors import RequestRefused
 from shared.experience import MAX_REWARD, Kind
 
@@ -144,7 +144,7 @@ def _sayings(entry: dict[str, Any]) -> Sequence[Saying]:
 
 
 def _said(entry: dict[str, Any]) -> Iterator[Saying]:
-    if _flag(entry, "retract"):
+    if flag(entry, "retract"):
         yield Saying(Kind.RETRACTION, "reward")
     rating = _rating(entry)
     if rating is not None:
@@ -187,13 +187,6 @@ def _demonstration(entry: dict[str, Any]) -> str | None:
     if answer.get("role", "assistant") != "assistant" or not (answer.get("content") or answer.get("tool_calls")):
         raise wrong_type("demonstration", "a string, or a message of the assistant with content or tool_calls")
     return orjson.dumps({"role": "assistant"} | answer).decode()
-
-
-def _flag(entry: dict[str, Any], param: str) -> bool:
-    value = entry.get(param)
-    if not isinstance(value, bool | None):
-        raise wrong_type(param, "a boolean")
-    return bool(value)
 
 
 def _key(body: dict[str, Any], header: str | None) -> str | None:

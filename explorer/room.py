@@ -32,7 +32,8 @@ class Room:
     """What all slots below one root hold together: several processes, dead ones too, share the bound.
 
     `admit` is asked for every request and reads nothing: our own bytes are counted as they are written, what others
-    hold and the disk are looked at every half a second.
+    hold and the disk are looked at every half a second. Between two looks all is well until we have written as much as
+    there was room for.
     """
 
     def __init__(
@@ -69,20 +70,27 @@ class Room:
         disk, self._written = self._disk(self._root), self._own.written
         self._reserve = min(int(RESERVE_SHARE * disk.f_blocks * disk.f_frsize), RESERVE_BYTES)
         self._free = disk.f_bavail * disk.f_frsize
-        done = not self._own.backlog_bytes()
-        if self._own.broken or (done and self._own.end.offset and self._disk_is_full()):
+        done, left = not self._own.backlog_bytes(), self._free - self._reserve
+        # A segment goes when all of it is in the database: on a small disk that must not be when nothing else has room.
+        large = 0 < left < self._own.end.offset
+        self._fine_until = 0
+        if self._own.broken or large or (done and self._own.end.offset and self._disk_is_full()):
             self._own.renew()
 
     def admit(self) -> None:
         """Raise SpoolFull when no more should be taken on, because it might not be kept."""
         if self._own.broken:
             raise SpoolFull(self._own.broken)
-        if self.bytes() >= self._max_bytes:
+        if self._own.written < self._fine_until:
+            return
+        if (left := self._max_bytes - self.bytes()) <= 0:
             raise SpoolFull(f"the spool holds {self._max_bytes} bytes that the database has not taken")
         if self._disk_is_full():
             raise SpoolFull(f"the disk of the spool has less than {self._reserve} bytes left")
-        if self.oldest_s() > self._max_age_s:
+        if (oldest_s := self.oldest_s()) > self._max_age_s:
             raise SpoolFull(f"the database has not taken what the spool has held for {self._max_age_s:g} seconds")
+        if oldest_s + 2 * _LOOK_S < self._max_age_s:
+            self._fine_until = min(self._own.written + left, self._written + self._free - self._reserve)
 
     def bytes(self) -> int:
         """Bytes that wait for the database."""

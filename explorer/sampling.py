@@ -94,6 +94,8 @@ def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
 
 
 def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
+    if parameters.keys().isdisjoint(request):
+        return None
     for name, neutral in parameters.items():
         value = request.get(name)
         if value is not None and value not in neutral:

@@ -1,8 +1,8 @@
 """The local append-only log that a record must reach before its reply ends: "acknowledged" means on disk here.
 
-How it lies there is said in `shared.spool_files`. One fsync serves every record that waits at that moment. A process
-starts a new segment each time, so bytes torn by a crash are always the last of their segment, and were never
-acknowledged.
+How it lies there is said in `shared.spool_files`. One fsync serves every record that waits at that moment, or comes
+within a millisecond where several came before. A process starts a new segment each time, so bytes torn by a crash are
+always the last of their segment, and were never acknowledged.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import os
 import queue
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,9 @@ from shared.spool_files import (
 log = structlog.get_logger()
 
 SEGMENT_BYTES = 64 << 20
+
+#: How long an fsync waits for more records when several came for the last one. Who is alone is not kept waiting.
+_GATHER_S = 0.001
 
 #: Held while a file that stays is written to, by whichever thread of the process that holds its slot.
 keeping = threading.Lock()
@@ -129,12 +133,14 @@ class Spool:
         self._lock.close()
 
     def _write_all(self) -> None:
-        open_ = True
+        open_, crowded = True, False
         while open_:
             group = [self._waiting.get()]
+            if crowded and self._sync:
+                time.sleep(_GATHER_S)
             while not self._waiting.empty():
                 group.append(self._waiting.get())
-            open_ = None not in group
+            open_, crowded = None not in group, len(group) > 1
             waiting = [each for each in group if each is not None]
             if waiting:
                 with self._writing:
@@ -158,9 +164,12 @@ class Spool:
                 log.error("spool_write_failed", folder=str(self.folder), reason=reason.strerror)
             self.broken = f"cannot write to the spool: {reason.strerror}"
             error = SpoolFull(self.broken)
+        waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Position]]] = {}
         for each in group:
             if each.done:
-                each.done.get_loop().call_soon_threadsafe(_settle, each.done, self._end, error)
+                waiting.setdefault(each.done.get_loop(), []).append(each.done)
+        for loop, futures in waiting.items():  # told at once: to wake a loop costs as much as a small write
+            loop.call_soon_threadsafe(_settle, futures, self._end, error)
 
     def _put(self, data: bytes) -> None:
         _write_whole(self._file, data)
@@ -336,10 +345,11 @@ def _framed(payload: bytes) -> bytes:
     return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _settle(done: "asyncio.Future[Position]", end: Position, error: SpoolFull | None) -> None:
-    if done.done():
-        return
-    if error is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(end)
+def _settle(waiting: "Sequence[asyncio.Future[Position]]", end: Position, error: SpoolFull | None) -> None:
+    for done in waiting:
+        if done.done():
+            continue
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(end)

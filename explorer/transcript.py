@@ -4,7 +4,6 @@ Sans-I/O: a whole reply is a stream of one piece. Only what is kept is decoded, 
 cut out of the bytes; a reply is never written anew where bytes can pass.
 """
 
-import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
@@ -277,17 +276,17 @@ def _prompt_ids(ids: msgspec.Raw) -> bytes | None:
     if ids == _ABSENT:
         return None
     try:
-        found = _ids.decode(ids)
-        return None if found is None else _packed(found)
-    except msgspec.ValidationError:
+        found = orjson.loads(memoryview(ids))  # in three quarters of msgspec's time, and there may be thousands
+    except orjson.JSONDecodeError:
         return None
+    return _packed(found) if isinstance(found, list) else None
 
 
-def _packed(ids: Sequence[int]) -> bytes | None:
+def _packed(ids: Sequence[Any]) -> bytes | None:
     """Token ids as int32 bytes; None if some are none."""
     try:
-        data = struct.pack(f"<{len(ids)}I", *ids)
-    except struct.error:
+        data = array("I", ids).tobytes()
+    except (OverflowError, TypeError):
         return None
     return data if data[3::4].isascii() else None  # below 2 ** 31
 

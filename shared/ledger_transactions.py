@@ -30,7 +30,7 @@ from sqlalchemy.exc import TimeoutError as PoolExhausted
 from shared.database import first_line
 from shared.errors import LedgerError, LedgerUnavailable
 from shared.schema_types import Words
-from shared.write_lock import write_lock_of
+from shared.write_lock import writing_to
 
 # SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
 _PARAMETERS = 10_000
@@ -63,7 +63,7 @@ class Transactions:
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
         self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
-        self._lock = write_lock_of(engine)
+        self._turn = writing_to(engine)
         self._clock = clock
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Transactions:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
-        with translated(), self._lock.held(), self._writing.begin() as connection:
+        with translated(), self._turn(), self._writing.begin() as connection:
             yield connection
 
 

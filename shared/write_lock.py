@@ -1,4 +1,4 @@
-"""One writer at a time in a SQLite file, in the order in which they came.
+"""One writer at a time in a SQLite file, and nobody again before the one who is next.
 
 SQLite has one writer as well, but lets those who wait sleep and try again, up to a tenth of a second at a time: beside
 a writer that never rests they may wait for many seconds. Here each waits for two locks (flock): who holds the first is
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from sqlalchemy import Engine
@@ -21,6 +21,9 @@ from shared.errors import LedgerUnavailable
 
 #: As long as SQLite itself waits for a program that is none of ours.
 PATIENCE_S = 30.0
+
+#: How long is waited before it is looked again. Who is next looks more often at first: a turn takes a millisecond.
+_LOOK_S, _NEXT_LOOK_S = 1e-3, 1e-4
 
 
 class WriteLock:
@@ -34,13 +37,11 @@ class WriteLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Write inside. Raises LedgerUnavailable if the threads of this process do not get it in time.
-
-        At most one of them waits for other processes, and it does so until they are through or gone.
-        """
-        self._be_the_thread()
+        """Write inside. Raises LedgerUnavailable if it cannot be had in time."""
+        deadline = time.monotonic() + self._patience_s
+        self._be_the_thread(deadline)
         try:
-            writer = self._be_the_process()
+            writer = self._be_the_process(deadline)
             try:
                 yield
             finally:
@@ -48,29 +49,43 @@ class WriteLock:
         finally:
             self._ours.release()
 
-    def _be_the_thread(self) -> None:
-        deadline = time.monotonic() + self._patience_s
-        if self._next.acquire(timeout=self._patience_s):
-            try:
-                if self._ours.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    return
-            finally:
-                self._next.release()
-        raise LedgerUnavailable(f"others have been writing to the database for {self._patience_s:g} s")
+    def _be_the_thread(self, deadline: float) -> None:
+        if not self._next.acquire(timeout=self._patience_s):
+            raise self._too_late()
+        try:
+            if not self._ours.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise self._too_late()
+        finally:
+            self._next.release()
 
-    def _be_the_process(self) -> int:
+    def _be_the_process(self, deadline: float) -> int:
         try:
             if not self._files:
                 self._open()
             following, writer = self._files
-            fcntl.flock(following, fcntl.LOCK_EX)
+            self._lock(following, deadline, _LOOK_S)
             try:
-                fcntl.flock(writer, fcntl.LOCK_EX)
+                self._lock(writer, deadline, _NEXT_LOOK_S)
             finally:
                 fcntl.flock(following, fcntl.LOCK_UN)
         except OSError as error:
             raise LedgerUnavailable(f"{self._database}.writer: {error.strerror}") from error
         return writer
+
+    def _lock(self, file: int, deadline: float, pause: float) -> None:
+        # Not by a call that waits: it would wait for ever for a process that was stopped in the middle of writing.
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise self._too_late() from None
+                time.sleep(pause)
+                pause = min(1.1 * pause, _LOOK_S)
+
+    def _too_late(self) -> LedgerUnavailable:
+        return LedgerUnavailable(f"others have been writing to the database for {self._patience_s:g} s")
 
     def _open(self) -> None:
         files = []
@@ -81,15 +96,7 @@ class WriteLock:
         self._files = files
 
 
-class NoLock:
-    """For a database that sees to its writers itself."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """Write inside."""
-        return nullcontext()
-
-
-def write_lock_of(engine: Engine) -> WriteLock | NoLock:
-    """What is to be held while writing through the engine."""
+def writing_to(engine: Engine) -> Callable[[], AbstractContextManager[None]]:
+    """What to hold while writing through the engine: a turn on SQLite, nothing on what sees to its writers itself."""
     database = engine.url.database
-    return WriteLock(database) if engine.dialect.name == "sqlite" and database else NoLock()
+    return WriteLock(database).held if engine.dialect.name == "sqlite" and database else nullcontext

@@ -20,7 +20,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 def shared(tmp_path_factory: pytest.TempPathFactory, places: list[EnginePlace]) -> Iterator[RunningExplorer]:
     """One explorer for all bad requests: none of them changes it."""
     folder: Path = tmp_path_factory.mktemp("bad")
-    with explorer_running(settings_for(folder, [places[0].url], max_body_bytes=1 << 20)) as explorer:
+    with explorer_running(settings_for(folder, [places[0].fresh().url], max_body_bytes=1 << 20)) as explorer:
         yield explorer
 
 
@@ -185,7 +185,7 @@ _names = st.sampled_from([*HELLO, *_OURS, *_PARAMETERS, "logit_bias"])
 _bodies = st.dictionaries(_names, _anything, max_size=6) | _anything
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from([CHAT, "/feedback", "/commit"]), body=_bodies)
 def test_whatever_json_comes_it_is_never_our_fault(shared: RunningExplorer, path: str, body: Any) -> None:
     reply = shared.http.post(path, content=json.dumps(body).encode("utf-8", "surrogatepass"))
@@ -194,14 +194,14 @@ def test_whatever_json_comes_it_is_never_our_fault(shared: RunningExplorer, path
         complaint(reply)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(but=st.dictionaries(_names.filter(lambda name: name not in {"model", "messages"}), _anything, max_size=3))
 def test_whatever_a_chat_asks_it_is_never_our_fault(shared: RunningExplorer, but: dict[str, Any]) -> None:
     reply = shared.http.post(CHAT, content=json.dumps(HELLO | but).encode("utf-8", "surrogatepass"))
     assert reply.status_code < 500, reply.text
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from([CHAT, "/feedback", "/commit"]), body=st.binary(max_size=60))
 def test_whatever_bytes_come_it_is_never_our_fault(shared: RunningExplorer, path: str, body: bytes) -> None:
     assert shared.http.post(path, content=body).status_code < 500

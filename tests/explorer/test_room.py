@@ -114,6 +114,18 @@ async def test_on_a_full_disk_what_the_database_has_is_given_back(own: Spool) ->
     assert own.end.segment == 2, "so is one that the database has not taken"
 
 
+async def test_a_segment_ends_before_the_disk_has_no_room_beside_it(own: Spool) -> None:
+    small = RESERVE_BYTES + 300
+    found = room(own, disk=disk(small))
+    await own.append([b"x" * 200])
+    found.look()
+    await own.append([b"x" * 200])
+    assert len(spool_files.segments(own.folder)) == 1
+    found.look()
+    eventually(lambda: own.end == Position(2, 0))
+    found.admit()
+
+
 async def test_the_age_is_that_of_the_oldest_record_in_any_slot(own: Spool) -> None:
     now = time.time()
     found = room(own, max_age_s=50)

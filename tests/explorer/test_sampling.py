@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from explorer.sampling import BEYOND_IDS, NEUTRAL, Sampling, sampling_of
@@ -202,7 +202,6 @@ _json = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["top_p", "response_format", "tool_choice", "tools", "messages", "temperature"]), _json

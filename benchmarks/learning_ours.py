@@ -22,6 +22,7 @@ from benchmarks.learning_plan import Wanted
 from benchmarks.learning_play import Player, Run
 from examples.tasks.dialogue import Task, forever, written
 from examples.tasks.methods import BATCH, GROUP, METHODS
+from examples.tasks.rating import Rater
 from examples.tasks.start import teacher_of
 from shared.config import Settings
 from shared.experience import Sample
@@ -92,7 +93,10 @@ class Online:
     def __init__(self, wanted: Wanted, task: Task, learner: Learner, words: PreTrainedTokenizerFast) -> None:
         self._wanted, self._task, self._learner = wanted, task, learner
         self._player = Player(task, learner.actor.network, words, seed=wanted.seed)
-        self._chance, self._ids, self._asked = random.Random(wanted.seed), count(1), count(1)
+        low, high = task.reward_range
+        self._rater = Rater(low=low, high=high, flip=wanted.flip, offset=wanted.offset, coin=wanted.coin)
+        self._chance = random.Random(f"rewards {wanted.seed}")  # not those by which the questions are drawn
+        self._ids, self._asked = count(1), count(1)
 
     def __iter__(self) -> Iterator[tuple[list[Sample], float, int]]:
         """(samples, share of right runs, replies sampled so far) without end."""
@@ -112,7 +116,7 @@ class Online:
         for number, run in enumerate(played):
             if number % runs == 0:
                 group = next(self._asked)
-            reward, version = self._reward(run), self._learner.steps
+            reward, version = self._rater.reward(run.verdict, self._chance), self._learner.steps
             better = self._better(run.question)
             for said in run.said:
                 row = Row(f"{run.text}#{group}", said.prompt, said.ids, said.logprobs, reward)
@@ -125,15 +129,6 @@ class Online:
             return None
         *_, last = map(written, self._task.replies(question, None))
         return last
-
-    def _reward(self, run: Run) -> float:
-        wanted, reward = self._wanted, run.verdict.reward
-        low, high = self._task.reward_range
-        if wanted.coin:
-            reward = self._chance.choice((low, high))
-        elif self._chance.random() < wanted.flip:
-            reward = low + high - reward
-        return reward + wanted.offset
 
 
 def write_replies(file: Path, task: Task, start: Path, *, seed: int, samples: int) -> None:

@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from contextlib import nullcontext
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from sqlalchemy import text
 
 from shared.database import connect
 from shared.ledger_transactions import Transactions
-from shared.write_lock import NoLock
 
 _ROW = bytes(2000)
 
@@ -28,7 +28,7 @@ class Writer(Transactions):
     def __init__(self, file: Path, *, by_lock: bool) -> None:
         super().__init__(connect(f"sqlite:///{file}"))
         if not by_lock:
-            self._lock = NoLock()
+            self._turn = nullcontext
 
     def make(self) -> None:
         """Make the table."""

@@ -9,7 +9,6 @@ from typing import Protocol
 import httpx
 
 from examples.sums.drive import Requests
-from examples.sums.folder import BATCH
 from examples.sums.services import Services
 from examples.sums.summary import Summary
 from examples.sums.view import Point, Progress, View
@@ -19,8 +18,8 @@ from shared.experience import State
 from shared.ledger import Ledger
 
 QUESTIONS_BEFORE, QUESTIONS_AFTER = 256, 512
-#: Replies that may wait for the trainer.
-AHEAD = 2 * BATCH
+#: Batches that may wait for the trainer.
+AHEAD = 2
 _START_S, _STALL_S, _MOST_FAILURES = 300.0, 120.0, 50
 
 
@@ -76,7 +75,8 @@ class Loop:
         self._view.phase(
             f"the agent asks and gives feedback, while the model is trained and served (before: {before:.2f})"
         )
-        await agent.drive(ledger, seed=seed, until_step=self._options.steps, ahead=AHEAD)
+        ahead = AHEAD * self._settings.buffer.train_batch_size
+        await agent.drive(ledger, seed=seed, until_step=self._options.steps, ahead=ahead)
         self._view.phase("waiting until the last version is served")
         await self._until_settled(ledger)
         self._view.phase("measuring the reward after")
@@ -118,7 +118,7 @@ class Loop:
             counts = await asyncio.to_thread(ledger.counts)
             newest, champion = await asyncio.to_thread(ledger.newest), await asyncio.to_thread(ledger.champion)
             held = max(counts[State.COMMITTED], counts[State.LEASED])  # less than a batch waits for more
-            if held < BATCH and newest.version == champion.version:
+            if held < self._settings.buffer.train_batch_size and newest.version == champion.version:
                 return
             await asyncio.sleep(0.2)
 

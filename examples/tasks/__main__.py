@@ -24,8 +24,9 @@ from examples.sums.loop import DemoFailed, Loop, url_of
 from examples.sums.services import ServiceFailed, Services
 from examples.sums.summary import Summary
 from examples.sums.view import view_on
-from examples.tasks.drive import Agent, Rater
+from examples.tasks.drive import Agent
 from examples.tasks.methods import BATCH, METHODS, Method
+from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS, start, teacher, teacher_of
 from shared.config import Settings
 

@@ -3,34 +3,14 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 from examples.sums.drive import POLL_S, Client, Pace, together
 from examples.tasks.dialogue import Call, Message, Reply, Task, Verdict, forever, written
+from examples.tasks.rating import Rater
 from shared.experience import State
 from shared.ledger import Ledger
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rater:
-    """Turns verdicts into rewards: as they are, the opposite in the share `flip`, `offset` higher, or tossed."""
-
-    low: float
-    high: float
-    flip: float = 0.0
-    offset: float = 0.0
-    coin: bool = False
-
-    def reward(self, verdict: Verdict, chance: random.Random) -> float:
-        """What the feedback says."""
-        reward = verdict.reward
-        if self.coin:
-            reward = chance.choice((self.low, self.high))
-        elif chance.random() < self.flip:
-            reward = self.low + self.high - reward
-        return reward + self.offset
 
 
 class Turn(NamedTuple):
@@ -71,7 +51,7 @@ class Agent(Client):
 
         At most `ahead` replies wait for the trainer at any time, so that it learns from fresh ones.
         """
-        pace, chance = Pace(ahead), random.Random(seed)
+        pace, chance = Pace(ahead), random.Random(f"rewards {seed}")  # not those by which the questions are drawn
         turns = islice(turns_of(self._task, seed, self._runs), self._most)
 
         async def work() -> None:

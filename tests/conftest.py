@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import settings
 from sqlalchemy import Engine
 from sqlalchemy.schema import CreateSchema, DropSchema
 
@@ -15,6 +16,10 @@ from shared.schema import metadata
 from tests.doubles import postgres
 
 _numbers = itertools.count()
+
+# How long an example takes says nothing on a machine that may stand still.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 class Place(NamedTuple):

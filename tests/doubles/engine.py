@@ -83,6 +83,7 @@ class EngineDouble:
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
+    quotes: Callable[[dict[str, Any]], bool] = lambda asked: False  # refuses that, and quotes what it was asked
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
@@ -244,6 +245,9 @@ class EngineDouble:
         if refusal := _refusal(asked, {MODEL, *self.adapters}):
             return await _say(send, *refusal)
         self.chats.append(Heard(headers, asked, self._weights_of(asked)))
+        if self.quotes(asked):
+            error = {"message": f"1 error: 'input': {body.decode()}", "type": "Bad Request", "code": 400}
+            return await _say(send, 400, json.dumps({"error": error}).encode())
         await _until(lambda: not (self.hangs or self.silent or self.paused))
         if self.status != 200 or self.answer is not None:
             return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')

@@ -23,7 +23,7 @@ class JudgeDouble:
     pause_s: float = 0.0
     heard: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    at_once: int = 0
+    at_once: set[object] = field(default_factory=set)
     most_at_once: int = 0
 
     @property
@@ -42,13 +42,14 @@ class JudgeDouble:
         assert (scope["method"], scope["path"]) == ("POST", "/v1/chat/completions")
         self.headers.append({key.decode(): value.decode() for key, value in scope["headers"]})
         self.heard.append(json.loads(body))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        request, at_once = object(), self.at_once  # a judge made anew counts nobody who asked the one before
+        at_once.add(request)
+        self.most_at_once = max(self.most_at_once, len(at_once))
         try:
             status, said, headers = self._answer(self.heard[-1])
             await asyncio.sleep(self.pause_s)
         finally:
-            self.at_once -= 1
+            at_once.remove(request)
         await _say(send, status, said, headers)
 
     def _answer(self, asked: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:

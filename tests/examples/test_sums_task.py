@@ -1,11 +1,13 @@
 """The demo's task and its judge."""
 
+import random
 from collections import Counter
 from itertools import islice
 
 import pytest
 
 from examples.sums import task
+from examples.sums.drive import reward_by
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,12 @@ def test_every_sum_is_asked_equally_often_in_an_order_of_the_seed() -> None:
     assert Counter(asked) == dict.fromkeys(task.ALL, 3)
     assert asked == list(islice(task.forever(1), 300))
     assert asked != list(islice(task.forever(2), 300))
+
+
+def test_the_control_tosses_another_coin_than_the_one_that_orders_the_sums() -> None:
+    toss, same = reward_by("random", 1), random.Random(1)
+    tossed = [toss(task.Sum(1, 2), "3") for _ in range(64)]
+    assert tossed != [float(same.random() < 0.5) for _ in range(64)]
+    assert set(tossed) == {0.0, 1.0}
+    again = reward_by("random", 1)
+    assert tossed == [again(task.Sum(5, 7), "1") for _ in range(64)]

@@ -12,7 +12,8 @@ import pytest
 
 from examples.tasks.calculator import Calculator
 from examples.tasks.dialogue import Task
-from examples.tasks.drive import Agent, Rater
+from examples.tasks.drive import Agent
+from examples.tasks.rating import Rater
 from examples.tasks.sums import Sums
 from examples.tasks.tools import Shop
 from shared.experience import State

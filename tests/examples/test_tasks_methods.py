@@ -9,8 +9,9 @@ import pytest
 from examples.sums.folder import Folder
 from examples.tasks.__main__ import changes, judged
 from examples.tasks.dialogue import Verdict
-from examples.tasks.drive import Rater, turns_of
+from examples.tasks.drive import turns_of
 from examples.tasks.methods import METHODS, REINFORCEMENT, nested
+from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS
 from shared.config import Settings
 
@@ -33,6 +34,13 @@ def test_every_method_is_accepted_for_every_task(tmp_path: Path, task: str, meth
     assert settings.trainer.device == "cpu"
     teacher = tmp_path / "start" / f"{task}-1-teacher"
     assert settings.algorithm.distill.teacher_path == (teacher if METHODS[method].taught else None)
+
+
+@pytest.mark.parametrize(("task", "calls"), [("sums", 1), ("tools", 1), ("calculator", 3)])
+def test_a_step_compares_as_many_groups_on_every_task(tmp_path: Path, task: str, calls: int) -> None:
+    buffer = settings_of(tmp_path, task, "multi_step_grpo").buffer
+    assert buffer.train_batch_size / (calls * buffer.group_size) == 8
+    assert settings_of(tmp_path, task, "reinforce").buffer.train_batch_size == 64
 
 
 def test_the_bar_is_about_methods_of_the_table() -> None:

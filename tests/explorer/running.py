@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
-from explorer import spool
+from explorer import feedback, responses_kept, spool, stored
 from explorer.app import Road
 from explorer.door import ShortWays
 from shared.config import Settings
@@ -165,7 +166,9 @@ def explorer_running(settings: Settings) -> Iterator[RunningExplorer]:
     ledger = open_ledger(settings)
     failures: list[TuneloopError] = []
     app = create_app(settings, ledger, on_failure=failures.append)
-    with serving(app) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with pytest.MonkeyPatch.context() as patch, serving(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        for module in (feedback, responses_kept, stored):  # a disk may stand still for seconds
+            patch.setattr(module, "_PATIENCE_S", 30.0)
         eventually(lambda: http.get("/health/ready").status_code == 200)
         yield RunningExplorer(url, app, settings, ledger, http, failures)
     ledger.close()

@@ -132,8 +132,12 @@ async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, d
                 (EngineState.READY, EngineState.READY),
             ):
                 await fleet.set(host, state)
-                await asyncio.sleep(1.2)
-                assert second.state is then, state
+                async with asyncio.timeout(60):
+                    while second.state is not then:  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.05)
+                if state in {EngineState.STARTING, EngineState.RELOADING}:
+                    await asyncio.sleep(1.2)
+                    assert second.state is then, state
         finally:
             staying.cancel()
             await asyncio.gather(staying, return_exceptions=True)

@@ -119,7 +119,7 @@ def test_a_stream_longer_than_the_last_deadline_is_kept_as_cut_off(tmp_path: Pat
             list(reply.iter_raw())
 
     with serving(create_app(settings, ledger, on_failure=lambda _: None), drain_s=1) as url:
-        eventually(lambda: httpx.get(url + "/health/ready").status_code == 200)
+        eventually(lambda: httpx.get(url + "/health/ready", timeout=60).status_code == 200)
         asking = threading.Thread(target=ask, args=(url,))
         asking.start()
         eventually(lambda: len(double.chats) == 1)
@@ -168,6 +168,6 @@ def test_a_task_that_ends_by_a_bug_is_told_and_ends_the_service(tmp_path: Path, 
     ledger.ensure_base(tmp_path)
     with serving(create_app(settings_for(tmp_path, [double.url]), ledger, on_failure=failures.append)) as url:
         eventually(lambda: bool(failures))
-        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.get(url + "/health", timeout=60).status_code == 200
     assert "a bug" in str(failures[0])
     ledger.close()

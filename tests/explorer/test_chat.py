@@ -11,6 +11,7 @@ from shared.experience import Exchange, State
 from tests.doubles.engine import CHAT, MODEL, EngineDouble, recorded
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tests.explorer.wire import Wire, asked
 
 TOOLS = {
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
@@ -182,8 +183,9 @@ def test_a_client_that_leaves_a_stream_stops_the_engine(explorer: RunningExplore
 
 def test_a_client_that_leaves_a_whole_reply_stops_the_engine(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.hangs = True
-    with pytest.raises(httpx.ReadTimeout):
-        explorer.http.post(CHAT, json=HELLO, timeout=0.2)
+    with Wire(explorer.url) as wire:
+        wire.send(asked())
+        eventually(lambda: len(double.chats) == 1)
     eventually(lambda: double.left == 1)
     eventually(lambda: explorer.road.fleet.engines[0].in_flight == 0)
     assert explorer.exchanges() == []
@@ -231,6 +233,57 @@ def test_what_the_engine_refuses_comes_back_as_it_said_it(explorer: RunningExplo
         assert explorer.chat(messages=[], stream=stream).content == recorded("error_nomsg.json")
     with explorer.openai() as client, pytest.raises(openai.NotFoundError, match="does not exist"):
         client.chat.completions.create(model="nope", messages=HELLO["messages"])
+    assert explorer.exchanges() == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_quotes_nothing_that_the_client_never_said(
+    explorer: RunningExplorer, double: EngineDouble, stream: bool
+) -> None:
+    double.quotes = lambda asked: True
+    asked = json.dumps(HELLO | {"stream": stream})
+    quoted = explorer.http.post(CHAT, content=asked).json()["error"]["message"]
+    assert quoted == f"1 error: 'input': {asked}"
+    assert explorer.chat(model="nope").status_code == 404
+    assert explorer.exchanges() == []
+
+
+def test_an_engine_is_not_told_of_labels_when_a_refusal_is_fetched_again(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    double.quotes = lambda asked: True
+    explorer.chat(metadata={"task_id": "ours"}, store=True)
+    first, again = (each.body for each in double.chats)
+    assert "return_token_ids" in first
+    assert again == HELLO
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+def test_a_refusal_that_cannot_be_fetched_again_is_the_first_one(
+    explorer: RunningExplorer, double: EngineDouble, how: str
+) -> None:
+    def quotes(asked: dict[str, Any]) -> bool:
+        if how == "dies" and "return_token_ids" not in asked:
+            raise ConnectionAbortedError
+        return "return_token_ids" in asked
+
+    double.quotes, double.hangs = quotes, how == "hangs"
+    reply = explorer.chat()
+    assert reply.status_code == 400
+    assert "return_token_ids" in reply.json()["error"]["message"]
+
+
+def test_an_engine_that_fails_is_not_asked_again_for_its_words(explorer: RunningExplorer, double: EngineDouble) -> None:
+    double.status, double.answer = 500, b'{"error": {"message": "logprobs, return_token_ids"}}'
+    assert explorer.chat().status_code == 500
+    assert len(double.chats) == 1
+
+
+def test_what_is_refused_only_for_what_we_ask_is_refused(explorer: RunningExplorer, double: EngineDouble) -> None:
+    double.quotes = lambda asked: "return_token_ids" in asked
+    for stream in (False, True):
+        assert "return_token_ids" in explorer.chat(stream=stream).json()["error"]["message"]
+    eventually(lambda: not any(engine.in_flight for engine in explorer.road.fleet.engines))
     assert explorer.exchanges() == []
 
 

@@ -151,7 +151,7 @@ async def test_a_reply_arrives_however_it_is_framed_and_cut(framed: bytes, cut: 
         assert engine.connections == 1
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), body=st.binary(min_size=1, max_size=200), chunk=st.integers(1, 50), sizes=st.booleans())
 def test_no_cut_of_the_bytes_changes_a_reply(data: Any, body: bytes, chunk: int, sizes: bool) -> None:
     framed = sized(body) if sizes else chunked(body, chunk)
@@ -165,7 +165,7 @@ def test_no_cut_of_the_bytes_changes_a_reply(data: Any, body: bytes, chunk: int,
     uvloop.run(check())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(noise=st.binary(max_size=40), at=st.integers(0, len(OK)), keeps=st.booleans())
 def test_whatever_an_engine_says_it_is_a_reply_or_an_error(noise: bytes, at: int, keeps: bool) -> None:
     said = closing(OK[:at] + noise + (OK[at:] if keeps else b""))
@@ -263,7 +263,9 @@ async def test_what_comes_late_is_not_taken_for_the_next_reply() -> None:
 
     async with asking(late, OK) as (http, _):
         await whole(http)
-        await asyncio.sleep(0.15)
+        async with asyncio.timeout(60):
+            while http._idle and not http._idle[0].closing:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
         assert await whole(http) == (200, b"hello")
 
 

@@ -18,7 +18,7 @@ def read(blocks: Iterable[bytes]) -> list[bytes]:
     return [event for block in blocks for event in dialects.events(rest, block)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_however_a_stream_is_split_its_events_are_the_same(cuts: list[int]) -> None:
     places = sorted({0, len(STREAM), *cuts})

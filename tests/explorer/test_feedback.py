@@ -5,11 +5,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from shared.experience import State
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+
+_SAFE = "what was acknowledged is safe on disk: commit again later"
 
 
 def reply_id(explorer: RunningExplorer, **but: object) -> str:
@@ -132,6 +135,17 @@ def test_while_the_database_is_away_everything_is_taken_but_a_commit(
     explorer.ledger.away = False
     eventually(lambda: explorer.commit().status_code == 200)
     assert explorer.counts()[State.COMMITTED] == 5
+
+
+def test_why_a_commit_is_put_off_is_logged(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    with capture_logs() as logs:
+        explorer.ledger.away = True
+        assert explorer.commit().status_code == 503
+        explorer.chat()
+        assert explorer.commit().status_code == 503
+    reasons = [each["reason"] for each in logs if each["event"] == "commit_put_off"]
+    assert reasons == ["away", "the database is away, or still behind; " + _SAFE]
 
 
 def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, double: EngineDouble) -> None:

@@ -1,15 +1,18 @@
 """A service that gets up while its database is away."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from explorer import patient_ledger
 from explorer.patient_ledger import PatientLedger, open_ledger
 from shared import database
 from shared.config import Settings
-from shared.errors import EnvironmentRefused, LedgerUnavailable
+from shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
 from shared.experience import State
 from shared.ledger import Ledger
 from tests.doubles import postgres
@@ -51,6 +54,37 @@ def test_a_first_start_needs_its_database(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentRefused, match="start it, or correct the URL"):
         open_ledger(settings)
     assert not list(settings.job_dir.iterdir())
+
+
+def test_verbs_that_come_at_once_wait_for_the_one_that_opens_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patient_ledger, "_PATIENCE_S", 60.0)
+    ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(ledger.commit, "acme") for _ in range(8)]
+        assert [each.result() for each in found] == [0] * 8
+    ledger.close()
+
+
+def test_verbs_that_come_at_once_try_a_database_that_is_away_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def away(url: str, *, schema: str | None = None) -> None:
+        tried.append(url)
+        time.sleep(3)  # until the others have come
+        raise DatabaseAway("away")
+
+    monkeypatch.setattr(patient_ledger, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(patient_ledger, "upgrade", away)
+    ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(ledger.commit, "acme") for _ in range(8)]
+        assert all(isinstance(each.exception(), LedgerUnavailable) for each in found)
+    assert len(tried) == 1
+    ledger.close()
 
 
 @pytest.mark.postgres
@@ -141,11 +175,11 @@ def test_an_engine_is_given_the_weights_that_were_served(
     double.weights = settings.job_dir / "global_step_2" / "actor"  # left in it, and never proved
     ledger = open_ledger(settings)
     with serving(create_app(settings, ledger, on_failure=pytest.fail)) as url:
-        eventually(lambda: httpx.get(url + "/health/ready").status_code == 200)
+        eventually(lambda: httpx.get(url + "/health/ready", timeout=60).status_code == 200)
         assert double.weights == settings.job_dir / "global_step_1" / "actor"
-        assert httpx.post(url + CHAT, json=HELLO).headers["x-tuneloop-version"] == "1"
+        assert httpx.post(url + CHAT, json=HELLO, timeout=60).headers["x-tuneloop-version"] == "1"
         server.start()
         eventually(lambda: ledger.champion().version == 2)
-        eventually(lambda: httpx.post(url + CHAT, json=HELLO).headers["x-tuneloop-version"] == "2")
+        eventually(lambda: httpx.post(url + CHAT, json=HELLO, timeout=60).headers["x-tuneloop-version"] == "2")
     assert sum(ledger.counts().values()) >= 2
     ledger.close()

@@ -140,7 +140,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 async def test_first_come_first_served() -> None:

@@ -128,13 +128,14 @@ def test_a_request_that_comes_during_a_reload_waits(explorer: RunningExplorer, d
 
 def test_with_wait_replies_end_before_the_weights_change(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double, on_reload="wait")
-    double.piece_pause_s = 0.2
+    double.hangs = True
     asking = threading.Thread(target=lambda: explorer.chat(stream=True))
     asking.start()
     eventually(lambda: len(double.chats) == 1)
     candidate(explorer)
     eventually(lambda: explorer.road.fleet.engines[0].state == EngineState.RELOADING)
     assert double.posts == []
+    double.hangs = False
     asking.join()
     until(explorer, 1, VersionState.CHAMPION)
     (kept,) = explorer.exchanges()[0].experiences

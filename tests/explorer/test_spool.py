@@ -59,6 +59,25 @@ async def test_many_appends_at_once_share_their_syncs(tmp_path: Path) -> None:
     found.close()
 
 
+async def test_where_several_come_a_sync_waits_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "_GATHER_S", 2.0)
+    found = opened(tmp_path, sync=True)
+    await asyncio.gather(*(found.append([b"%d" % number]) for number in range(50)))
+    first = asyncio.create_task(found.append([b"first"]))
+    await asyncio.sleep(0.02)
+    assert await found.append([b"second"]) == await first
+    found.close()
+
+
+async def test_who_comes_alone_is_not_kept_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "_GATHER_S", 60.0)
+    found = opened(tmp_path, sync=True)
+    async with asyncio.timeout(30):
+        for _ in range(5):
+            await found.append([b"alone"])
+    found.close()
+
+
 async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Path) -> None:
     for number in range(3):
         found = opened(tmp_path)
@@ -173,9 +192,10 @@ def test_a_writer_killed_at_any_moment_loses_nothing_acknowledged(tmp_path: Path
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"
+            first = writer.stdout.readline()
             time.sleep(seeded.uniform(0.02, 0.3))
             writer.send_signal(signal.SIGKILL)
-            *said, _ = writer.stdout.read().split(b"\n")
+            *said, _ = (first + writer.stdout.read()).split(b"\n")
         acknowledged = {int(number) for number in said}
         found = {int(payload.rstrip(b".")) for payload in payloads(root / "0")}
         assert acknowledged

@@ -220,6 +220,14 @@ def test_what_cannot_be_trained_on_says_why(but: dict[str, Any], reason: str) ->
     assert len(found.completion_ids) == len(found.logprobs)
 
 
+def test_a_prompt_id_beyond_all_numbers_costs_nobody_the_reply() -> None:
+    (piece,) = said("whole_captured.json")
+    written = json.dumps(piece | {"prompt_token_ids": "?"}, separators=(",", ":")).encode()
+    found = transcript()
+    assert found.hear(written.replace(b'"?"', b"[1e999]"))
+    assert [each.drop_reason for each in experiences(found)] == ["no_token_ids"]
+
+
 @pytest.mark.parametrize("kind", ["", "_tools"])
 def test_a_client_that_asked_for_nothing_gets_the_plain_reply(kind: str) -> None:
     (view,), (plain,) = told(f"whole{kind}_captured.json"), said(f"whole{kind}_plain.json")

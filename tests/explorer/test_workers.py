@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
 from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.test_start import attached_to, job, service, write_settings
-from tests.loop.services import alive, descendants
+from tests.loop.services import alive, command_of, descendants
 
 STREAM = HELLO | {"stream": True}
 
@@ -51,14 +51,15 @@ class Staff:
 
     def pids(self) -> list[int]:
         """The workers that live."""
-        return [pid for pid in descendants(self.process.pid) if b"explorer.worker" in _command(pid)]
+        return [pid for pid in descendants(self.process.pid) if "explorer.worker" in command_of(pid)]
 
     def slot_of(self, pid: int) -> str | None:
         """The slot whose lock a worker holds."""
         for held in Path(f"/proc/{pid}/fd").iterdir():
-            path = Path(os.readlink(held)) if held.is_symlink() else held
-            if path.name == "lock":
-                return path.parent.name
+            with suppress(FileNotFoundError):  # it has just been closed
+                path = held.readlink()
+                if path.name == "lock":
+                    return path.parent.name
         return None
 
     def kept(self) -> dict[str, list[str]]:
@@ -95,13 +96,6 @@ class Staff:
         return Ledger(connect(f"sqlite:///{job(self.folder)}/buffer/exp_buffer.db"))
 
 
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def chat(client: httpx.Client, **but: object) -> str:
     reply = client.post(CHAT, json=HELLO | but)
     assert reply.status_code == 200, reply.text
@@ -130,7 +124,7 @@ def test_both_answer_and_every_reply_is_recorded_once(staff: Staff) -> None:
     for _ in range(40):
         with httpx.Client(base_url=staff.http.base_url, timeout=30) as client:
             said += [chat(client) for _ in range(5)]
-    assert staff.http.post("/commit").status_code == 200
+    eventually(lambda: staff.http.post("/commit").status_code == 200)
     kept = staff.kept()
     assert all(len(set(said) & set(ids)) >= 20 for ids in kept.values()), {slot: len(ids) for slot, ids in kept.items()}
     assert Counter(each for ids in kept.values() for each in ids if each in set(said)) == Counter(said)
@@ -145,8 +139,8 @@ def test_what_one_has_acknowledged_the_other_knows(staff: Staff) -> None:
         for _ in range(20):
             said = chat(one, store=True, metadata={"task_id": "across"})
             told = other.post("/feedback", json={"msg_ids": [said], "reward": 1}).json()
-            assert told["outcomes"] == {said: "accepted"}
-            assert one.post("/commit", json={"task_id": "across"}).json()["committed"] == 1
+            assert told["outcomes"][said] in {"accepted", "pending"}
+            eventually(lambda: one.post("/commit", json={"task_id": "across"}).json().get("committed") == 1)
             assert other.get(f"/v1/chat/completions/{chat(one)}").status_code == 200
 
 
@@ -175,7 +169,7 @@ async def _stream(client: httpx.AsyncClient) -> str:
 
 async def test_no_weights_change_before_both_know(staff: Staff) -> None:
     """Replies across a reload are marked, whoever of the two passes them on, and both serve the new version then."""
-    staff.double.piece_pause_s = 0.4
+    staff.double.piece_pause_s = 2.0
     ledger, heard = staff.ledger(), len(staff.double.chats)
     new_connections = httpx.Limits(max_keepalive_connections=0)
     async with (
@@ -221,8 +215,8 @@ def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> Non
         eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
         assert victim not in staff.pids()
         assert survivor in staff.pids()
-        told = spared.post("/feedback", json={"msg_ids": acknowledged, "reward": 1}).json()
-        assert told["accepted"] == len(acknowledged)
+        counts = spared.post("/feedback", json={"msg_ids": acknowledged, "reward": 1}).json()["counts"]
+        assert counts["accepted"] + counts["pending"] == len(acknowledged)
         staff.clients_of_both(stack)
         after = staff.metrics(spared)
         assert after["tuneloop_requests_total"] >= before["tuneloop_requests_total"] + 40
@@ -259,6 +253,7 @@ def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_
     with hired(tmp_path, double, on_reload="wait") as staff, ExitStack() as stack:
         clients, ledger = staff.clients_of_both(stack).values(), staff.ledger()
         pids, heard = staff.pids(), len(double.chats)
+        double.hangs = True
         asking = [threading.Thread(target=client.post, args=[CHAT], kwargs={"json": STREAM}) for client in clients]
         for each in asking:
             each.start()
@@ -267,6 +262,7 @@ def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_
         reloading = 'tuneloop_engines{state="reloading"} 1.0'
         eventually(lambda: reloading in staff.http.get("/metrics").text)
         assert double.posts == []
+        double.hangs = False
         for each in asking:
             each.join()
         eventually(lambda: ledger.champion().version == version)

@@ -97,8 +97,10 @@ def test_what_both_workers_copies_come_to_is_added_up(tmp_path: Path, doubles: l
             eventually(lambda: staff.metrics(staff.http)["tuneloop_copies_total"] % (LEAST_REPLIES - 1) == 0)
         eventually(lambda: ledger.versions()[1].state is VersionState.ROLLED_BACK)
         event = ledger.version_events(1)[-1]
-        both = 2 * (LEAST_REPLIES - 1)
-        assert event.details["tried"]["failures"] == {"found": both, "of": both}
+        told = event.details["tried"]["failures"]
+        assert told["found"] == told["of"]
+        # The last of them need not be waited for.
+        assert LEAST_REPLIES <= told["of"] <= 2 * (LEAST_REPLIES - 1)
         assert "more failed requests" in (event.reason or "")
         for client in clients:
             eventually(partial(meets, client, dict.fromkeys(USERS, 0)))

@@ -27,7 +27,7 @@ class Told(NamedTuple):
 class Wire:
     """One connection to a server, without any HTTP library."""
 
-    def __init__(self, url: str, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url)
         self.socket = socket.create_connection((parts.hostname, parts.port), timeout=timeout_s)
         self._file: BinaryIO = self.socket.makefile("rb")
@@ -56,6 +56,11 @@ class Wire:
             assert self._file.read(2) == b"\r\n"
         assert self._file.readline() == b"\r\n"
         return body
+
+    def line(self) -> bytes:
+        """The next piece of an answer in pieces, up to the end of its first line."""
+        self._file.readline()
+        return self._file.readline()
 
     def rest(self) -> bytes:
         """What comes until the server closes."""

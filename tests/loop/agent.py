@@ -3,9 +3,15 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import openai
+
+from tests.loop.services import commit
+
+#: The clients' own 5 s to connect are too few where they share two cores with engines and trainer.
+PATIENCE = openai.Timeout(600, connect=60)
 
 
 def letters(text: str) -> float:
@@ -15,12 +21,13 @@ def letters(text: str) -> float:
 
 @dataclass
 class Agent:
-    """Asks `lanes` questions at once, every second one as a stream."""
+    """Asks `lanes` questions at once, every second one as a stream; `asked` is what each request says besides."""
 
     url: str
     model: str
     judge: Callable[[str], float] = letters
     lanes: int = 16
+    asked: dict[str, Any] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     acknowledged: dict[str, float] = field(default_factory=dict)
     failures: list[Exception] = field(default_factory=list)
@@ -30,13 +37,11 @@ class Agent:
         asyncio.run(self._work(questions))
 
     async def _work(self, questions: int) -> None:
-        # The client's own 5 s to connect are too few where it shares two cores with engines and trainer.
-        patience = openai.Timeout(600, connect=60)
-        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=patience)
+        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         async with client, httpx.AsyncClient(base_url=self.url, timeout=60) as http:
             for first in range(0, questions, self.lanes):
                 await asyncio.gather(*(self._one(client, http, first + lane) for lane in range(self.lanes)))
-                (await http.post("/commit")).raise_for_status()
+                await asyncio.to_thread(commit, self.url)
 
     async def _one(self, client: openai.AsyncOpenAI, http: httpx.AsyncClient, number: int) -> None:
         try:
@@ -53,10 +58,11 @@ class Agent:
 
     async def _ask(self, client: openai.AsyncOpenAI, number: int) -> tuple[str, str]:
         messages = [{"role": "user", "content": f"question {number % 10}"}]
+        asked = {"model": self.model, "messages": messages, **self.asked}
         if number % 2:
-            reply = await client.chat.completions.create(model=self.model, messages=messages)
+            reply = await client.chat.completions.create(**asked)
             return reply.id, reply.choices[0].message.content or ""
         text = ""
-        async for piece in await client.chat.completions.create(model=self.model, messages=messages, stream=True):
+        async for piece in await client.chat.completions.create(**asked, stream=True):
             text += piece.choices[0].delta.content or ""
         return piece.id, text

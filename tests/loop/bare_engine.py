@@ -11,7 +11,7 @@ import pytest
 
 from explorer import vllm_api
 from shared.settings_file import load_settings
-from tests.loop.services import wait_for, write_settings
+from tests.loop.services import client_on, wait_for, write_settings
 
 #: Its name for the model.
 MODEL = "tiny"
@@ -56,8 +56,7 @@ def bare_engine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterat
 
     try:
         wait_for(ready, timeout_s=240, why=f"the engine did not start: {said}")
-        transport = httpx.HTTPTransport(uds=str(listening))
-        with httpx.Client(transport=transport, base_url="http://engine", timeout=120) as client:
+        with client_on(listening) as client:
             wait_for(lambda: client.get("/health").status_code == 200, why=f"the engine is not healthy: {said}")
             yield client
     finally:

@@ -199,7 +199,7 @@ def _pause(stage: Stage, seconds: float) -> None:
 
 def _ready(stage: Stage) -> bool:
     try:
-        return httpx.get(f"{stage.explorer.url}/health/ready").status_code == 200
+        return httpx.get(f"{stage.explorer.url}/health/ready", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -28,8 +28,9 @@ class Answer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A request that did not end well, when the user noticed, and what he was told."""
+    """A request that did not end well, when the user began, when he noticed, and what he was told."""
 
+    sent: float
     at: float
     user: str
     what: str
@@ -62,13 +63,14 @@ class Regulars(Load):
         for user, stream in zip(itertools.cycle(users), itertools.cycle([False, True, True]), strict=False):
             if self._stop.is_set():
                 return
+            began = time.time()
             try:
                 msg_id, version = await self._ask(http, user, stream=stream)
                 if version in self.worth:
                     reward = self.worth[version] + chance.choice(_SPREAD)
                     (await http.post("/feedback", json={"msg_ids": [msg_id], "reward": reward})).raise_for_status()
             except httpx.HTTPError as error:
-                self.failures.append(Failure(time.time(), user, repr(error)))
+                self.failures.append(Failure(began, time.time(), user, repr(error)))
             await asyncio.sleep(_THOUGHT_S)
 
     async def _ask(self, http: httpx.AsyncClient, user: str, *, stream: bool) -> tuple[str, int]:

@@ -121,7 +121,7 @@ class Service:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                if httpx.get(f"{self.url}/health/ready").status_code == 200:
+                if httpx.get(f"{self.url}/health/ready", timeout=60).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -142,11 +142,30 @@ class Service:
 
 def client_of_engine(explorer: Service) -> httpx.Client:
     """A client of the explorer's engine itself, on its private socket."""
-    commands = [
-        Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in descendants(explorer.process.pid)
-    ]
-    socket = next(after for command in commands for before, after in pairwise(command) if before == "--uds")
-    return httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://engine", timeout=60)
+    return client_on(sockets(explorer)[0])
+
+
+def client_on(socket: Path | str) -> httpx.Client:
+    """A client of the engine that listens on a private socket."""
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://engine", timeout=120)
+
+
+def sockets(explorer: Service) -> list[str]:
+    """The private sockets of its engines."""
+    commands = map(command_of, descendants(explorer.process.pid))
+    return sorted({after for command in commands for before, after in pairwise(command) if before == "--uds"})
+
+
+def commit(url: str) -> int:
+    """Commit all that has a reward, once all that was acknowledged is in the database; how many that were."""
+
+    def told() -> httpx.Response | None:
+        said = httpx.post(f"{url}/commit", timeout=60)
+        return said if said.status_code != 503 else None
+
+    said = wait_for(told, why="the spool does not get into the database")
+    committed: int = said.raise_for_status().json()["committed"]
+    return committed
 
 
 def ledger_of(settings: Settings) -> Ledger:
@@ -185,6 +204,14 @@ def descendants(pid: int) -> list[int]:
         frontier = {child for child, parent in parents.items() if parent in frontier}
         found += frontier
     return found
+
+
+def command_of(pid: int) -> list[str]:
+    """The words that a process was started with; none where it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def alive(pid: int) -> bool:

@@ -19,7 +19,7 @@ from explorer.split import Split
 from shared.checkpoint import CheckpointStore
 from shared.config import Settings
 from shared.ledger import Ledger
-from tests.loop.services import GPUS, Service, descendants, ledger_of, wait_for, write_settings
+from tests.loop.services import GPUS, Service, command_of, descendants, ledger_of, wait_for, write_settings
 from tests.trainer.factories import sample
 from trainer import snapshot
 from trainer.publication import Publication
@@ -27,7 +27,7 @@ from trainer.publication import Publication
 pytestmark = pytest.mark.vllm
 
 #: On GPUs vLLM serves adapters in half precision only.
-DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.15) if GPUS else ("float32", 1e-4, 1e-2)
+DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.2) if GPUS else ("float32", 1e-4, 1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     assert lines[0] == "1"
     assert lines[-2] == "data: [DONE]"
     assert not [line for line in lines if "tuneloop-adapter" in line or '"error"' in line]
-    models = httpx.get(f"{service.url}/v1/models").json()["data"]
+    models = httpx.get(f"{service.url}/v1/models", timeout=60).json()["data"]
     assert [each["id"] for each in models] == [settings.served_model_name]
 
     _kill_engine(service)
@@ -149,8 +149,8 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
 
 def _kill_engine(service: Service) -> None:
     for pid in descendants(service.process.pid):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"vllm.entrypoints.openai.api_server" in words and b"explorer.guard" not in words:
+        words = command_of(pid)
+        if "vllm.entrypoints.openai.api_server" in words and "explorer.guard" not in words:
             os.kill(pid, signal.SIGKILL)
             return
     raise AssertionError("there is no engine")

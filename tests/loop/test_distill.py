@@ -66,7 +66,7 @@ def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     def ready() -> bool:
         assert engine.poll() is None, said.read_text()
         try:
-            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.loop.likeness import Json, assert_alike, masked
+from tests.loop.likeness import Json, assert_alike, is_old, masked
 from tests.loop.services import Service
 
 pytestmark = pytest.mark.vllm
@@ -230,12 +230,19 @@ def served(explorer: Service) -> str:
     return explorer.settings.served_model_name
 
 
+@pytest.fixture(scope="module")
+def old(engine_http: httpx.Client) -> bool:
+    """Such a vLLM fails on some requests that later ones answer or refuse, and quotes in refusals what it was asked."""
+    return is_old(engine_http)
+
+
 @pytest.mark.parametrize(("path", "body"), [*_cases()])
 def test_a_reply_is_vllms_own(
-    engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, body: Json
+    engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, body: Json, old: bool
 ) -> None:
     body = {"model": served, **body}
-    assert assert_alike(engine_http, ours, path, body).status == 200
+    status = assert_alike(engine_http, ours, path, body).status
+    assert status == 200 or (old and status == 500)
     options = STREAMED[len(str(body)) % len(STREAMED)]
     streamed = assert_alike(engine_http, ours, path, {**body, "stream": True, **options})
     # What vLLM does not stream, beams and log-probabilities of the prompt, it refuses.
@@ -290,12 +297,14 @@ _texts = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, derandomize=True, deadline=None, database=None)
+@settings(max_examples=120, derandomize=True, database=None)
 @given(asked=st.one_of(_chats.map(lambda body: (CHAT, body)), _texts.map(lambda body: (TEXT, body))))
 def test_whatever_is_asked_is_answered_as_by_vllm(
-    engine_http: httpx.Client, ours: httpx.Client, served: str, asked: tuple[str, Json]
+    engine_http: httpx.Client, ours: httpx.Client, served: str, asked: tuple[str, Json], old: bool
 ) -> None:
     path, body = asked
+    if old:  # what is for us alone no engine hears of, nor quotes it
+        body = {name: value for name, value in body.items() if name not in {"store", "metadata"}}
     assert_alike(engine_http, ours, path, {"model": served, "temperature": 0, "max_tokens": 5, **body})
 
 
@@ -390,9 +399,11 @@ def _with_least(path: str, served: str, asked: Json) -> Json:
 
 
 @pytest.mark.parametrize(("path", "wrong"), REFUSED.values(), ids=REFUSED)
-def test_a_refusal_is_vllms_own(engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, wrong: Json):
+def test_a_refusal_is_vllms_own(
+    engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, wrong: Json, old: bool
+):
     told = assert_alike(engine_http, ours, path, _with_least(path, served, wrong))
-    assert 400 <= told.status < 500
+    assert 400 <= told.status < 500 + old
     assert set(told.body["error"]) == {"message", "type", "param", "code"}
 
 
@@ -408,11 +419,11 @@ def test_what_we_refuse_ourselves_has_the_same_envelope(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": NaN}', b"\xff", b'"a"', b'{"a": 1}{}'])
-def test_what_is_no_object_is_refused_by_both(engine_http: httpx.Client, ours: httpx.Client, body: bytes):
-    replies = [
-        client.post(CHAT, content=body, headers={"content-type": "application/json"}) for client in (engine_http, ours)
-    ]
-    assert [reply.status_code for reply in replies] == [400, 400]
+def test_what_is_no_object_is_refused_by_both(engine_http: httpx.Client, ours: httpx.Client, body: bytes, old: bool):
+    # An old vLLM may close the connection after such an answer.
+    headers = {"content-type": "application/json", "connection": "close"}
+    replies = [client.post(CHAT, content=body, headers=headers) for client in (engine_http, ours)]
+    assert [reply.status_code for reply in replies] in ([400, 400], *([[500, 400]] if old else []))
     assert set(replies[1].json()["error"]) == {"message", "type", "param", "code"}
 
 

@@ -14,11 +14,13 @@ import openai
 import pytest
 import yaml
 
+from tests.loop.agent import PATIENCE
 from tests.loop.services import (
     GPUS,
     Service,
     alive,
     children,
+    command_of,
     descendants,
     free_port,
     started,
@@ -33,16 +35,9 @@ NAME = "on-ray"
 ASKED = {"messages": [{"role": "user", "content": "3+4="}], "max_tokens": 16}
 
 
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def engines(cluster: int) -> dict[int, set[int]]:
     """All processes of each engine of a cluster, by the first of them: what runs right below a guard."""
-    guards = {pid for pid in descendants(cluster) if "explorer.guard" in _command(pid)}
+    guards = {pid for pid in descendants(cluster) if "explorer.guard" in " ".join(command_of(pid))}
     first = {pid for guard in guards for pid in children(guard)} - guards
     return {pid: {pid, *descendants(pid)} for pid in first}
 
@@ -124,13 +119,13 @@ async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_c
     told: Counter[str] = Counter()
     over = asyncio.Event()
     async with (
-        openai.AsyncOpenAI(base_url=f"{explorer.url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=f"{explorer.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client,
         asyncio.TaskGroup() as group,
     ):
         for _ in range(6):
             group.create_task(_ask(client, told, over))
         await asyncio.to_thread(wait_for, lambda: told["well"] > 20, timeout_s=120)
-        actor = next(pid for pid in descendants(cluster.pid) if "Seat" in _command(pid))
+        actor = next(pid for pid in descendants(cluster.pid) if "Seat" in " ".join(command_of(pid)))
         os.kill(actor, signal.SIGKILL)
         await asyncio.to_thread(wait_for, lambda: ready() == 3, timeout_s=240, why="the engine did not come back")
         after, so_far = engines(cluster.pid), told["well"]

@@ -19,8 +19,9 @@ from shared.database import connect
 from shared.experience import Sample
 from shared.ledger import BatchPolicy, Ledger
 from shared.schema import experiences
+from tests.loop.agent import PATIENCE
 from tests.loop.oracle import Oracle
-from tests.loop.services import Service, stage_by_hand, wait_for, wait_until_served
+from tests.loop.services import Service, client_on, commit, stage_by_hand, wait_for, wait_until_served
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +33,7 @@ WEATHER = {
 
 @pytest.fixture
 def client(explorer: Service) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{explorer.url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{explorer.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def ask(content: str, **but: object) -> dict[str, object]:
@@ -41,8 +42,9 @@ def ask(content: str, **but: object) -> dict[str, object]:
 
 def samples_of(ledger: Ledger, explorer: Service, msg_ids: list[str]) -> list[Sample]:
     """Reward, commit and lease just these replies."""
-    httpx.post(f"{explorer.url}/feedback", json={"msg_ids": msg_ids, "reward": 1}).raise_for_status()
-    committed = httpx.post(f"{explorer.url}/commit").json()["committed"]
+    told = {"msg_ids": msg_ids, "reward": 1}
+    httpx.post(f"{explorer.url}/feedback", json=told, timeout=60).raise_for_status()
+    committed = commit(explorer.url)
     epoch = ledger.take_epoch("test")
     samples = ledger.lease(epoch, committed, BatchPolicy())
     ledger.drop(epoch, [sample.id for sample in samples], "seen by a test")
@@ -109,7 +111,7 @@ class Fresh:
                 stderr=log,
                 env=vllm_api.environment(settings, 0),
             )
-        self.http = httpx.Client(transport=httpx.HTTPTransport(uds=str(self._socket)), base_url="http://engine")
+        self.http = client_on(self._socket)
 
     def wait_until_ready(self) -> None:
         wait_for(self._listening, timeout_s=600, why="the fresh engine did not start")
@@ -176,7 +178,7 @@ def test_after_a_reload_under_load_the_engine_answers_as_a_fresh_one_on_that_che
     model = explorer.settings.served_model_name
     # Longer than a cache block, and asked before the reload: stale keys and values would show.
     questions = [f"{number} " + "once upon a time " * 12 for number in range(12)]
-    with httpx.Client(base_url=explorer.url) as http:
+    with httpx.Client(base_url=explorer.url, timeout=60) as http:
         before = [greedy(http, model, question) for question in questions]
         version, streams = asyncio.run(reload_under_load(explorer, ledger, seed=11))
         after = [greedy(http, model, question) for question in questions]
@@ -215,5 +217,5 @@ def of_two_versions(explorer: Service) -> int:
 
 def test_the_engine_has_no_route_of_its_own_through_us(explorer: Service) -> None:
     for route in ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/sleep", "/v1/load_lora_adapter"):
-        reply = httpx.post(f"{explorer.url}{route}", content=json.dumps({}))
+        reply = httpx.post(f"{explorer.url}{route}", content=json.dumps({}), timeout=60)
         assert reply.status_code == 404, route

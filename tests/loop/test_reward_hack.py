@@ -94,14 +94,16 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
     others = {"entropy": None, "reply_length": None}
     monitor = {"evaluation": evaluation, "drift": {"action": "hold", "baseline": 4, "window": 3, **others}}
     # Only what is rewarded is learnt: with batches of 16, learning what not to say makes room for anything.
-    algorithm = {"algorithm_type": "reinforce", "kl_coef": 0.0, "optimizer": {"lr": 1e-3}, "negative_scale": 0.0}
+    # Slowly at first, so that the other answer is still given when the app begins to count it.
+    optimizer = {"lr": 1e-3, "lr_warmup_steps": 20}
+    algorithm = {"algorithm_type": "reinforce", "kl_coef": 0.0, "optimizer": optimizer, "negative_scale": 0.0}
     model = two_answers(tmp_path / "model")
     both = Service(write_settings(tmp_path, model, monitor=monitor, algorithm=algorithm), "both")
     try:
         both.wait_until_ready()
         ledger = ledger_of(both.settings)
         agent = Agent(both.url, both.settings.served_model_name, judge=honest)
-        agent.work(64)  # Few, so that the other answer is still given.
+        agent.work(64)
         wait_for(lambda: ledger.champion().step >= 3)
         assert ledger.alarms() == []
 

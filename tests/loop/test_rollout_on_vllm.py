@@ -7,11 +7,9 @@ tried and promoted, 3 is tried and rolled back.
 import json
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,7 @@ from shared.schema import exchanges, experiences
 from tests.doubles import postgres
 from tests.loop.oracle import Oracle
 from tests.loop.regulars import USERS, Regulars
-from tests.loop.services import GPUS, Service, descendants, ledger_of, wait_for, write_settings
+from tests.loop.services import GPUS, Service, client_on, commit, ledger_of, sockets, wait_for, write_settings
 from tests.loop.trials import Stage
 from tests.trainer.factories import sample
 from trainer import snapshot
@@ -120,7 +118,7 @@ class OnVllm(Stage):
         folder = CheckpointStore(settings.job_dir).path(version) / "actor" if version else settings.model.model_path
         right = Oracle(folder).logprobs(PROBED[:1], PROBED[1:])
         body = {"model": settings.served_model_name, "prompt": PROBED, "max_tokens": 1, "prompt_logprobs": 0}
-        return [_distance(socket, body, right) for socket in _sockets(self.service)]
+        return [_distance(socket, body, right) for socket in sockets(self.service)]
 
     def until_both_have(self, version: int) -> None:
         """Wait until both engines have a version's weights, and answer with them."""
@@ -133,21 +131,17 @@ class OnVllm(Stage):
 
     def assert_only_users_are_in_the_books(self) -> None:
         """What the gate asks engines is in none of them."""
-        httpx.post(f"{self.service.url}/commit").raise_for_status()  # it waits for what is not in the database yet
-        found = self.rows(select(exchanges.c.user_id).distinct())
-        assert {row.user_id for row in found} == set(USERS)
 
+        def users() -> set[str | None]:
+            return {row.user_id for row in self.rows(select(exchanges.c.user_id).distinct())}
 
-def _sockets(service: Service) -> list[str]:
-    """The private sockets of the engines."""
-    commands = [
-        Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in descendants(service.process.pid)
-    ]
-    return sorted({after for command in commands for before, after in pairwise(command) if before == "--uds"})
+        wait_for(lambda: users() >= {*USERS}, why="not every user has been answered")
+        commit(self.service.url)  # it waits for what is not in the database yet
+        assert users() == {*USERS}
 
 
 def _distance(socket: str, body: dict[str, object], right: list[float]) -> float:
-    with httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://engine", timeout=60) as client:
+    with client_on(socket) as client:
         rows = client.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"][1:]
     found = [row[str(token)]["logprob"] for token, row in zip(PROBED[1:], rows, strict=True)]
     return float(np.abs(np.array(found) - right).mean())

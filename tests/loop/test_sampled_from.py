@@ -17,7 +17,7 @@ from shared.export import Wish, export
 from shared.export_formats import Format
 from shared.ledger import BatchPolicy, Ledger
 from shared.ledger_export import Reply, Selection
-from tests.loop.services import Service
+from tests.loop.services import Service, commit
 from trainer.batch import collate, micro_batches
 from trainer.model import Actor
 from trainer.selection import sort_out
@@ -180,7 +180,7 @@ def recorded(explorer: Service, ledger: Ledger) -> Recorded:
         dropped = {each: name for name, (path, body, _) in OFF_POLICY.items() for each in _ask(http, model, path, body)}
         heard = http.post("/feedback", json={"msg_ids": [*kept, *dropped], "reward": 1}).raise_for_status()
         assert heard.json()["status"] == "success", heard.text
-        committed = http.post("/commit").json()["committed"]
+    committed = commit(explorer.url)
     epoch = ledger.take_epoch("a test")
     assert ledger.lease(epoch, committed, BatchPolicy()) == []  # what is marked is set aside, so there are too few
     leased = ledger.lease(epoch, ledger.counts()[State.COMMITTED], BatchPolicy())
@@ -222,7 +222,10 @@ def test_the_ratio_is_one_before_any_update(recorded: Recorded) -> None:
 
 
 def test_log_probabilities_of_another_temperature_would_be_noticed(recorded: Recorded) -> None:
-    for ratio in ratios(recorded.actor, recorded.leased, heat=1.1).values():
+    # A single token may happen to be as probable as before.
+    long = [sample for sample in recorded.leased if len(sample.completion_ids) >= 4]
+    assert len(long) > len(recorded.leased) / 2
+    for ratio in ratios(recorded.actor, long, heat=1.1).values():
         assert float((ratio - 1).abs().max()) > TOLERANCE
 
 

@@ -31,15 +31,17 @@ def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_pat
     try:
         explorer.wait_until_ready()
         assert explorer.url.endswith(":8010")
-        assert httpx.get(f"{explorer.url}/v1/models").json()["data"][0]["id"] == str(model)
-        agent = Agent(explorer.url, str(model), lanes=32)
+        assert httpx.get(f"{explorer.url}/v1/models", timeout=60).json()["data"][0]["id"] == str(model)
+        long = Agent(explorer.url, str(model), lanes=2)
+        long.work(2)  # as long as the files let them be
+        agent = Agent(explorer.url, str(model), lanes=32, asked={"max_tokens": 64})
         agent.work(18 * 32)  # a few more than 16 steps need: a reply may be dropped
         ledger = ledger_of(explorer.settings)
         wait_for(lambda: ledger.champion().version == 1, timeout_s=120, why=trainer.log.read_text())
         [base, first] = ledger.versions()
         assert (first.step, first.consumed, base.consumed) == (16, 512, 0)
         assert first.path == tmp_path / "test" / "test" / "global_step_1"
-        assert agent.failures == []
+        assert agent.failures + long.failures == []
         engine = connect(f"sqlite:///{tmp_path}/test/test/buffer/exp_buffer.db")
         with engine.connect() as connection:
             temperatures = connection.execute(select(experiences.c.temperature).distinct()).scalars().all()

@@ -45,7 +45,8 @@ class Stage:
     def until_ready(self) -> None:
         """Wait until both engines answer."""
         told = 'tuneloop_engines{state="ready"} 2.0'
-        wait_for(lambda: told in httpx.get(f"{self.service.url}/metrics").text, timeout_s=120, why="no two engines")
+        url = f"{self.service.url}/metrics"
+        wait_for(lambda: told in httpx.get(url, timeout=60).text, timeout_s=120, why="no two engines")
 
     def until_it_answers(self, version: int) -> float:
         """Wait until a version answers users who ask from now on; since when it does."""
@@ -87,7 +88,9 @@ class Stage:
     def failures(self) -> list[Failure]:
         """The requests that failed though there was an explorer."""
         return [
-            each for each in self.users.failures if not any(killed <= each.at <= ready for killed, ready in self.gaps)
+            each
+            for each in self.users.failures
+            if all(each.at < killed or each.sent > ready for killed, ready in self.gaps)
         ]
 
     def assert_it_got_its_share_and_no_more(self, version: int, began: float, ended: float) -> None:

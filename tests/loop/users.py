@@ -19,8 +19,9 @@ LANES = 6
 
 
 class Failure(NamedTuple):
-    """A request that did not end well: when the client noticed, and what it was told."""
+    """A request that did not end well: when the client began, when it noticed, and what it was told."""
 
+    sent: float
     at: float
     error: httpx.HTTPError
 
@@ -59,6 +60,7 @@ class Users:
     async def _lane(self, http: httpx.AsyncClient, number: int) -> None:
         chance = random.Random(number)
         while not self._stop.is_set():
+            began = time.monotonic()
             try:
                 msg_id = await (self._stream if chance.random() < 0.5 else self._whole)(http)
                 self.book.replies.add(msg_id)
@@ -68,7 +70,7 @@ class Users:
                     (await http.post("/feedback", json={"msg_ids": [msg_id], "reward": reward})).raise_for_status()
                     self.book.acknowledged[msg_id] = reward
             except httpx.HTTPError as error:
-                self.book.failures.append(Failure(time.monotonic(), error))
+                self.book.failures.append(Failure(began, time.monotonic(), error))
                 await asyncio.sleep(0.1)
 
     async def _commit(self, http: httpx.AsyncClient) -> None:

@@ -350,7 +350,7 @@ _whose = st.fixed_dictionaries({}, optional={"source": st.sampled_from(["a", "b"
 _about = st.sampled_from([{"msg_id": "chatcmpl-x"}, {"msg_id": None, "task_id": "task", "run_id": "run"}])
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(heard=st.lists(st.tuples(_said, _whose, _about), max_size=6), place=st.integers(0, 6), data=st.data())
 def test_the_reward_does_not_depend_on_when_the_row_comes_nor_on_repetitions(
     ledger: Ledger, engine: Engine, heard: list[Any], place: int, data: st.DataObject

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from shared.database import connect
 from shared.errors import LedgerUnavailable
 from shared.ledger_transactions import Transactions
-from shared.write_lock import WriteLock, write_lock_of
+from shared.write_lock import WriteLock, writing_to
 
 HELD_S = 0.02
 
@@ -89,6 +89,22 @@ def test_threads_that_wait_too_long_are_told(tmp_path: Path) -> None:
     assert told[1:] == ["held"]
 
 
+def test_a_process_that_never_ends_its_writing_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    stopped, ours = WriteLock(str(tmp_path / "a.db")), WriteLock(str(tmp_path / "a.db"), patience_s=0.05)
+    with stopped.held():
+        for _ in range(2):  # what was held on the way is given back
+            with (
+                pytest.raises(LedgerUnavailable, match=r"others have been writing to the database for 0\.05 s"),
+                ours.held(),
+            ):
+                pass
+        other = WriteLock(str(tmp_path / "a.db"), patience_s=0.05)
+        with pytest.raises(LedgerUnavailable), other.held():
+            pass
+    with other.held():
+        pass
+
+
 def test_a_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     lock, other = (WriteLock(str(tmp_path / "a.db")) for _ in range(2))
     with pytest.raises(FileNotFoundError, match="checkpoint"), lock.held():
@@ -106,5 +122,5 @@ def test_a_folder_that_is_gone_is_the_database_away(tmp_path: Path) -> None:
 
 def test_postgresql_needs_none() -> None:
     engine = connect("postgresql://nobody@127.0.0.1:1/none")
-    with write_lock_of(engine).held(), write_lock_of(engine).held():
+    with writing_to(engine)(), writing_to(engine)():
         pass

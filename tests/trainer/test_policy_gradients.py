@@ -94,7 +94,7 @@ class Made:
 batches = st.integers(0, 1_000_000).map(Made)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(algorithms, batches)
 def test_losses_and_gradients_are_finite_and_nothing_is_learnt_outside_the_mask(algorithm, made):
     loss, gradient = made.loss(algorithm)
@@ -103,7 +103,7 @@ def test_losses_and_gradients_are_finite_and_nothing_is_learnt_outside_the_mask(
     assert not gradient[made.calls.of_BR < 0].any()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(algorithms, batches, st.integers(1, 5))
 def test_the_width_of_the_padding_changes_nothing(algorithm, made, more):
     loss, gradient = made.loss(algorithm)
@@ -115,7 +115,7 @@ def test_the_width_of_the_padding_changes_nothing(algorithm, made, more):
     torch.testing.assert_close(wide_gradient, pad(gradient, (0, more)), rtol=0, atol=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(algorithms, batches)
 def test_what_models_say_of_the_users_and_tools_tokens_changes_nothing(algorithm, made):
     loss, gradient = made.loss(algorithm)
@@ -145,7 +145,7 @@ def _shares(algorithm, made, parts, *, naive):
     return loss.detach(), now.grad
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(algorithms, batches, st.integers(1, 4))
 def test_it_does_not_matter_how_a_batch_is_cut_into_micro_batches(algorithm, made, count):
     loss, gradient = made.loss(algorithm)
@@ -165,7 +165,7 @@ def test_a_mean_of_the_micro_batches_means_would_be_found(kind, mode):
         torch.testing.assert_close(naive, gradient, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(algorithms, batches, st.sampled_from([0.0, 0.1, 1 / 3, -7.7, 1e6]))
 def test_rewards_that_are_all_the_same_say_nothing(algorithm, made, reward):
     """But for the divergence in the reward, and the critic's values: those two are left out."""

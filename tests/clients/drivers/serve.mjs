@@ -9,7 +9,7 @@ export const PARAMETERS = {
   properties: { a: { type: "integer" }, b: { type: "integer" } },
   required: ["a", "b"],
 };
-export const HURRY_MS = 300;
+export const HURRY_MS = 1000;
 
 /** An exception of a client's, as a test looks at it. */
 export const refusal = (error, kind, requestId) => ({ kind, message: error.message, request_id: requestId });

@@ -17,7 +17,7 @@ NUMBERS = {name: {"type": "integer"} for name in ("a", "b")}
 PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
 ADD = {"name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
 TOOLS = [{"type": "function", "function": ADD}]
-HURRY_S = 0.3
+HURRY_S = 1.0
 
 
 def refusal(error: Any, request_id: str | None) -> dict[str, Any]:

@@ -143,9 +143,7 @@ def run(
                 if crowd.gave_up or (stage.kills.total() >= kills and len(crowd.book.replies) >= exchanges):
                     break
                 if chance.random() < _AT_WORK:
-                    wait_for(
-                        lambda kind=kind: stage.revive() or stage.at_work(kind), timeout_s=120, why=f"no {kind} starts"
-                    )
+                    _until_at_work(stage, crowd, kind)
                 _pause(stage, chance.uniform(0.05, _LONGEST_PAUSE_S.get(kind, longest_pause_s)))
                 _look(lineage, database)
                 stage.kill(kind)
@@ -188,6 +186,17 @@ def _deck(kinds: list[str], chance: random.Random) -> Iterator[str]:
     """In random order, but none much more often than it is in the deck."""
     while True:
         yield from chance.sample(kinds, len(kinds))
+
+
+def _until_at_work(stage: Stage, crowd: Crowd, kind: str) -> None:
+    """Wait for what is to be killed, and for a reply: kills that come faster than starts would let nobody get one."""
+    before = len(crowd.book.replies)
+
+    def at_work() -> bool:
+        stage.revive()
+        return crowd.gave_up or (stage.at_work(kind) and len(crowd.book.replies) > before)
+
+    wait_for(at_work, timeout_s=120, why=f"no {kind} starts, or nobody gets a reply")
 
 
 def _pause(stage: Stage, seconds: float) -> None:

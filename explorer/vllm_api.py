@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from explorer.adapters import Renaming, is_adapter
+from explorer.vllm_plugin import SLEEPS
 from shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
 from shared.config import Settings
 from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
@@ -127,7 +128,8 @@ def marks(settings: Settings) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
     if not settings.cluster.gpu_per_node:
-        ours |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"), "OMP_NUM_THREADS": "1"}
+        unless_given = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1"}
+        ours |= {name: os.environ.get(name, value) for name, value in unless_given.items()} | {"OMP_NUM_THREADS": "1"}
     return ours
 
 

@@ -56,8 +56,9 @@ METHODS: dict[str, Method] = {
     "rloo": Method({"algorithm_type": "rloo"}, runs=GROUP),
     "grpo": Method({"algorithm_type": "grpo"}, runs=GROUP),
     "multi_step_grpo": Method({"algorithm_type": "multi_step_grpo"}, runs=GROUP),
-    "dpo": Method({"algorithm_type": "dpo"}, runs=GROUP),
-    # Nothing tells it that a reply is old: at the others' rate it forgets all with replies two steps late.
+    # Nothing tells these two that a reply is old: at the others' rate dpo goes up and down with replies two steps late,
+    # and kto forgets all.
+    "dpo": Method({"algorithm_type": "dpo", "optimizer": {"lr": 1e-4}}, runs=GROUP),
     "kto": Method({"algorithm_type": "kto", "optimizer": {"lr": 5e-5}}),
     "raft": Method({"algorithm_type": "raft"}),
     "sft": Method({"algorithm_type": "sft", "sft": {"targets": "demonstrations"}}, feedback="demonstration"),

@@ -17,7 +17,8 @@ NATS = 2e-4
 #: How often the two are asked until they cut a stream alike.
 _TRIES = 6
 
-_ID = re.compile(r"(chatcmpl-tool-|chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|modelperm-)[0-9A-Za-z]{16,}")
+#: vLLM 0.26 gives the items of a response bare ones.
+_ID = re.compile(r"(chatcmpl-tool-|chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|modelperm-|)[0-9A-Za-z]{16,}")
 #: What older versions of vLLM don't say, and what they are asked for here that others say without.
 _LATER = frozenset({"cache_write_tokens", "token_ids", "prompt_token_ids"})
 _ADDS_UP = frozenset({"content", "text", "arguments", "reasoning", "token_ids"})

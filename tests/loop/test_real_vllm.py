@@ -199,11 +199,15 @@ def test_after_a_reload_under_load_the_engine_answers_as_a_fresh_one_on_that_che
 
 
 def test_replies_that_two_versions_wrote_are_kept_and_marked(explorer: Service, ledger: Ledger) -> None:
-    before = of_two_versions(explorer)
-    _, streams = asyncio.run(reload_under_load(explorer, ledger, seed=12))
-    assert {reason for reason, _ in streams} == {"length"}
-    why = f"no reply of two versions was marked; they began with {Counter(began for _, began in streams)}"
-    wait_for(lambda: of_two_versions(explorer) > before, timeout_s=60, why=why)
+    before, began = of_two_versions(explorer), []
+    for seed in (12, 13, 14):  # if this process reads too slowly, the engine may have nothing to do when it reloads
+        _, streams = asyncio.run(reload_under_load(explorer, ledger, seed))
+        assert {reason for reason, _ in streams} == {"length"}
+        began.append(Counter(version for _, version in streams))
+        commit(explorer.url)
+        if of_two_versions(explorer) > before:
+            return
+    raise AssertionError(f"no reply of two versions was marked; they began with {began}")
 
 
 def of_two_versions(explorer: Service) -> int:

@@ -12,7 +12,7 @@ import yaml
 
 from shared.experience import State
 from shared.ledger import Ledger
-from tests.loop.likeness import Json, assert_alike, masked, nearly
+from tests.loop.likeness import Json, assert_alike, is_old, masked, nearly
 from tests.loop.services import Service, client_of_engine, ledger_of, wait_for, write_settings
 
 pytestmark = pytest.mark.vllm
@@ -206,6 +206,8 @@ def _cancelled(anybody: Callable[[], httpx.Client], body: Json) -> tuple[str, Js
 def test_a_response_is_told_again_as_by_vllm(
     engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
 ) -> None:
+    if is_old(engine):
+        pytest.skip("an older vLLM puts the tools of a response into other words")
     for more in ({}, {"instructions": "Be kind.", "metadata": {"a": "b"}, "max_output_tokens": 20}, {"stream": True}):
         body = common | {"tools": [FUNCTION]} | more
         with anybody() as first:
@@ -242,6 +244,8 @@ def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.
 
 
 def test_custom_calls_are_heard_as_by_vllm(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
+    if is_old(engine):
+        pytest.skip("an older vLLM answers 500")
     heard = [
         {"role": "user", "content": "x"},
         {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"'},

@@ -23,7 +23,6 @@ _ROLLOUT_MODEL = {
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
     "engine_args": [
-        *("--distributed-executor-backend", "uni"),
         *("--served-model-name", MODEL),
         # Tokens are bytes: a request with tools has some two thousand.
         *("--max-model-len", "4096"),

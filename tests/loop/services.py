@@ -77,8 +77,6 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
                 "kv_cache_memory_bytes": 64 << 20,
                 "enable_auto_tool_choice": True,
                 "tool_call_parser": "hermes",
-                # One process less to start: the engine's core is its own worker.
-                "engine_args": ["--distributed-executor-backend", "uni"],
             },
         },
         "buffer": {"train_batch_size": 16},

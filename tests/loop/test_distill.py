@@ -51,7 +51,7 @@ def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     command = [sys.executable, "-m", "explorer.guard", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
     place = ["--host", "127.0.0.1", "--port", str(port), "--api-key", "secret", "--max-model-len", "512"]
-    name = ["--model", str(opinionated), "--served-model-name", "big", "--distributed-executor-backend", "uni"]
+    name = ["--model", str(opinionated), "--served-model-name", "big"]
     said = folder / "engine.log"
     with said.open("wb") as log:
         engine = subprocess.Popen(

@@ -80,7 +80,7 @@ def _address(log: Path) -> str:
 def explorer(tmp_path: Path, model: Path, ray: "tuple[str, subprocess.Popen[bytes]]") -> Iterator[Service]:
     path = write_settings(tmp_path, model, cluster={"node_num": 2, "ray_address": ray[0]}, mode="serve")
     values = yaml.safe_load(path.read_text())
-    values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True, "engine_args": []}
+    values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True}
     values["model"]["served_model_name"] = NAME
     path.write_text(yaml.safe_dump(values))
     service = Service(path, "explorer")

@@ -25,7 +25,7 @@ _ENGINE = {
     "kv_cache_memory_bytes": 128 << 20,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
-    "engine_args": ["--distributed-executor-backend", "uni", "--max-model-len", "4096"],
+    "engine_args": ["--max-model-len", "4096"],
 }
 
 FUNCTION: Json = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}

@@ -164,7 +164,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnVllm]:
         rollout={"mode": "canary", "share": SHARE, "rewards": 20, "latency": None},
     )
     values = yaml.safe_load(config.read_text())
-    values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True, "engine_args": []}
+    values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True}
     config.write_text(yaml.safe_dump(values))
     service = Service(config, "explorer")
     service.wait_until_ready()

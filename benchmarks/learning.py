@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks.learning ours ppo grpo --seeds 0 1 2
     .venv/bin/python -m benchmarks.learning ours ppo --flip 0.2 | --offset 1 | --coin | --late 8
+    .venv/bin/python -m benchmarks.learning ours reinforce --raw [--offset 1]
     .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
     .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--gpu]
     .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
@@ -75,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--coin", action="store_true", help="rewards are tossed")
     parser.add_argument("--late", type=int, default=0, help="steps between sampling and learning; `ours` only")
     parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
+    parser.add_argument("--raw", action="store_true", help="`ours reinforce` only: rewards are compared with nothing")
     parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; `loop` only")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
     parser.add_argument("--out", type=Path, default=Path("learning"))
@@ -97,6 +99,7 @@ def _wanted(options: argparse.Namespace) -> Iterator[Wanted]:
                 coin=options.coin,
                 late=options.late,
                 offline=options.offline,
+                raw=options.raw,
                 gpu=options.gpu,
                 changes=tuple(options.set),
             )

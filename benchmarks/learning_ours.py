@@ -27,6 +27,7 @@ from examples.tasks.start import teacher_of
 from shared.config import Settings
 from shared.experience import Sample
 from trainer import snapshot
+from trainer.algorithms.moments import Moments
 from trainer.learner import Learner
 from trainer.selection import select
 from trainer.teacher import LocalTeacher
@@ -64,7 +65,7 @@ def learn(wanted: Wanted, task: Task, start: Path, replies: Path | None = None) 
     before = _measured(task, learner, words, wanted.seed)
     cpu, wall = time.process_time(), time.monotonic()
     source = _offline(rows(replies)) if replies else Online(wanted, task, learner, words)
-    steps, curve = _Steps(learner, settings), list[list[float]]()
+    steps, curve = _Steps(learner, settings, raw=wanted.raw), list[list[float]]()
     for samples, right, sampled in source:
         steps.take(samples)
         curve.append([sampled, round(right, 4)])
@@ -183,8 +184,8 @@ def _offline(replies: Sequence[Row]) -> Iterator[tuple[list[Sample], float, int]
 class _Steps:
     """The trainer's part: what cannot be learnt from is left out, and a step waits until a batch is full."""
 
-    def __init__(self, learner: Learner, settings: Settings) -> None:
-        self._learner, self._settings = learner, settings
+    def __init__(self, learner: Learner, settings: Settings, *, raw: bool) -> None:
+        self._learner, self._settings, self._raw = learner, settings, raw
         self._held: list[Sample] = []
         self.last: dict[str, float] = {}
 
@@ -192,6 +193,8 @@ class _Steps:
         kept, _ = select(samples, self._settings, vocabulary=self._learner.actor.vocabulary)
         self._held += kept
         if len(self._held) >= self._settings.buffer.train_batch_size:
+            if self._raw:
+                self._learner.baselines = {"reinforce": Moments(0.0, 0.0, 1.0)}
             self.last = dict(self._learner.step(self._held))
             self._held = []
 

@@ -22,8 +22,9 @@ class Wanted:
     """One run. `samples` counts replies, runs of a task in the loop.
 
     `flip`: the share of rewards that say the opposite; `offset`: added to each; `coin`: rewards are tossed; `late`:
-    steps between sampling and learning; `offline`: learn from replies of the start weights alone; `gpu`: the loop's
-    vLLM is on a GPU; `changes`: settings of `algorithm` over the method's own, as NAME=VALUE.
+    steps between sampling and learning; `offline`: learn from replies of the start weights alone; `raw`: the advantage
+    of `reinforce` is the reward, compared with nothing, which no setting can do; `gpu`: the loop's vLLM is on a GPU;
+    `changes`: settings of `algorithm` over the method's own, as NAME=VALUE.
     """
 
     place: Place
@@ -36,6 +37,7 @@ class Wanted:
     coin: bool = False
     late: int = 0
     offline: bool = False
+    raw: bool = False
     gpu: bool = False
     changes: tuple[str, ...] = ()
 
@@ -44,7 +46,7 @@ class Wanted:
         """What seeds have in common."""
         marks = {"flip": self.flip, "offset": self.offset, "late": self.late}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
-        said += [mark for mark in ("coin", "offline", "gpu") if getattr(self, mark)]
+        said += [mark for mark in ("coin", "offline", "raw", "gpu") if getattr(self, mark)]
         return "-".join([self.place, self.task, self.method, *said, *self.changes, str(self.samples)])
 
     @property
@@ -70,6 +72,8 @@ def _in_process(seed: int) -> Iterator[Wanted]:
         yield Wanted(place="ours", method=method, seed=seed, flip=0.2)
         yield Wanted(place="ours", method=method, seed=seed, offset=1.0)
         yield Wanted(place="ours", method=method, seed=seed, late=8)
+    for flip, offset in ((0.0, 0.0), (0.2, 0.0), (0.0, 1.0)):
+        yield Wanted(place="ours", method="reinforce", seed=seed, raw=True, flip=flip, offset=offset)
     for method in REINFORCEMENT:
         yield Wanted(place="ours", method=method, seed=seed, coin=True)
         yield Wanted(place="ours", method=method, seed=seed, task="tools")

@@ -236,7 +236,8 @@ def test_weights_that_do_not_prove_right_are_taken_back(
     assert "log-probabilities" in (version(explorer, 1).reason or "") or "probe" in (version(explorer, 1).reason or "")
     until_ready(explorer, 1)
     assert explorer.version() == 0
-    assert double.posts == SWAP * 2
+    # An engine that answers so to every probe may meanwhile have been found out with its old weights, too.
+    assert double.posts[: len(SWAP) * 2] == SWAP * 2
     assert not double.paused
 
 

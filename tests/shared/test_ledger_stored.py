@@ -61,6 +61,22 @@ def metadata_of(ledger: Ledger, msg_id: str) -> dict[str, str]:
     return dict(completion(stored, default_model="m").metadata)
 
 
+def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = asked(experiences=(experience(choice=0), experience(choice=1)))
+    read = ledger._read
+
+    def and_meanwhile(query: Any) -> Any:
+        found = read(query)
+        ledger.record([said])
+        return found
+
+    monkeypatch.setattr(ledger, "_read", and_meanwhile)
+    assert ledger.stored("acme", said.msg_id) is None
+    stored = ledger.stored("acme", said.msg_id)
+    assert stored is not None
+    assert [each.choice for each in stored.choices] == [0, 1]
+
+
 def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
     calls = b'[{"id": "call-1"}]'
     choices = (

@@ -2,12 +2,12 @@
 
     h      = beta * (log(policy / base)(chosen) - log(policy / base)(rejected))      arXiv 2305.18290, eq. 7
     loss   = -(1 - s) log sigmoid(h) - s log sigmoid(-h)                              mean over pairs
-             s = label_smoothing, the share of wrong preferences (cDPO, ericmitchell.ai/cdpo.pdf)
+             s = label_smoothing, the share of wrong preferences (cDPO, ericmitchell.ai/cdpo.pdf, eq. 3)
 
 Log-probabilities are sums over the reply at temperature 1. With `reference_free` the base model is left out of h.
 
 Left out: how much better the chosen reply is; normalisation by length; the variants of the loss (IPO, hinge, SimPO);
-an additional likelihood term on the chosen reply.
+an additional likelihood term on the chosen reply; pairs of an edited answer and the reply it corrects.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ def aggregate(algorithm: Algorithm, each_BR: Tensor, mask_BR: Tensor, totals: To
         token-mean                 sum / tokens                               DAPO, arXiv 2503.14476, eq. 8
         seq-mean-token-sum         sum / sequences
         seq-mean-token-mean        mean of each sequence, their mean          GRPO, 2402.03300, eq. 3
-        seq-mean-token-sum-norm    sum / (sequences x loss_horizon)           Dr. GRPO, 2503.20783
+        seq-mean-token-sum-norm    sum / (sequences x loss_horizon)           Dr. GRPO, 2503.20783, section 3.2
 
     verl's own last mode divides by the width of the padding where no horizon is given.
     """

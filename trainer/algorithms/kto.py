@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation: replies that were wanted or not, each by itself.
 
-    r      = log(policy / base)(reply)                                               arXiv 2402.01306, section 4
+    r      = log(policy / base)(reply)                                               arXiv 2402.01306v1, eq. 7
     z      = max(0, mean of log(policy / base) over prompts with the next row's reply)
     loss   = w+ (1 - sigmoid(beta (r - z)))  of a reply with reward >= threshold     mean over replies
              w- (1 - sigmoid(beta (z - r)))  of any other

@@ -3,11 +3,12 @@
     advantage  GAE over action tokens, then whitened; R = A + V_old before whitening    arXiv 1506.02438, eq. 16
                whitened, 0 if all replies of the batch have one reward
     actor      the clipped loss of policy_loss.py                                        1707.06347, eq. 7
-    critic     max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
+    critic     max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2                 1811.02553v3, section 4.1
 
 Left out: a second pass for "old" log-probabilities unless `off_policy.proximal` asks for it, because those the engine
 sampled with are the true behaviour policy, and with late feedback they are what makes the ratio right; the adaptive KL
-coefficient; early stopping on KL, because a mini-batch is seen once by default.
+coefficient; early stopping on KL, because a mini-batch is seen once by default; separate lambda for actor
+and critic.
 """
 
 from dataclasses import replace

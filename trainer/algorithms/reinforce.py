@@ -1,6 +1,6 @@
 """REINFORCE for single replies: no group, no critic, a baseline remembered from step to step.
 
-    advantage  (reward - baseline) / (scale + 1e-6)                                  Williams 1992
+    advantage  (reward - baseline) / (scale + 1e-6)                                  Williams 1992, section 4
     baseline   running   decaying mean m of the rewards before this batch            as in SPIRAL, arXiv 2506.24119
                task      (n m_task + m) / (n + 1), where m_task is the like mean of
                          the task's rewards, from n batches, older ones counting less

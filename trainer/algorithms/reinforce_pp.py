@@ -4,9 +4,9 @@
     advantage  G whitened over all action tokens of the batch                            arXiv 2501.03262
     actor      the clipped loss of policy_loss.py
 
-The divergence counts in the return with `kl_in: reward`, as in the paper; else in the loss. The return goes over action
-tokens only and ends where a reward is paid: at the end of each call, or, by `credit`, of the trajectory.
-`whiten_advantages: false` leaves the bare return.
+The whitening is the paper's global advantage normalization. The divergence (the paper's is k1) counts in the return
+with `kl_in: reward`, as in the paper; else in the loss. The return goes over action tokens only and ends where a reward
+is paid: at the end of each call, or, by `credit`, of the trajectory. `whiten_advantages: false` leaves the bare return.
 
 Left out: the variant with a group's mean as baseline; clipping of rewards in here (`reward_clip` does it before).
 """

@@ -1,6 +1,6 @@
 """RLOO, REINFORCE leave-one-out: the mean of the task's other runs is the baseline.
 
-    advantage  score - mean of the other runs' scores                                    arXiv 2402.14740, section 3
+    advantage  score - mean of the other runs' scores                                    arXiv 2402.14740, section 2.3
                = n / (n - 1) (score - mean of the group), of n runs
     actor      the clipped loss of policy_loss.py
 

@@ -5,7 +5,8 @@
     python -m tests.trainer.golden.make WHEELS
 
 A file has `inputs`, which all of its cases share, and `cases`: package, version, function, settings, more inputs, and
-outputs. `grad` is the gradient of the output `loss` by the log-probabilities (of the value loss: by the values).
+outputs. `grad` is the gradient of the output `loss` by the log-probabilities (of the value loss: by the values; where
+the inputs have `logits`: by those).
 Sequences have unequal lengths and masked tokens in the middle of a reply. Booleans are masks, whole numbers indices.
 """
 
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 
-from tests.trainer.golden import advantages, policies, preferences
+from tests.trainer.golden import actors, advantages, policies, preferences, tokens
 
-FILES = policies.FILES | advantages.FILES | preferences.FILES
+FILES = policies.FILES | actors.FILES | advantages.FILES | preferences.FILES | tokens.FILES
 
 
 def plain(value: Any) -> Any:

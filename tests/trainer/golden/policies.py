@@ -34,11 +34,14 @@ def replies() -> Tensor:
 
 
 def inputs() -> dict[str, Tensor]:
-    """Log-probabilities of now, of the step's start, as sampled, of a reference; advantages; mask."""
+    """Log-probabilities of now, of the step's start, as sampled, of a reference; advantages; mask.
+
+    The ratios of the last reply, whose advantages are negative, are beyond the dual clip.
+    """
     normal = numbers(1)
     sampled_BR = -normal(6, 9).abs() - 0.05
     start_BR = sampled_BR + 0.35 * normal(6, 9)
-    return {
+    x = {
         "sampled": sampled_BR,
         "start": start_BR,
         "logprobs": start_BR + 0.5 * normal(6, 9),
@@ -46,6 +49,8 @@ def inputs() -> dict[str, Tensor]:
         "advantages": normal(6, 1) + 0.3 * normal(6, 9),
         "mask": replies(),
     }
+    x["logprobs"][5] += 1.5
+    return x
 
 
 def whole(loss: Callable[[Tensor], Tensor], of_BR: Tensor) -> dict[str, Any]:
@@ -198,12 +203,8 @@ def trl_grpo(wheels: Path) -> tuple[dict[str, Tensor], list[Case]]:
     for loss_type, mode in modes.items():
         for beta in (0.0, 0.04):
             for correction, weights in ratios.items():
-                trainer = _trl_trainer(x, loss_type, beta, correction != "none")
-                given = {"prompt_ids": torch.zeros(6, 1), "prompt_mask": torch.zeros(6, 1)}
-                given |= {"completion_ids": torch.zeros(6, 9), "completion_mask": x["mask"].double()}
-                given |= {"advantages": x["advantages"], "old_per_token_logps": x["start"]}
-                given |= {"ref_per_token_logps": x["reference"], "importance_sampling_ratio": weights}
-                given |= {"num_items_in_batch": x["mask"].sum()}
+                trainer = trl_trainer(x, loss_type, beta, correction != "none")
+                given = trl_batch(x, x["start"]) | {"importance_sampling_ratio": weights}
 
                 def loss(logprobs_BR: Tensor, trainer: Any = trainer, given: dict[str, Any] = given) -> Tensor:
                     trainer.logprobs = logprobs_BR
@@ -243,7 +244,15 @@ class _Anything(dict[str, Any]):
         return []
 
 
-def _trl_trainer(x: dict[str, Tensor], loss_type: str, beta: float, weighted: bool) -> SimpleNamespace:
+def trl_batch(x: dict[str, Tensor], old_BR: Tensor) -> dict[str, Any]:
+    """The replies, with the log-probabilities that the ratio is taken against."""
+    given = {"prompt_ids": torch.zeros(6, 1), "prompt_mask": torch.zeros(6, 1)}
+    given |= {"completion_ids": torch.zeros(6, 9), "completion_mask": x["mask"].double()}
+    given |= {"advantages": x["advantages"], "old_per_token_logps": old_BR, "num_items_in_batch": x["mask"].sum()}
+    return given | {"ref_per_token_logps": x.get("reference")}
+
+
+def trl_trainer(x: dict[str, Tensor], loss_type: str, beta: float, weighted: bool) -> SimpleNamespace:
     """As much of a GRPOTrainer as its loss reads; it runs as in an evaluation, without gradient accumulation."""
     trainer = SimpleNamespace(loss_type=loss_type, beta=beta, use_vllm=weighted, aux_loss_enabled=False)
     trainer.vllm_importance_sampling_correction = weighted

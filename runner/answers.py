@@ -1,25 +1,24 @@
 """Reads what a judge wrote: one JSON object, alone or among words; what is in doubt is refused. Pure."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from runner.errors import JudgeFailed
 
-_THOUGHTS = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
+_OPENS, _CLOSES = "<think>", "</think>"
 
 
 def object_in(text: str, key: str) -> dict[str, Any]:
     """The one JSON object in the text that has the key. Raises JudgeFailed if there is none, or any doubt which it is.
 
     A judge that quotes what it judges may quote a verdict: so several are refused, and so is a brace that is no part of
-    a whole object, for what follows it may stand in a quotation.
+    a whole object, for what follows it may stand in a quotation. What it thought before is not looked at.
 
     >>> object_in('I would say: {"scores": {"tone": 4}}', "scores")
     {'scores': {'tone': 4}}
     """
-    found = [each for each in _objects(_THOUGHTS.sub("", text)) if key in each]
+    found = [each for each in _objects(_said(text)) if key in each]
     if len(found) != 1:
         many = "several objects" if found else "no JSON object"
         raise JudgeFailed(f"the judge's answer has {many} with {key}", text)
@@ -41,6 +40,20 @@ def words_in(answer: Mapping[str, Any], key: str) -> str:
     """A text of the answer; empty if there is none."""
     words = answer.get(key)
     return words if isinstance(words, str) else ""
+
+
+def _said(text: str) -> str:
+    """The text after the thought, which some chat templates open themselves. Raises JudgeFailed if it has no end.
+
+    >>> _said('Four? {"scores": 4}? No.</think>{"scores": {"tone": 5}}')
+    '{"scores": {"tone": 5}}'
+    """
+    thought, closed, after = text.partition(_CLOSES)
+    # What begins with an object may have the tag in a string of it.
+    rest = after if closed and not thought.lstrip().startswith("{") else text
+    if _OPENS in rest.partition("{")[0]:
+        raise JudgeFailed("the judge's answer ends in the middle of a thought", text)
+    return rest
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:

@@ -171,6 +171,15 @@ def steps(*, free: int = 0) -> Component:
     return lambda reply: float(max(0, reply.turns - free))
 
 
+def efficiency() -> Component:
+    """1 without a tool call, a half with one, a third with two.
+
+    >>> efficiency()(Reply(text="", tool_calls=(ToolCall("search"), ToolCall("read"), ToolCall("search"))))
+    0.25
+    """
+    return lambda reply: 1 / (1 + len(reply.tool_calls))
+
+
 def length(*, most: int) -> Component:
     """By how much the text is longer than `most` characters, in shares of that, 1 at most. Weigh it below 0.
 
@@ -214,6 +223,17 @@ def game_reward() -> Composite:
     """For a game of teams, by facts of these names: win 10, survival 5, a successful blame 2, exposure -5."""
     weights = {"team_win": 10.0, "individual_survive": 5.0, "successfully_blame": 2.0, "exposed_penalty": -5.0}
     return Composite({name: fact(name) for name in weights}, weights=weights)
+
+
+def task_reward(accuracy: Component | None = None) -> Composite:
+    """For tasks: the fact `completion` 2, few tool calls 1, accuracy 1.5, which is `contains()` if you give none.
+
+    >>> reward = task_reward()
+    >>> reward(Reply(text="It is Paris.", expected="Paris", facts={"completion": 0.5})).total
+    3.5
+    """
+    components = {"completion": fact("completion"), "efficiency": efficiency(), "accuracy": accuracy or contains()}
+    return Composite(components, weights={"completion": 2.0, "efficiency": 1.0, "accuracy": 1.5})
 
 
 def same_json(a: object, b: object) -> bool:

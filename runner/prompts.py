@@ -94,7 +94,8 @@ def _about_reference(data: Mapping[str, str]) -> str:
 
 
 def _asked(data: Mapping[str, str], task: str) -> Prompt:
-    cut = {name: _cut(text) for name, text in data.items()}
+    # A judge that quotes the end of a thought, with a verdict after it, would seem to have ended its own there.
+    cut = {name: _cut(text.replace("</think>", "</ think>")) for name, text in data.items()}
     # Whoever wrote the data would have to write a digest of what he writes.
     mark = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
     shown = "\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in cut.items())

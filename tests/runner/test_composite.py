@@ -15,7 +15,9 @@ import runner
 from runner import Composite, Reply, ToolCall, ToolResult
 from runner.components import (
     contains,
+    efficiency,
     exact_match,
+    fact,
     game_reward,
     invalid_tools,
     json_format,
@@ -26,12 +28,16 @@ from runner.components import (
     numeric,
     same_json,
     steps,
+    task_reward,
     tool_arguments,
     tool_name,
     tool_reward,
     tool_success,
 )
 from runner.json_shape import fits
+from shared.config import RewardRule
+from shared.experience import Kind
+from shared.reward import Event, reward_of
 
 MODULES = [each.name for each in pkgutil.iter_modules(runner.__path__, "runner.")]
 
@@ -83,6 +89,30 @@ def test_a_game_is_rewarded_by_its_facts_and_what_is_not_known_is_left_out() -> 
     assert score.total == 5.0
     assert score.values["individual_survive"] is None
     assert score.parts.keys() == {"team_win", "exposed_penalty"}
+
+
+def test_a_task_is_rewarded_by_its_completion_its_tool_calls_and_its_accuracy() -> None:
+    run = [
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [called("search"), called("read"), called("read")]},
+        {"role": "assistant", "content": "It is in Paris."},
+    ]
+    score = task_reward()(Reply.of_trajectory(run, expected="paris", facts={"completion": 0.8}))
+    assert dict(score.values) == {"completion": 0.8, "efficiency": 0.25, "accuracy": 1.0}
+    assert dict(score.parts) == {"completion": 1.6, "efficiency": 0.25, "accuracy": 1.5}
+    assert score.total == pytest.approx(0.8 * 2.0 + 1 / (3 + 1) * 1.0 + 1.0 * 1.5)
+    assert task_reward()(Reply(text="Rome", expected="Paris", facts={"completion": 1.0})).total == 3.0
+
+
+def test_the_accuracy_of_a_task_is_what_one_likes_and_its_completion_may_not_be_known() -> None:
+    score = task_reward(fact("rating"))(Reply(text="", tool_calls=(ToolCall("a"),), facts={"rating": 0.5}))
+    assert dict(score.values) == {"completion": None, "efficiency": 0.5, "accuracy": 0.5}
+    assert score.total == 1.25
+
+
+def test_each_tool_call_makes_a_reply_less_efficient() -> None:
+    replies = [Reply(text="", tool_calls=(ToolCall("a"),) * calls) for calls in range(5)]
+    assert [efficiency()(each) for each in replies] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
 
 
 def test_the_total_is_clipped_and_what_it_was_made_of_is_kept() -> None:
@@ -227,3 +257,37 @@ def test_what_is_no_json_has_no_format(text: str) -> None:
 def test_a_schema_that_would_not_be_checked_is_refused_at_once(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="schema"):
         json_format(schema)
+
+
+def rewarded(body: dict[str, Any], rule: RewardRule) -> float | None:
+    """What a rule makes of the events that are posted."""
+    said = [(each["metric"], each["value"], each["source"]) for each in body["feedback"]]
+    events = [
+        Event(number, Kind.NUMBER, metric, value, None, source, False, received_at=float(number))
+        for number, (metric, value, source) in enumerate(said)
+    ]
+    reward = reward_of(rule, events, sampled_at=0.0)
+    return None if reward is None else reward.value
+
+
+NUMBERS = st.floats(-100, 100)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.none() | NUMBERS, NUMBERS), min_size=1),
+    st.none() | st.tuples(st.floats(-9, 0), st.floats(1, 9)),
+)
+def test_a_rule_with_the_same_weights_and_clip_makes_the_same_of_the_components(
+    parts: dict[str, tuple[float | None, float]], clip: tuple[float, float] | None
+) -> None:
+    """Only where no component says anything a Composite comes to 0, and the rule to nothing."""
+    components = {name: (lambda _, value=value: value) for name, (value, _) in parts.items()}
+    weights = {name: weight for name, (_, weight) in parts.items()}
+    score = Composite(components, weights=weights, clip=clip)(Reply(text=""))
+    body = score.as_feedback("chatcmpl-1", source="program")
+    assert rewarded(body, RewardRule()) == score.total
+    again = rewarded(body, RewardRule(weights=weights, clip=clip))
+    if all(value is None for value, _ in parts.values()):
+        assert (again, score.total) == (None, 0.0)
+    else:
+        assert again == pytest.approx(score.total, rel=1e-12, abs=1e-9)

@@ -8,7 +8,8 @@ from shared.config import Settings
 class BatchPolicy(NamedTuple):
     """How batches are taken. `max_staleness` is in versions, `max_age` and `group_timeout` are in seconds.
 
-    `any_reply`: also of replies that are no samples of the policy.
+    `any_reply`: also of replies that are no samples of the policy. `by_result`: a run's last call says how it went, so
+    those before it need no feedback.
     """
 
     order: str = "oldest"
@@ -19,6 +20,7 @@ class BatchPolicy(NamedTuple):
     max_staleness: int | None = None
     max_age: float | None = None
     any_reply: bool = False
+    by_result: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -33,4 +35,5 @@ class BatchPolicy(NamedTuple):
             max_staleness=trainer.max_staleness,
             max_age=trainer.max_age,
             any_reply=settings.algorithm.of_any_reply,
+            by_result=settings.algorithm.by_result,
         )

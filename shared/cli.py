@@ -113,7 +113,8 @@ def understood(settings: Settings) -> list[tuple[str, str]]:
         lines += _understood_of_the_explorer(settings)
     if settings.mode != "serve":
         lines += _understood_of_the_trainer(settings)
-    return [*lines, ("note", uncounted(settings) or "")]
+    notes = [uncounted(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
+    return [*lines, *(("note", note) for note in notes if note)]
 
 
 def _understood_of_the_explorer(settings: Settings) -> list[tuple[str, str]]:

@@ -212,6 +212,7 @@ class Settings(Section):
             *self._reward_without_a_window(),
             *self._groups_out_of_order(),
             *self.algorithm.contradictions(),
+            *self.algorithm.overlong.contradictions(self.model.max_response_tokens),
             *self._groups_missing(),
             *self._runs_torn_apart(),
             *self.monitor.contradictions(),

@@ -7,6 +7,7 @@ from typing import Literal
 from shared.config_kinds import (
     AboveOne,
     Address,
+    BelowOne,
     Fraction,
     NotNegative,
     NotNegativeReal,
@@ -40,7 +41,7 @@ class Optimizer(Section):
     """AdamW and what surrounds it."""
 
     lr: PositiveReal = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     weight_decay: NotNegativeReal = 0.0
     lr_warmup_steps: NotNegative = 0
 
@@ -57,8 +58,22 @@ class OffPolicy(Section):
     proximal: Literal["sampled", "recomputed"] = "sampled"
     correction: Literal["none", "truncate", "mask"] = "truncate"
     level: Literal["token", "sequence", "geometric"] = "token"
-    low: NotNegativeReal = 0.5
+    low: BelowOne = 0.5
     high: AboveOne = 2.0
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the bounds count: PPO's own ratio against what was sampled needs none."""
+        return self.proximal == "recomputed" or self.correction == "mask"
+
+    def contradictions(self) -> Iterator[str]:
+        """What in here does not fit together, a sentence each."""
+        for name in ("level", "low", "high"):
+            if not self.bounded and getattr(self, name) != type(self).model_fields[name].default:
+                yield (
+                    f"algorithm.off_policy.{name}: nothing is bounded by it with proximal: {self.proximal} and"
+                    f" correction: {self.correction}; write correction: mask or proximal: recomputed, or leave it out"
+                )
 
 
 class GroupAdvantage(Section):
@@ -75,6 +90,16 @@ class Overlong(Section):
     train: bool = True
     buffer: NotNegative = 0
     penalty: NotNegativeReal = 1.0
+
+    def contradictions(self, limit: int | None) -> Iterator[str]:
+        """What does not fit the most tokens that a reply may have, a sentence each."""
+        if self.buffer and limit is None:
+            yield (
+                "algorithm.overlong.buffer: the punishment begins so many tokens before the limit of a reply; write"
+                " model.max_response_tokens, which is that limit"
+            )
+        elif limit is not None and self.buffer > limit:
+            yield f"algorithm.overlong.buffer: {self.buffer} is more than model.max_response_tokens, {limit}; lower it"
 
 
 class Baseline(Section):
@@ -167,6 +192,21 @@ class Algorithm(Section):
         kind = self.algorithm_type
         return kind in _OF_ANY_REPLY or (kind == "distill" and self.distill.mode == "replies")
 
+    @property
+    def unbounded(self) -> str | None:
+        """What lets one stale reply outweigh its whole batch, with its cure; None if nothing does."""
+        if self.of_any_reply or self.dual_clip is not None or self.off_policy.bounded:
+            return None
+        return (
+            "replies of negative advantage that have become much likelier since they were sampled weigh without bound:"
+            " set algorithm.dual_clip, or algorithm.off_policy.proximal: recomputed"
+        )
+
+    @property
+    def by_result(self) -> bool:
+        """Whether the last call of a run says how all of it went."""
+        return self.algorithm_type == "multi_step_grpo" or self.credit != "call"
+
     def contradictions(self) -> Iterator[str]:
         """What in here does not fit together, a sentence each."""
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_horizon is None:
@@ -176,8 +216,16 @@ class Algorithm(Section):
             )
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
             yield f"algorithm.reward_clip: {list(self.reward_clip)} is no range; write the smaller number first"
+        yield from self.off_policy.contradictions()
         if self.baseline.decay == 1:
             yield "algorithm.baseline.decay: 1 would never learn; write less, such as 0.95"
+        if self.dpo.label_smoothing >= 0.5:
+            yield (
+                f"algorithm.dpo.label_smoothing: {self.dpo.label_smoothing:g} of the preferences would be wrong,"
+                " and nothing to be learnt from them; write less than 0.5"
+            )
+        if self.kto.desirable_weight == self.kto.undesirable_weight == 0:
+            yield "algorithm.kto: desirable_weight and undesirable_weight are both 0: nothing would be learnt"
         if self.algorithm_type == "distill":
             yield from self._teachers_missing()
 
@@ -185,7 +233,7 @@ class Algorithm(Section):
         teacher = self.distill
         if (teacher.teacher_path is None) == (teacher.teacher_url is None):
             yield (
-                "algorithm.distill: needs a teacher: write either teacher_path, a local model, or teacher_url, an"
+                "algorithm.distill: needs one teacher: write either teacher_path, a local model, or teacher_url, an"
                 " OpenAI endpoint"
             )
         if teacher.teacher_url is not None and teacher.teacher_model is None:

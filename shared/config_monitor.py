@@ -68,6 +68,7 @@ class Drift(Section):
     reply_length: AboveOne | None = 2.0
     entropy: AboveOne | None = 3.0
     kl: PositiveReal | None = 0.5
+    kl_every: Positive = 20
     refusals: Fraction | None = 0.1
     refusal_patterns: tuple[Pattern, ...] = _REFUSALS
     tool_errors: Fraction | None = 0.1

@@ -92,6 +92,8 @@ def uncounted(settings: Settings) -> str | None:
     rule, algorithm = settings.reward, settings.algorithm
     if rule.default is not None:
         return None
+    if settings.judge.url and not rule.weights.get("judge"):
+        return "the judge's verdicts are worth nothing: give the metric judge a weight in reward.weights"
     if settings.buffer.group_by == "preference" and not rule.weights.get("preference"):
         return "preferences are worth nothing: give the metric preference a weight in reward.weights"
     edits = algorithm.algorithm_type == "sft" and algorithm.sft.targets != "replies"

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func
 
 from shared.batch_policy import BatchPolicy
 from shared.experience import State
-from shared.ledger_groups import gather, takable
+from shared.ledger_groups import bounds, gather, takable
 from shared.ledger_transactions import portions
 from shared.schema import COMMITTED, experiences
 
@@ -36,25 +36,20 @@ _UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} A
 
 def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
     """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
-    bounds = {
-        "max_staleness": (experiences.c.version_min, newest - (policy.max_staleness or 0), f"versions before {newest}"),
-        "max_age": (experiences.c.sampled_at, now - (policy.max_age or 0), "seconds ago"),
-    }
-    for name, (column, least, unit) in bounds.items():
-        if (bound := getattr(policy, name)) is not None:
-            too_old = and_(_COMMITTED, column < least)
-            groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
-            in_such_a_group = and_(_COMMITTED, experiences.c.group_id.in_(groups))
-            _set_aside(connection, in_such_a_group, f"of a group sampled more than {bound:g} {unit}, in part")
-            _set_aside(connection, too_old, f"sampled more than {bound:g} {unit}")
+    for bound in bounds(policy, newest=newest, now=now):
+        too_old = and_(_COMMITTED, bound.column < bound.least)
+        groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
+        in_such_a_group = and_(_COMMITTED, experiences.c.group_id.in_(groups))
+        _set_aside(connection, in_such_a_group, f"of a group sampled more than {bound.value:g} {bound.unit}, in part")
+        _set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
 
 
-def claim(connection: Connection, policy: BatchPolicy, size: int, *, now: float) -> list[int]:
+def claim(connection: Connection, policy: BatchPolicy, size: int, *, newest: int, now: float) -> list[int]:
     """The ids of the next batch: `size` rows, or whole groups of at least so many; none if there are not enough."""
     if not policy.any_reply:
         _set_unsampled_aside(connection)
     if policy.group_by != "none":
-        gather(connection, policy, now)
+        gather(connection, policy, newest=newest, now=now)
         return _claimed_groups(connection, policy, size)
     queues = {each: connection.execute(next_of(each, policy, size)).all() for each in _tenants(connection)}
     if policy.fair_share or len(queues) == 1:

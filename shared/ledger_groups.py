@@ -8,12 +8,13 @@ its rows was committed. What is alone by then is no group: it expires.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, select, text, true, tuple_, update
+from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
 
 from shared.batch_policy import BatchPolicy
 from shared.experience import State
+from shared.ledger_results import calls_before, commit_with_result, has_a_result, without_results
 from shared.ledger_rewards import retractions, when, withdrawn
 from shared.ledger_transactions import portions
 from shared.schema import COMMITTED, experiences, feedback
@@ -34,6 +35,7 @@ _COLUMNS = tuple(
         "committed_at",
         "group_id",
         "unsampled",
+        "reward_rule",
     )
 )
 
@@ -47,14 +49,35 @@ def takable(policy: BatchPolicy) -> ColumnElement[bool]:
     return true() if policy.any_reply else experiences.c.unsampled.is_(None)
 
 
-def gather(connection: Connection, policy: BatchPolicy, now: float) -> None:
+class Bound(NamedTuple):
+    """What must not be less, for a row to be young enough; `unit` says of what the setting's `value` is a number."""
+
+    column: ColumnElement[Any]
+    least: float
+    value: float
+    unit: str
+
+
+def bounds(policy: BatchPolicy, *, newest: int, now: float) -> Iterator[Bound]:
+    """How old a row may be that is trained on now, after the version `newest`."""
+    if policy.max_staleness is not None:
+        oldest = newest - policy.max_staleness
+        yield Bound(experiences.c.version_min, oldest, policy.max_staleness, f"versions before {newest}")
+    if policy.max_age is not None:
+        yield Bound(experiences.c.sampled_at, now - policy.max_age, policy.max_age, "seconds ago")
+
+
+def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
     """Make groups of the committed rows that are in none yet, as far as they are complete."""
     alone = select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(policy))
-    rows = connection.execute(alone.order_by(experiences.c.id)).all()
+    rows = without_results(connection, connection.execute(alone.order_by(experiences.c.id)).all())
     if policy.group_by == "preference":
         _gather_the_preferred(connection, rows, policy, now)
     else:
-        _gather_the_named(connection, rows, policy, now)
+        young = and_(
+            *(bound.column >= bound.least for bound in bounds(policy, newest=newest, now=now)), takable(policy)
+        )
+        _gather_the_named(connection, rows, policy, young, now)
 
 
 def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:
@@ -65,8 +88,13 @@ def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:
 # By task and run.
 
 
-def _gather_the_named(connection: Connection, alone: Sequence[Any], policy: BatchPolicy, now: float) -> None:
-    """A group has enough runs, and none of its replies waits for feedback or a commit any more."""
+def _gather_the_named(
+    connection: Connection, alone: Sequence[Any], policy: BatchPolicy, will_do: ColumnElement[bool], now: float
+) -> None:
+    """A group has enough runs, and none of its replies waits for feedback or a commit any more.
+
+    Where runs are judged by their last call, those before it wait for none, and come along if they `will_do`.
+    """
     found: dict[Key, list[Any]] = defaultdict(list)
     for row in alone:
         found[_key(row, policy.group_by)].append(row)
@@ -76,7 +104,10 @@ def _gather_the_named(connection: Connection, alone: Sequence[Any], policy: Batc
         runs = len({_run(row) for row in rows})
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
-            _set(connection, rows, group_id=min(row.id for row in rows))
+            calls = list(calls_before(connection, rows, will_do)) if policy.by_result else []
+            group_id = min([*(row.id for row in rows), *(id_ for id_, _ in calls)])
+            _set(connection, rows, group_id=group_id)
+            commit_with_result(connection, calls, group_id=group_id, now=now)
         elif timed_out:
             reason = f"alone in its group {policy.group_timeout:g} s after it was committed"
             _set(connection, rows, state=State.EXPIRED, reason=reason)
@@ -99,7 +130,9 @@ def _still_waiting(connection: Connection, keys: Collection[Key], policy: BatchP
     """Those of the keys that have rows which may still be rewarded or committed."""
     by_task = {key[:2] for key in keys}
     named = tuple_(experiences.c.tenant, experiences.c.task_id)
-    early = (experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takable(policy))
+    early = [experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takable(policy)]
+    if policy.by_result:
+        early.append(~has_a_result())
     found: set[Key] = set()
     for portion in portions(by_task, of=2):
         query = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id).distinct()

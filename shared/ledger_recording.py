@@ -12,10 +12,11 @@ from shared.ledger_doubts import trustworthy
 from shared.ledger_erasures import not_erased
 from shared.ledger_rewards import Plan, Trajectory, awaited, outdone_by, plan, replies_of, too_late_for, write
 from shared.ledger_rows import exchange_row, experience_row, feedback_row
+from shared.ledger_rules import id_of_rule, rules_of
 from shared.ledger_tags import tag
 from shared.ledger_transactions import Transactions, alone, ignoring, portions, put
 from shared.reward import definition
-from shared.schema import exchanges, experiences, feedback, reward_rules
+from shared.schema import exchanges, experiences, feedback
 
 #: Replies whose rewards are reckoned anew in one transaction.
 _PAGE = 1000
@@ -50,13 +51,15 @@ class Rewards(Transactions):
             write(connection, decided, self._rule_id(connection), repeat=self._compensate_late)
         return decided
 
+    def _correct(self, connection: Connection, msg_ids: Collection[str]) -> None:
+        """Settle replies, each under the rule that made its reward: a trainer's settings need not name it."""
+        for rule_id, (rule, replies) in rules_of(connection, msg_ids).items():
+            decided = plan(connection, replies, rule, now=self._clock())
+            if any(decided):
+                write(connection, decided, rule_id, repeat=self._compensate_late)
+
     def _rule_id(self, connection: Connection) -> int:
-        words = definition(self._rule)
-        same = select(reward_rules.c.id).where(reward_rules.c.definition == words)
-        if (found := connection.execute(same).scalar()) is None:
-            connection.execute(ignoring(connection, reward_rules), {"definition": words, "created_at": self._clock()})
-            found = connection.execute(same).scalar_one()
-        return int(found)
+        return id_of_rule(connection, definition(self._rule), now=self._clock())
 
     def _release(self, connection: Connection, whose: Any) -> None:
         """End leases. What was corrected meanwhile takes its reward now."""
@@ -65,7 +68,7 @@ class Rewards(Transactions):
         back = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
-        self._settle(connection, too_late_for(connection, {row.msg_id for row in rows}))
+        self._correct(connection, too_late_for(connection, {row.msg_id for row in rows}))
 
 
 class Recording(Rewards):

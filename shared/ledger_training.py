@@ -44,8 +44,9 @@ class Training(Rewards):
         now = self._clock()
         with self._write() as connection:
             _fence(connection, epoch)
-            expire(connection, policy, newest=_newest_version(connection), now=now)
-            ids = claim(connection, policy, size, now=now)
+            newest = _newest_version(connection)
+            expire(connection, policy, newest=newest, now=now)
+            ids = claim(connection, policy, size, newest=newest, now=now)
             leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
             rows: list[Any] = []
             for portion in portions(ids):
@@ -123,7 +124,7 @@ class Training(Rewards):
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_held(epoch, portion)).values(trained))
             if self._compensate_late:
-                self._settle(connection, too_late_for(connection, _replies(connection, ids)))
+                self._correct(connection, too_late_for(connection, _replies(connection, ids)))
             return version
 
 

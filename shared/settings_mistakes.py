@@ -22,8 +22,8 @@ _SECRETS = {
     "judge.key",
 }
 _OTHER_ALGORITHMS = (
-    "asymre cispo cpt dapo gigpo grpo_verl gspo jsd mix mix_chord on_policy_distill opmd rec reinforceplusplus sapo"
-    " sppo topr"
+    "asymre cispo cpt dapo gigpo grpo_verl gspo jsd mix mix_chord on_policy_distill opmd orpo rec"
+    " reinforce_pp reinforce_plus_plus reinforceplusplus sapo sppo topr"
 )
 _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
     "mode": (("explore", "bench", "colocate"), "tuneloop serves, trains or does both: write 'both'"),

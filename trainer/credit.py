@@ -13,23 +13,29 @@ from torch import Tensor
 
 from shared.config_algorithm import Algorithm
 from shared.experience import Sample
-from trainer.algorithms.moments import Baselines, Moments, standard, updated
+from trainer.algorithms.moments import Baselines, standard, updated
 from trainer.algorithms.targets import Calls
 from trainer.batch import Batch
 from trainer.sequences import TokenSequence, run_of
 
 _REWARDS = "rewards"
 
+#: Added to a deviation that is divided by.
+_LEAST = 1e-6
+
 
 def calls_of(
     algorithm: Algorithm, sequences: Sequence[TokenSequence], batch: Batch, baselines: Baselines, limit: int | None
 ) -> tuple[Calls, Baselines]:
-    """The calls of a batch, with their credit. `limit`: the most tokens that a reply may have, if known."""
+    """The calls of a batch: credited, then clipped, punished for their length, and shifted and scaled.
+
+    `limit`: the most tokens that a reply may have, if known.
+    """
     calls = [call for sequence in sequences for call in sequence.calls]
     runs: dict[tuple[str, ...], list[int]] = {}
     for number in sorted(range(len(calls)), key=lambda number: calls[number].id):
         runs.setdefault(run_of(calls[number]), []).append(number)
-    own = np.array([_judged(algorithm, call, limit) for call in calls])
+    own = np.array([call.reward for call in calls])
     credited, last, run_numbers = own.copy(), np.zeros(len(calls), bool), np.zeros(len(calls), np.int64)
     for number, members in enumerate(runs.values()):
         run_numbers[members] = number
@@ -38,9 +44,11 @@ def calls_of(
             discount = algorithm.turn_discount if algorithm.credit == "discounted" else 1.0
             later = np.arange(len(members))[::-1]
             credited[members] = own[members[-1]] * discount**later
-    rewards_C, baselines = _normalized(algorithm, torch.from_numpy(credited).float(), baselines)
+    low, high = algorithm.reward_clip or (-np.inf, np.inf)
+    judged = credited.clip(low, high) - [_overlong(algorithm, call, limit) for call in calls]
+    rewards_C, baselines = _normalized(algorithm, torch.from_numpy(judged), baselines)
     return Calls(
-        rewards_C=rewards_C,
+        rewards_C=rewards_C.float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
         runs_C=torch.from_numpy(run_numbers),
         groups_C=_numbered([call.group_id if call.group_id is not None else -1 - call.id for call in calls]),
@@ -51,27 +59,28 @@ def calls_of(
     ), baselines
 
 
-def _judged(algorithm: Algorithm, call: Sample, limit: int | None) -> float:
-    """The reward, less DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), clipped."""
-    reward = call.reward
-    if algorithm.overlong.buffer and limit is not None:
-        beyond = len(call.completion_ids) - (limit - algorithm.overlong.buffer)
-        reward -= algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
-    low, high = algorithm.reward_clip or (-np.inf, np.inf)
-    return float(min(max(reward, low), high))
+def _overlong(algorithm: Algorithm, call: Sample, limit: int | None) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as what is taken off."""
+    if not algorithm.overlong.buffer or limit is None:
+        return 0.0
+    beyond = len(call.completion_ids) - (limit - algorithm.overlong.buffer)
+    return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
 
 
 def _normalized(algorithm: Algorithm, rewards_C: Tensor, baselines: Baselines) -> tuple[Tensor, Baselines]:
+    """In float64: rewards may be large, and differ little."""
     match algorithm.reward_normalization:
         case "none":
             return rewards_C, baselines
         case "batch":
-            seen = Moments(float(rewards_C.mean()), float(rewards_C.square().mean()), 1.0)
+            # Not over their mean: that of equal rewards may differ from them in the last digit.
+            apart_C = rewards_C - rewards_C[0]
+            apart_C = apart_C - apart_C.mean()
+            return apart_C / (apart_C.square().mean().sqrt() + _LEAST), baselines
         case "running":
             seen = updated(baselines.get(_REWARDS), rewards_C, decay=algorithm.baseline.decay)
-            baselines = {**baselines, _REWARDS: seen}
-    mean, deviation = standard(seen)
-    return (rewards_C - mean) / (deviation + 1e-6), baselines
+            mean, deviation = standard(seen)
+            return (rewards_C - mean) / (deviation + _LEAST), {**baselines, _REWARDS: seen}
 
 
 def _numbered(names: Sequence[int]) -> Tensor:

@@ -21,10 +21,11 @@ import msgspec
 from shared.config_monitor import Drift
 
 REWARD, LENGTH = "critic/rewards/mean", "response_length/mean"
-ENTROPY, KL = "actor/entropy", "actor/kl_loss"
+ENTROPY = "actor/entropy"
+KL, KL_BASE = "actor/kl_loss", "actor/kl_base"
 REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedback/largest_rater"
 
-SIGNALS = (REWARD, LENGTH, ENTROPY, KL, REFUSALS, TOOL_ERRORS, RATER)
+SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER)
 
 # So many windows are kept, because a trainer may go back some steps and must find what was there before.
 _WINDOWS_KEPT = 4
@@ -65,10 +66,15 @@ def until(history: History, step: int) -> History:
 
 
 def with_step(drift: Drift, history: History, step: int, signals: Mapping[str, float]) -> History:
-    """The history with the step's signals; those that are missing or not finite leave no value."""
+    """The history with the step's signals; those that are missing or not finite leave no value.
+
+    What is measured now and then holds until it is measured again.
+    """
     series = dict(history.series)
     for name in SIGNALS:
         value = signals.get(name)
+        if value is None and name == KL_BASE and KL not in signals and name in series:
+            value = series[name][-1][1]
         if value is not None and math.isfinite(value):
             series[name] = _kept(drift, [*series.get(name, []), (step, value)])
     return msgspec.structs.replace(history, series=series)
@@ -166,6 +172,13 @@ def _level(signal: str, option: str, what: str) -> Callable[[Drift, History], Ve
     return rule
 
 
+def _distance(drift: Drift, history: History) -> Verdict | None:
+    """Of the two signals the one that was seen last."""
+    seen = {name: history.series[name][-1][0] for name in (KL, KL_BASE) if history.series.get(name)}
+    signal = max(seen, key=seen.__getitem__, default=KL)
+    return _level(signal, "kl", "the distance from the base model")(drift, history)
+
+
 def _hacked(drift: Drift, history: History) -> Verdict | None:
     """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
     if len(history.scores) < 2 or drift.reward_rise is None:
@@ -196,7 +209,7 @@ RULES: Mapping[str, Callable[[Drift, History], Verdict | None]] = {
     "reward_hack": _hacked,
     "reply_length": _times(LENGTH, "reply_length", "the mean length of replies"),
     "entropy": _times(ENTROPY, "entropy", "the policy's entropy"),
-    "kl": _level(KL, "kl", "the distance from the base model"),
+    "kl": _distance,
     "refusals": _rise(REFUSALS, "refusals", "the share of replies that refuse"),
     "tool_errors": _rise(TOOL_ERRORS, "tool_errors", "the share of wrong tool calls"),
     "single_rater": _level(RATER, "single_rater", "the share of feedback that one source gives"),

@@ -5,14 +5,14 @@ proxies of the environment are followed as usual.
 """
 
 import http.client
-import itertools
 import json
 import math
 import queue
+import random
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -26,7 +26,7 @@ from shared.errors import EnvironmentRefused
 from shared.experience import Sample
 from trainer.sequences import TokenSequence
 from trainer.stop import Stop
-from trainer.teacher import CUT_OFF, MOST_TOKENS, NotTaught, TeacherAway, with_replies
+from trainer.teacher import CUT_OFF, MOST_TOKENS, NO_NUMBER, NotTaught, TeacherAway, with_replies
 from trainer.tokenizer import tokenizer_of
 
 #: So many requests are under way at a time.
@@ -45,6 +45,11 @@ _SAMPLER = (
     " \u0416\u0443\u043a \u4f60\u597d\uff0c\u4e16\u754c \u3054\u98ef \ud55c\uad6d\uc5b4 \U0001f642"
 )
 _MOST_SPECIALS = 256
+
+#: Status and JSON of an answer, or why there was none after a few tries.
+_Heard = tuple[int, Any] | TeacherAway
+
+_Read = TypeVar("_Read")
 
 
 class RemoteTeacher:
@@ -85,16 +90,9 @@ class RemoteTeacher:
     def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """See Teacher."""
         self.check()
-        answers = self._all([{"prompt": each.ids.tolist(), **_SCORE} for each in sequences])
-        refused: defaultdict[str, list[Sample]] = defaultdict(list)
-        rows: list[Tensor] = []
-        for sequence, (status, answer) in zip(sequences, answers, strict=True):
-            if status in _REFUSED:
-                refused[f"the teacher refuses it: {_message(answer)}"] += sequence.calls
-            else:
-                rows.append(_logprobs(sequence, self._fine(status, answer)))
-        if refused:
-            raise NotTaught(dict(refused))
+        asked = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]
+        calls = [each.calls for each in sequences]
+        rows = self._read(asked, calls, lambda turn, choice: _logprobs(sequences[turn], choice))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -102,22 +100,38 @@ class RemoteTeacher:
         self.check()
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         options = {"max_tokens": most, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "return_token_ids": True}
-        answers = self._all([{"prompt": each.prompt_ids.tolist(), **options} for each in samples])
-        replies = [self._said(status, answer, most) for status, answer in answers]
+        asked = [{"prompt": each.prompt_ids.tolist(), **options} for each in samples]
+        replies = self._read(asked, [(each,) for each in samples], lambda _, choice: _said(choice, most))
         return with_replies(samples, replies, known=len(tokenizer_of(self._settings)))
 
-    def _said(self, status: int, answer: Any, most: int) -> list[int] | str:
-        if status in _REFUSED:
-            return f"the teacher refuses it: {_message(answer)}"
-        choice = self._fine(status, answer)
-        ids = choice.get("token_ids")
-        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            raise TeacherAway(f"{self._url} tells no token ids any more")
-        if choice.get("finish_reason") != "stop" or not ids:
-            return CUT_OFF.format(most)
-        return ids
+    def _read(
+        self,
+        bodies: Sequence[Mapping[str, object]],
+        calls: Sequence[Sequence[Sample]],
+        read: Callable[[int, dict[str, Any]], _Read],
+    ) -> list[_Read]:
+        """What `read` makes of the answers, in the order of the requests, each of which is about some `calls`."""
+        refused: defaultdict[str, list[Sample]] = defaultdict(list)
+        failed: defaultdict[str, list[Sample]] = defaultdict(list)
+        found: list[_Read] = []
+        for turn, heard in sorted(self._all(bodies).items()):
+            if isinstance(heard, tuple) and heard[0] in _REFUSED:
+                refused[f"the teacher refuses it: {_message(heard[1])}"] += calls[turn]
+                continue
+            try:
+                found.append(read(turn, self._fine(heard)))
+            except TeacherAway as error:
+                failed[str(error)] += calls[turn]
+        if refused:
+            raise NotTaught(dict(refused))
+        if failed:
+            raise TeacherAway(next(iter(failed)), dict(failed) if found else {})
+        return found
 
-    def _fine(self, status: int, answer: Any) -> dict[str, Any]:
+    def _fine(self, heard: _Heard) -> dict[str, Any]:
+        if isinstance(heard, TeacherAway):
+            raise heard
+        status, answer = heard
         if status != 200:
             raise TeacherAway(f"{self._url} answers {status}: {_message(answer)}")
         return _choice(answer)
@@ -127,13 +141,17 @@ class RemoteTeacher:
 
     # Asking.
 
-    def _all(self, bodies: Sequence[Mapping[str, object]]) -> list[tuple[int, Any]]:
-        """The answers to the requests, in their order. The threads are daemons: a hanging one keeps nobody alive."""
-        turns, given_up = itertools.count(), threading.Event()
-        heard: queue.SimpleQueue[tuple[int, tuple[int, Any] | TeacherAway]] = queue.SimpleQueue()
+    def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Heard]:
+        """What was heard to the requests, by their number; to some nothing, if too many before them failed in a row.
+
+        The threads are daemons: a hanging one keeps nobody alive.
+        """
+        # By chance, so that rows which always fail do not hide those behind them for ever.
+        turns, given_up = iter(random.sample(range(len(bodies)), len(bodies))), threading.Event()
+        heard: queue.SimpleQueue[tuple[int, _Heard]] = queue.SimpleQueue()
 
         def ask() -> None:
-            while not given_up.is_set() and (turn := next(turns)) < len(bodies):
+            while not given_up.is_set() and (turn := next(turns, None)) is not None:
                 try:
                     heard.put((turn, self._patiently(bodies[turn])))
                 except TeacherAway as error:
@@ -142,20 +160,20 @@ class RemoteTeacher:
         threads = [threading.Thread(target=ask, name="teacher", daemon=True) for _ in range(_AT_ONCE)]
         for thread in threads:
             thread.start()
-        answers: dict[int, tuple[int, Any]] = {}
+        answers: dict[int, _Heard] = {}
+        failed_in_a_row = 0
         try:
-            while len(answers) < len(bodies):
+            while len(answers) < len(bodies) and failed_in_a_row < _AT_ONCE:
                 turn, answer = self._next(heard, threads)
-                if isinstance(answer, TeacherAway):
-                    raise answer
                 answers[turn] = answer
+                failed_in_a_row = failed_in_a_row + 1 if isinstance(answer, TeacherAway) else 0
         finally:
             given_up.set()
-        return [answers[turn] for turn in range(len(bodies))]
+        return answers
 
     def _next(
-        self, heard: "queue.SimpleQueue[tuple[int, tuple[int, Any] | TeacherAway]]", threads: Sequence[threading.Thread]
-    ) -> tuple[int, tuple[int, Any] | TeacherAway]:
+        self, heard: "queue.SimpleQueue[tuple[int, _Heard]]", threads: Sequence[threading.Thread]
+    ) -> tuple[int, _Heard]:
         while True:
             alive = any(thread.is_alive() for thread in threads)
             try:
@@ -205,17 +223,28 @@ def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
         raise TeacherAway("the teacher does not tell a log-probability of each token")
     row = np.zeros(len(sequence.ids), np.float32)
     for at in np.flatnonzero(sequence.of >= 0):
-        number = _number(told[at], int(sequence.ids[at]))
-        if number is None:
-            raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
-        row[at] = number
+        row[at] = _number(told[at], int(sequence.ids[at]))
     return torch.from_numpy(row[sequence.start :])
 
 
-def _number(told: Any, token: int) -> float | None:
+def _number(told: Any, token: int) -> float:
     entry = told.get(str(token)) if isinstance(told, dict) else None
-    number = entry.get("logprob") if isinstance(entry, dict) else None
-    return float(number) if isinstance(number, int | float) and not math.isnan(number) else None
+    if not isinstance(entry, dict):
+        raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
+    number = entry.get("logprob")
+    if not isinstance(number, int | float) or math.isnan(number):
+        raise TeacherAway(NO_NUMBER)
+    return float(number)
+
+
+def _said(choice: Mapping[str, Any], most: int) -> list[int] | str:
+    """The ids of a reply, or why it is none."""
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise TeacherAway("the teacher tells no token ids any more")
+    if choice.get("finish_reason") != "stop" or not ids:
+        return CUT_OFF.format(most)
+    return ids
 
 
 def _choice(answer: Any) -> dict[str, Any]:

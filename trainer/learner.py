@@ -16,7 +16,7 @@ from shared.config import Settings
 from shared.errors import TuneloopError
 from shared.experience import Sample
 from trainer.algorithms import ALGORITHMS
-from trainer.algorithms.estimators import explained_variance, token_mean
+from trainer.algorithms.estimators import explained_variance, kl, token_mean
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.off_policy import importance
 from trainer.algorithms.preferences import sequence_sums
@@ -59,8 +59,8 @@ class Learner:
         self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device
 
-    def step(self, samples: Sequence[Sample]) -> Metrics:
-        """Learn from a batch: epochs x mini-batches updates.
+    def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
+        """Learn from a batch: epochs x mini-batches updates. `version` is the one that the actor is, if it is any.
 
         Raises NotFinite, or what the teacher raises, and then nothing has changed.
         """
@@ -69,7 +69,7 @@ class Learner:
         batch = self._collated(sequences)
         go_back = self._safe_point()
         try:
-            targets, told = self._targets(sequences, batch)
+            targets, told = self._targets(sequences, batch, version)
             metrics = self._learn(batch, targets)
         except TuneloopError:
             go_back()
@@ -121,6 +121,13 @@ class Learner:
         logprobs_BR, _ = self.actor.score(batch.to(self._device))
         return [float(value) for value in logprobs_BR[0]]
 
+    @torch.no_grad()
+    def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
+        """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it."""
+        batch = self._collated(assemble(samples, merge=False))
+        apart_BR = kl(self._scored(self.actor, batch), self._scored(other, batch), self._algorithm.kl_estimator)
+        return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
+
     @property
     def _warming_up(self) -> bool:
         return self.critic is not None and self.steps < self._algorithm.critic_warmup_steps
@@ -140,9 +147,10 @@ class Learner:
                 metrics = self.forward_backward(mini, targets.rows(index_B, mini.mask_BR))
                 _must_be_finite(metrics)
                 updates.append(metrics | self.optim_step())
-        means = {name: sum(each[name] for each in updates) / len(updates) for name in updates[0]}
         # Only the first update meets the weights as they were before the step.
-        return means | {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
+        first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
+        names = updates[0].keys() - first.keys()
+        return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
@@ -158,7 +166,9 @@ class Learner:
         return {**metrics, **actor.metrics}
 
     @torch.no_grad()
-    def _targets(self, sequences: Sequence[TokenSequence], batch: Batch) -> tuple[Targets, Metrics]:
+    def _targets(
+        self, sequences: Sequence[TokenSequence], batch: Batch, version: int | None = None
+    ) -> tuple[Targets, Metrics]:
         """The constants of the step, and what can be said of them."""
         targets = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR)
         told: Metrics = {}
@@ -175,7 +185,10 @@ class Learner:
             targets = replace(targets, teacher_BR=given(self.teacher).score(sequences))
         if self._asks.mismatched:
             targets = replace(targets, divergence=self._divergence(sequences))
+        fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
+        if any(fresh):
+            targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
         return targets, told | _of_targets(targets)
 
@@ -241,9 +254,10 @@ def _of_targets(targets: Targets) -> Metrics:
         "critic/values/mean": targets.values_BR,
     }
     told = {name: float(token_mean(each, mask_BR, tokens)) for name, each in means.items() if each is not None}
-    if targets.advantages_BR is not None:
-        idle_BR = (targets.advantages_BR == 0).float()
-        told["critic/advantages/zero"] = float(token_mean(idle_BR, mask_BR, tokens))
+    factors = [each for each in (targets.advantages_BR, targets.weights_BR) if each is not None]
+    if factors:
+        idle_BR = torch.stack([each == 0 for each in factors]).any(0)
+        told["critic/advantages/zero"] = float(token_mean(idle_BR.float(), mask_BR, tokens))
     if targets.values_BR is not None and targets.returns_BR is not None:
         explained = explained_variance(targets.values_BR, targets.returns_BR, mask_BR)
         told["critic/vf_explained_var"] = float(explained)

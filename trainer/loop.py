@@ -51,6 +51,8 @@ def run(settings: Settings, stop: Stop) -> None:
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
     if nothing := uncounted(settings):
         _log.warning("feedback_not_counted", sentence=nothing)
+    if unbounded := settings.algorithm.unbounded:
+        _log.warning("ratio_unbounded", sentence=unbounded)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     ledger = Ledger.of(settings)
     try:
@@ -105,7 +107,7 @@ class TrainingLoop:
         self._epoch = self._ledger.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger, self._epoch, self._stop, interval_s=self._beat_s)
         with _ended(self._ledger, self._epoch), heartbeat:
-            self._class = Classroom(self._settings, self._stop)
+            self._class = Classroom(self._settings, self._ledger, self._stop)
             self._resume(self._ledger.newest())
             while not self._stop.is_set() and not self._complete:
                 try:
@@ -204,7 +206,8 @@ class TrainingLoop:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
         waited = time.perf_counter() - self._waiting_since
         try:
-            learnt = self._learner.step(self._class.taught(batch))
+            version = None if self._unpublished_steps else self._version
+            learnt = self._learner.step(self._class.taught(batch), version=version)
         except (TeacherAway, NotTaught) as error:
             self._held = self._class.dismissed(batch, error, drop=self._drop)
             return False
@@ -216,14 +219,15 @@ class TrainingLoop:
             raise _no_room(self._settings.trainer.micro_batch_tokens) from None
         finally:
             self._waiting_since = time.perf_counter()
-        self._class.attended()
         self._unpublished += [sample.id for sample in batch]
         self._unpublished_steps += 1
+        self._class.attended()
         self._found_finite()
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
         if learnt.get("critic/advantages/zero") == 1:
-            _log.warning("nothing_to_learn", step=self._learner.steps, reason="every advantage of the batch is 0")
-        learnt |= self._monitors.after_step(self._learner, learnt, version=self._version)
+            reason = "every advantage of the batch is 0, or its token masked"
+            _log.warning("nothing_to_learn", step=self._learner.steps, reason=reason)
+        learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
         reward, seconds = learnt["critic/rewards/mean"], round(learnt["time/train_step"], 3)

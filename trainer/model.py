@@ -158,13 +158,21 @@ def gpu_of(settings: Settings, *, gpus_here: int) -> int:
 
 def require_folders(settings: Settings) -> None:
     """Raise EnvironmentRefused unless the models to start from are there."""
-    for setting in ("model_path", "critic_model_path"):
-        folder: Path | None = getattr(settings.model, setting)
-        if folder and not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
+    for setting, folder in _folders(settings).items():
+        if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
             what = "is not a model folder" if folder.is_dir() else "is not there"
             raise EnvironmentRefused(
-                f"model.{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
+                f"{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
             )
+
+
+def _folders(settings: Settings) -> dict[str, Path]:
+    """The models that the settings name, by the setting."""
+    model, algorithm = settings.model, settings.algorithm
+    named = {"model.model_path": model.model_path, "model.critic_model_path": model.critic_model_path}
+    if algorithm.algorithm_type == "distill":
+        named["algorithm.distill.teacher_path"] = algorithm.distill.teacher_path
+    return {setting: folder for setting, folder in named.items() if folder is not None}
 
 
 def _pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder: Path) -> PreTrainedModel:
@@ -179,7 +187,9 @@ def _pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentRefused(f"model.model_path: the model in {folder} cannot be loaded: {reason}") from error
+        settings_of = {named: setting for setting, named in reversed(_folders(settings).items())}
+        setting = settings_of.get(folder, "model.model_path")
+        raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
     network.train(mode=False).to(device)
     return network
 

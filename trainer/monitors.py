@@ -5,7 +5,7 @@ older version goes back in it, too. Nothing that fails here stops training: what
 that step, with a warning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,9 +15,11 @@ import torch
 from shared.config import Settings
 from shared.errors import LedgerError, NotEvaluated
 from shared.evaluation_tasks import tasks_of
+from shared.experience import Sample
 from shared.ledger import Ledger
 from shared.ledger_alarms import Alarm
 from trainer import drift
+from trainer.distance import Distance
 from trainer.drift import History
 from trainer.evaluation import HeldOut
 from trainer.learner import Learner
@@ -34,6 +36,7 @@ class Monitors:
         self._drift, self._every = settings.monitor.drift, settings.monitor.evaluation.every
         self._ledger = ledger
         tasks = tasks_of(settings.monitor.evaluation)
+        self._distance = Distance(settings)
         self._held_out = HeldOut(settings, tasks) if tasks else None
         self._refusals = self._drift.refusals_found
         self._file = settings.job_dir / "monitor" / "drift.json"
@@ -47,9 +50,16 @@ class Monitors:
             return {}
         return self._evaluated(learner)
 
-    def after_step(self, learner: Learner, learnt: Mapping[str, float], *, version: int) -> Metrics:
-        """What is to be seen after a step that said `learnt`, made of `version`; alarms are raised and cleared."""
+    def after_step(
+        self, learner: Learner, learnt: Mapping[str, float], *, version: int, replies: Sequence[Sample] = ()
+    ) -> Metrics:
+        """What is to be seen after a step that said `learnt`, made of `version` and of these replies.
+
+        Alarms are raised and cleared.
+        """
         seen = self._seen()
+        if drift.KL not in learnt:
+            seen |= self._distance.measured(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})
         if learner.steps % self._every == 0:
             seen |= self._evaluated(learner)

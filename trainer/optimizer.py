@@ -42,12 +42,16 @@ class MasterAdamW:
         return float(get_total_norm(self._gradients()))
 
     def update(self, *, norm: float, max_norm: float) -> None:
-        """One update with the gradients, whose norm is `norm`, scaled down to `max_norm`."""
-        clip_grads_with_norm_(self._masters.values(), max_norm, torch.tensor(norm))
-        self._adamw.param_groups[0]["lr"] = self.lr
-        self._adamw.step()
-        self._publish()
-        self.updates += 1
+        """One update with the gradients, whose norm is `norm`, scaled down to `max_norm`.
+
+        None where all gradients are 0: AdamW's memory alone would move the weights, and nothing says where to.
+        """
+        if norm:
+            clip_grads_with_norm_(self._masters.values(), max_norm, torch.tensor(norm))
+            self._adamw.param_groups[0]["lr"] = self.lr
+            self._adamw.step()
+            self._publish()
+            self.updates += 1
         self.forget()
 
     def forget(self) -> None:

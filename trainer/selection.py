@@ -47,7 +47,7 @@ def sort_out(
         kept = _without_groups(kept, _alone, refused, "alone in its group: the others cannot be trained on")
         if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:
             reason = "all runs of its group have the same reward: it says nothing"
-            judged = _by_the_last if _judges_the_last(algorithm) else _by_the_mean
+            judged = _by_the_last if algorithm.by_result else _by_the_mean
             kept = _without_groups(kept, lambda group: _constant(group, judged), refused, reason)
     kept, left = _of_the_method(kept, algorithm)
     for reason, others in left.items():
@@ -106,10 +106,6 @@ def _alone(group: Sequence[Sample]) -> bool:
 
 def _constant(group: Sequence[Sample], judged: Callable[[Sequence[Sample]], float]) -> bool:
     return len({judged(calls) for calls in runs(group).values()}) < 2
-
-
-def _judges_the_last(algorithm: Algorithm) -> bool:
-    return algorithm.algorithm_type == "multi_step_grpo" or algorithm.credit != "call"
 
 
 def _by_the_last(calls: Sequence[Sample]) -> float:

@@ -4,15 +4,17 @@ It has the tokenizer of the model that is trained: what it is asked about are to
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, TuneloopError
@@ -26,10 +28,18 @@ from trainer.tokenizer import ends_of, tokenizer_of
 MOST_TOKENS = 2048
 
 CUT_OFF = "the teacher's reply was cut off at {} tokens"
+NO_NUMBER = "the teacher's log-probability of a token is no number"
 
 
 class TeacherAway(TuneloopError):
-    """The teacher does not answer at the moment; that may pass. Nothing has been learnt."""
+    """The teacher does not answer at the moment; that may pass. Nothing has been learnt.
+
+    `failed`, by the reason: the samples that it has not answered, if it has answered others; empty if it answered none.
+    """
+
+    def __init__(self, reason: str, failed: Mapping[str, list[Sample]] = MappingProxyType({})) -> None:
+        super().__init__(reason)
+        self.failed = failed
 
 
 class NotTaught(TuneloopError):
@@ -57,6 +67,15 @@ class Teacher(Protocol):
 
 class _Generates(Protocol):
     def generate(self, ids_BT: Tensor, **options: Any) -> Tensor: ...
+
+
+class _Numbers(LogitsProcessor):
+    """Raises FloatingPointError before a token would be sampled from NaN, which on a GPU ends the process."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.isnan().any():
+            raise FloatingPointError(NO_NUMBER)
+        return scores
 
 
 class LocalTeacher:
@@ -88,6 +107,11 @@ class LocalTeacher:
         for index_B in micro_batches(batch.lengths_B, self._settings.trainer.micro_batch_tokens):
             part_BR = self._scored(batch.rows(index_B))
             all_BR[index_B, : part_BR.shape[1]] = part_BR
+        strange_B = all_BR.isnan().any(1)
+        if strange_B.all():
+            raise TeacherAway(NO_NUMBER)
+        if strange_B.any():
+            raise NotTaught({NO_NUMBER: [call for at in strange_B.nonzero()[:, 0] for call in sequences[at].calls]})
         return all_BR
 
     @torch.no_grad()
@@ -97,13 +121,22 @@ class LocalTeacher:
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         ends = ends_of(self._settings.model.model_path, self._words)
         replies = [self._said(sample, most, ends) for sample in samples]
-        said = [reply if reply[-1] in ends else CUT_OFF.format(most) for reply in replies]
-        return with_replies(samples, said, known=len(self._words))
+        if all(each == NO_NUMBER for each in replies):
+            raise TeacherAway(NO_NUMBER)
+        return with_replies(samples, replies, known=len(self._words))
 
     def _scored(self, part: Batch) -> Tensor:
         return self._actor.score(part.to(self._actor.network.device))[0].cpu()
 
-    def _said(self, sample: Sample, most: int, ends: list[int]) -> list[int]:
+    def _said(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
+        """The ids of its reply, or why it has none."""
+        try:
+            ids = self._generated(sample, most, ends)
+        except FloatingPointError as error:
+            return str(error)
+        return ids if ids[-1] in ends else CUT_OFF.format(most)
+
+    def _generated(self, sample: Sample, most: int, ends: list[int]) -> list[int]:
         ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.trainer.seed + sample.id)
@@ -117,6 +150,7 @@ class LocalTeacher:
                 top_k=0,
                 eos_token_id=ends,
                 pad_token_id=ends[0],
+                logits_processor=LogitsProcessorList([_Numbers()]),
             )
         return cast(list[int], said[0, ids_1T.shape[1] :].tolist())
 

@@ -1,12 +1,14 @@
 """A teacher behind an endpoint, as vLLM answers: token ids in, their log-probabilities out. Faults are attributes."""
 
+import asyncio
 import json
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
@@ -20,7 +22,10 @@ def logprob_of(ids: list[int], at: int) -> float:
 
 @dataclass
 class TeacherDouble:
-    """One endpoint. `fails`: statuses of the next answers; `refuses`: more token ids get 400."""
+    """One endpoint. `fails`: statuses of the next answers; `refuses`: more token ids get 400.
+
+    `poison`: token ids on which it fails, as `chokes` says: with 500, with a NaN, or with a second's silence.
+    """
 
     tokenizer: Path
     model: str = "big"
@@ -28,6 +33,8 @@ class TeacherDouble:
     fails: list[int] = field(default_factory=list)
     down: bool = False
     refuses: int = 10_000
+    poison: set[int] = field(default_factory=set)
+    chokes: Literal["error", "nan", "silence"] = "error"
     shift: int = 0
     leaves_out: tuple[str, ...] = ()
     says: list[int] = field(default_factory=lambda: [7, 8, 256])
@@ -51,7 +58,9 @@ class TeacherDouble:
             body, more = body + event.get("body", b""), event.get("more_body", False)
         self._under_way += 1
         self.most_at_once = max(self.most_at_once, self._under_way)
-        status, answer = self._answer(scope, json.loads(body))
+        status, answer = self._answer(scope, asked := json.loads(body))
+        if self.chokes == "silence" and self._poisoned(asked):
+            await asyncio.sleep(1)
         self._under_way -= 1
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
@@ -75,12 +84,20 @@ class TeacherDouble:
             ids = [each + self.shift for each in self._words.encode(ids, add_special_tokens=False)]
         if ids is body["prompt"] and len(ids) > self.refuses:
             return 400, _error(f"This model's maximum context length is {self.refuses} tokens.")
+        if self.chokes == "error" and self._poisoned(body):
+            return 500, _error("out of range float values are not JSON compliant")
         return 200, {"choices": [{key: v for key, v in self._choice(ids, body).items() if key not in self.leaves_out}]}
+
+    def _poisoned(self, body: dict[str, Any]) -> bool:
+        return not isinstance(body["prompt"], str) and not self.poison.isdisjoint(body["prompt"])
 
     def _choice(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
         told = None
         if body.get("prompt_logprobs") is not None:
-            told = [None, *({str(ids[at]): {"logprob": logprob_of(ids, at)}} for at in range(1, len(ids)))]
+            said = [logprob_of(ids, at) for at in range(len(ids))]
+            if self.chokes == "nan" and self._poisoned(body):
+                said[-1] = math.nan
+            told = [None, *({str(ids[at]): {"logprob": said[at]}} for at in range(1, len(ids)))]
         return {
             "prompt_token_ids": ids,
             "prompt_logprobs": told,

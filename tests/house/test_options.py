@@ -20,7 +20,7 @@ SHIPPED = [
 ]
 
 
-BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<="}
+BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def kinds() -> dict[str, str]:

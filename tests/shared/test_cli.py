@@ -124,6 +124,17 @@ def test_validate_tells_what_no_feedback_would_count_for(tmp_path):
     assert "note" not in tuneloop("validate", file, "--set", "reward.weights={preference: 1}")[1]
 
 
+def test_validate_tells_what_one_stale_reply_could_do(tmp_path):
+    text = "algorithm: {dual_clip: null}\n"
+    lines = {
+        line[2:20].strip(): line[21:] for line in tuneloop("validate", settings_file(tmp_path, text))[1].splitlines()
+    }
+    assert "weigh without bound: set algorithm.dual_clip" in lines["note"]
+    for cure in ("proximal=recomputed", "correction=mask"):
+        said = tuneloop("validate", settings_file(tmp_path, text), "--set", f"algorithm.off_policy.{cure}")[1]
+        assert "note" not in said
+
+
 def test_validate_tells_every_mistake_and_ends_with_2(tmp_path):
     file = settings_file(tmp_path, "mode: srve\nnmae: x\n")
     code, out, error = tuneloop("validate", file)

@@ -94,6 +94,13 @@ def test_edited_answers_that_are_worth_nothing_are_told(targets: str) -> None:
     assert rules_of(algorithm=edits, reward={"demonstration_value": 1.0}).uncounted is None
 
 
+def test_a_judge_that_changes_nothing_is_told() -> None:
+    judge = {"url": "http://judge/v1", "model": "j"}
+    assert "give the metric judge a weight" in (rules_of(judge=judge).uncounted or "")
+    assert rules_of(judge=judge, reward={"weights": {"judge": 1.0}}).uncounted is None
+    assert rules_of(reward={"weights": {"judge": 1.0}}).uncounted is None
+
+
 def test_what_is_rewarded_is_not_committed(ledger: Ledger) -> None:
     rewarded(served(ledger), 3)
     assert reasons(ledger) == {

@@ -300,7 +300,7 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
     }
     bounds = {"max_staleness": 5, "max_age": 9.0}
     settings = Settings(model={"model_path": tmp_path}, buffer=chosen, trainer=bounds)
-    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | {"any_reply": False}
+    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | {"any_reply": False, "by_result": False}
     assert BatchPolicy.of(Settings(model={"model_path": tmp_path})) == BatchPolicy()
 
 

@@ -132,6 +132,14 @@ def test_an_empty_section_has_its_defaults(tmp_path):
             "1:38: algorithm.optimizer.betas[1]: must be a number, not 'two'",
         ),
         (
+            "algorithm: {optimizer: {betas: [0.9, 1.0]}}\n",
+            "1:38: algorithm.optimizer.betas[1]: must be less than 1, not 1.0",
+        ),
+        (
+            "algorithm: {critic_optimizer: {betas: [-0.1, 0.9]}}\n",
+            "1:40: algorithm.critic_optimizer.betas[0]: must be greater than or equal to 0, not -0.1",
+        ),
+        (
             "explorer: {rollout_model: {engine_urls: http://x}}\n",
             "1:28: explorer.rollout_model.engine_urls: must be a list, such as [a, b], not 'http://x'",
         ),
@@ -161,6 +169,7 @@ def test_a_wrong_value_is_told_with_what_is_right(tmp_path, text, told):
         ("mode: explore\n", "write 'both'"),
         ("synchronizer: {sync_method: nccl}\n", "write 'checkpoint'"),
         ("algorithm: {algorithm_type: reinforceplusplus}\n", "reinforce++"),
+        ("algorithm: {algorithm_type: reinforce_pp}\n", "names are reinforce++"),
         ("algorithm: {optimizer: {lr_warmup_steps: -1}}\n", "write 0"),
         ("buffer: {trainer_input: {experience_buffer: {storage_type: queue}}}\n", "write 'sql'"),
         ("monitor: {monitor_type: wandb}\n", "write 'tensorboard'"),

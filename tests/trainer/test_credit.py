@@ -80,6 +80,14 @@ def test_rewards_are_normalized_over_the_batch_and_equal_ones_become_zero():
     assert calls.rewards_C.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("offset", [0.1, 1000.1, 1e4, 1e6 - 1])
+def test_however_large_the_rewards_only_their_differences_are_normalized(offset):
+    calls, _ = _calls(_trajectory(offset, offset + 1.0, offset, offset + 1.0), reward_normalization="batch")
+    assert calls.rewards_C.tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-5)
+    calls, _ = _calls(_trajectory(*[offset] * 7), reward_normalization="batch")
+    assert calls.rewards_C.tolist() == [0.0] * 7
+
+
 def test_running_normalization_remembers_and_is_whole_from_the_first_batch_on():
     calls, seen = _calls(_trajectory(1.0, 3.0), reward_normalization="running", baseline={"decay": 0.9})
     assert calls.rewards_C.tolist() == pytest.approx([-1.0, 1.0], abs=1e-5)
@@ -94,3 +102,16 @@ def test_a_long_reply_is_punished_softly_before_its_limit():
     for limit, expected in ((4, 1.0), (3, 0.5), (2, 0.0), (1, 0.0), (None, 1.0)):
         calls, _ = _calls(_trajectory(1.0), limit=limit, **options)
         assert calls.rewards_C.tolist() == [expected]
+
+
+def test_the_punishment_for_length_comes_after_the_clip_which_cannot_hide_it():
+    long = {"reward_clip": (0.0, 1.0), "overlong": {"buffer": 2, "penalty": 1.0}}
+    for reward, expected in ((0.0, -1.0), (9.0, 0.0)):
+        calls, _ = _calls(_trajectory(reward), limit=2, **long)
+        assert calls.rewards_C.tolist() == [expected]
+
+
+def test_each_call_is_clipped_and_punished_by_itself_after_it_was_credited():
+    long = {"reward_clip": (-1.0, 1.0), "overlong": {"buffer": 2, "penalty": 0.5}, "credit": "discounted"}
+    calls, _ = _calls(_trajectory(0.0, 0.0, 9.0), limit=3, turn_discount=0.1, **long)
+    assert calls.rewards_C.tolist() == pytest.approx([0.09 - 0.25, 0.9 - 0.25, 1.0 - 0.25])

@@ -13,7 +13,7 @@ from shared.errors import LedgerUnavailable
 from shared.ledger_drift import Reply
 from tests.factories import exchange, experience
 from trainer import drift
-from trainer.drift import ENTROPY, KL, LENGTH, RATER, REFUSALS, REWARD, TOOL_ERRORS, History
+from trainer.drift import ENTROPY, KL, KL_BASE, LENGTH, RATER, REFUSALS, REWARD, TOOL_ERRORS, History
 from trainer.monitors import Monitors
 from trainer.replies import signals, tool_error
 
@@ -64,6 +64,15 @@ def test_nothing_is_said_before_there_are_values_enough():
     steps = [{LENGTH: 10.0, REWARD: 0.0}] * 4 + [{LENGTH: 1000.0, REWARD: 1.0}] * 2
     assert drift.verdicts(SMALL, after(SMALL, *steps)) == {}
     assert alarms(SMALL, after(SMALL, *steps, {LENGTH: 1000.0})) == {"reply_length"}
+
+
+def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_again():
+    history = after(SMALL, {KL_BASE: 0.2}, {}, {}, {KL_BASE: 0.8}, {}, {})
+    assert history.series[KL_BASE] == [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.8), (5, 0.8), (6, 0.8)]
+    assert drift.verdicts(SMALL, history)["kl"].value == pytest.approx(0.8)
+    assert alarms(SMALL, history) == {"kl"}
+    # A method that looks at the base model itself takes over.
+    assert alarms(SMALL, after(SMALL, *[{KL: 0.1}] * 3, history=history)) == set()
 
 
 def test_one_odd_step_is_no_alarm_while_the_mean_of_the_window_is_not():

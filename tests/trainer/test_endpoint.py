@@ -176,6 +176,17 @@ def test_at_most_eight_are_asked_at_a_time(remote, double):
     assert 1 <= double.most_at_once <= 8
 
 
+def test_a_teacher_that_fails_again_and_again_is_not_asked_about_the_whole_batch(remote, double):
+    """200 rows, of which it answers 4; each is asked for three times."""
+    teacher = remote()
+    teacher.check()
+    double.poison = {255}
+    bad = [sample(i, prompt_ids=np.array([255], np.int32)) for i in range(4, 200)]
+    with pytest.raises(TeacherAway, match="500"):
+        teacher.score([*_sequences(4), *map(TokenSequence.alone, bad)])
+    assert len(double.keys) < 300
+
+
 def test_told_to_stop_it_does_not_wait_for_the_teacher(remote, double):
     stop = threading.Event()
     teacher = remote(stop=stop, pauses_s=(60.0, 60.0))

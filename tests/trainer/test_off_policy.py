@@ -48,7 +48,13 @@ def test_weights_say_how_much_of_the_batch_counts():
     _, even = importance(OffPolicy(proximal="recomputed"), SAMPLED, SAMPLED, MASK)
     assert (even["off_policy/weight_mean"], even["off_policy/effective_sample_size"]) == pytest.approx((1.0, 1.0))
     _, uneven = importance(OffPolicy(proximal="recomputed"), START, SAMPLED, MASK)
-    assert uneven["off_policy/effective_sample_size"] == pytest.approx((4 + 0.25 + 1.5) ** 2 / (16 + 0.0625 + 2.25) / 3)
+    assert uneven["off_policy/weight_max"] == pytest.approx(4.0)
+    cut = (2 + 0.25 + 1.5) ** 2 / (4 + 0.0625 + 2.25) / 3
+    assert uneven["off_policy/effective_sample_size"] == pytest.approx(cut)
+    _, masked = importance(OffPolicy(correction="mask"), START, SAMPLED, MASK)
+    assert masked["off_policy/effective_sample_size"] == pytest.approx(1 / 3)
+    _, nothing = importance(OffPolicy(correction="mask"), SAMPLED + 1.0, SAMPLED, MASK)
+    assert (nothing["off_policy/outside"], nothing["off_policy/effective_sample_size"]) == (1.0, 0.0)
 
 
 def test_an_absurd_ratio_is_a_finite_weight():

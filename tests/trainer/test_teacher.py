@@ -18,7 +18,7 @@ from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import commit, sample
 from trainer.loop import run
 from trainer.sequences import TokenSequence, assemble
-from trainer.teacher import LocalTeacher, NotTaught
+from trainer.teacher import LocalTeacher, NotTaught, TeacherAway
 
 
 def _settings(settings, **distill):
@@ -76,6 +76,41 @@ def test_a_token_beyond_its_vocabulary_is_refused_with_its_calls(teacher):
     with pytest.raises(NotTaught, match="outside the teacher's vocabulary of 300") as caught:
         teacher.score([TokenSequence.alone(each) for each in (sample(1), strange)])
     assert [each.id for each in next(iter(caught.value.refused.values()))] == [3]
+
+
+def _broken_by(teacher, token):
+    """Its numbers are NaN from this token on."""
+
+    def hook(module, asked, said):
+        said[asked[0] == token] = float("nan")
+
+    teacher._actor.network.get_input_embeddings().register_forward_hook(hook)
+
+
+def _with_token(number, token):
+    return sample(number, prompt_ids=np.array([1, token], np.int32))
+
+
+def test_a_sequence_without_numbers_is_refused_with_its_calls(teacher):
+    _broken_by(teacher, 299)
+    with pytest.raises(NotTaught, match="log-probability of a token is no number") as caught:
+        teacher.score([TokenSequence.alone(each) for each in (sample(1), _with_token(3, 299), sample(4))])
+    assert [each.id for each in next(iter(caught.value.refused.values()))] == [3]
+
+
+def test_a_prompt_without_numbers_has_no_reply(teacher):
+    _broken_by(teacher, 299)
+    with pytest.raises(NotTaught) as caught:
+        teacher.reply([_with_token(3, 299), sample(4)])
+    assert [each.id for each in caught.value.refused["the teacher's log-probability of a token is no number"]] == [3]
+
+
+def test_a_teacher_without_any_number_is_away_and_costs_no_row(teacher):
+    _broken_by(teacher, 299)
+    strange = [_with_token(i, 299) for i in range(2)]
+    for ask in (teacher.reply, lambda samples: teacher.score([TokenSequence.alone(each) for each in samples])):
+        with pytest.raises(TeacherAway, match="no number"):
+            ask(strange)
 
 
 def _answers(teacher, samples):

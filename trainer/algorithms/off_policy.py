@@ -39,7 +39,8 @@ def importance(
             weights_BR = torch.where(within_BR, weights_BR, 0.0)
         case "none":
             weights_BR = torch.ones_like(ratio_BR)
-    return torch.where(mask_BR, weights_BR, 0.0), _told(ratio_BR[mask_BR], within_BR[mask_BR])
+    weights_BR = torch.where(mask_BR, weights_BR, 0.0)
+    return weights_BR, _told(ratio_BR[mask_BR], within_BR[mask_BR], weights_BR[mask_BR])
 
 
 def _log_ratio(options: OffPolicy, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor) -> Tensor:
@@ -52,9 +53,10 @@ def _log_ratio(options: OffPolicy, start_BR: Tensor, sampled_BR: Tensor, mask_BR
     return sums_B1.expand_as(log_ratio_BR)
 
 
-def _told(ratio_N: Tensor, within_N: Tensor) -> Mapping[str, float]:
-    """The effective sample size is Kish's, as a share of the tokens: 1 if all weigh the same."""
-    size = ratio_N.sum().square() / ratio_N.square().sum() / len(ratio_N)
+def _told(ratio_N: Tensor, within_N: Tensor, weights_N: Tensor) -> Mapping[str, float]:
+    """The effective sample size is Kish's, of the weights as they are used, as a share of the tokens."""
+    squares = weights_N.square().sum()
+    size = weights_N.sum().square() / squares / len(weights_N) if squares > 0 else 0.0
     return {
         "off_policy/weight_mean": float(ratio_N.mean()),
         "off_policy/weight_max": float(ratio_N.max()),

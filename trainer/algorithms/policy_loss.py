@@ -1,9 +1,10 @@
 """The actor's loss of all policy-gradient methods: they differ in their advantages only.
 
     ratio      r = exp(logprob - logprob as sampled, or at the start of the step)     arXiv 1707.06347, eq. 6
-    policy     max(-A r, -A clip(r, 1 - low, 1 + high))                   eq. 7; low and high apart: 2503.14476
+    policy     max(-A r, -A clip(r, 1 - low, 1 + high))                   eq. 7; low and high apart: 2503.14476, eq. 8
                and for A < 0 at most -A c                                 dual clip, 1912.09729, eq. 5
-    loss       policy x importance weight + kl_coef * KL(policy, base model) - entropy_coef * entropy
+    loss       policy x importance weight + kl_coef * KL(policy, base model)
+               - entropy_coef * entropy                                   1707.06347, eq. 9
 
 each averaged as `loss_agg_mode` says, over the whole mini-batch, however it is cut into micro-batches.
 """
@@ -47,13 +48,16 @@ def surrogate(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entro
     if targets.weights_BR is not None:
         policy_BR = policy_BR * targets.weights_BR
     loss = averaged(policy_BR) - algorithm.entropy_coef * averaged(entropy_BR)
+    mismatch_BR = kl(targets.sampled_BR, logprobs_BR, "k3")
     metrics = {
         "actor/pg_loss": averaged(policy_BR),
         "actor/ppo_kl": mean(-log_ratio_BR),
         "actor/pg_clipfrac": mean(clipped_BR.float()),
         "actor/entropy": mean(entropy_BR),
-        "mismatch_kl/mean": mean(kl(targets.sampled_BR, logprobs_BR, "k3")),
+        "mismatch_kl/mean": mean(mismatch_BR),
     }
+    if targets.fresh_BR is not None and totals.fresh:
+        metrics["mismatch_kl/fresh"] = token_mean(mismatch_BR, targets.fresh_BR, totals.fresh)
     if targets.reference_BR is not None:
         divergence_BR = kl(logprobs_BR, targets.reference_BR, algorithm.kl_estimator)
         metrics["actor/kl_loss"] = mean(divergence_BR)

@@ -46,9 +46,10 @@ class Targets:
     """Constants of one step; None is what the algorithm did not ask for.
 
     Log-probabilities as sampled, of the actor at the `start` of the step, of the reference and of the teacher; the
-    critic's old values; what was made of the rewards; importance `weights` (0: the token is left out). `signs_B` is 1
-    for what to say rather, -1 for what not to; `units_B` numbers, from 0, what stays in one mini- and micro-batch;
-    `divergence` is KL(policy || base model), per sequence.
+    critic's old values; what was made of the rewards; importance `weights` (0: the token is left out). `fresh_BR` is
+    true of tokens that the very weights of the start sampled. `signs_B` is 1 for what to say rather, -1 for what not
+    to; `units_B` numbers, from 0, what stays in one mini- and micro-batch; `divergence` is KL(policy || base model),
+    per sequence.
     """
 
     mask_BR: Tensor
@@ -60,6 +61,7 @@ class Targets:
     advantages_BR: Tensor | None = None
     returns_BR: Tensor | None = None
     weights_BR: Tensor | None = None
+    fresh_BR: Tensor | None = None
     signs_B: Tensor | None = None
     units_B: Tensor | None = None
     divergence: Tensor | None = None
@@ -82,19 +84,21 @@ class Targets:
         rows = len(self.mask_BR)
         units = rows if self.units_B is None else len(set(self.units_B.tolist()))
         desirable = 0 if self.signs_B is None else int((self.signs_B > 0).sum())
-        return Totals(tokens=int(self.mask_BR.sum()), sequences=rows, units=units, desirable=desirable)
+        fresh = 0 if self.fresh_BR is None else int(self.fresh_BR.sum())
+        return Totals(int(self.mask_BR.sum()), rows, units, desirable, fresh)
 
 
 class Totals(NamedTuple):
     """What a mean divides by: the action tokens, sequences and units of a mini-batch, over all its micro-batches.
 
-    `desirable` are the sequences whose sign is 1.
+    `desirable` are the sequences whose sign is 1, `fresh` the action tokens that the weights of the start sampled.
     """
 
     tokens: int
     sequences: int
     units: int
     desirable: int = 0
+    fresh: int = 0
 
 
 class Loss(NamedTuple):

@@ -29,6 +29,7 @@ from examples.tasks.methods import BATCH, METHODS, Method
 from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS, start, teacher, teacher_of
 from shared.config import Settings
+from shared.errors import SettingsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,20 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.reward = "random" if options.coin else "judge"
     try:
         with folder.start_afresh(), view_on(console) as view:
+            settings = folder.write_settings(seed=options.seed, changes=changes(options))
             view.phase("warming the model up until it is 30 % right")
             shutil.copytree(start(options.start, options.task, options.seed), folder.model)
             if METHODS[options.method].taught:
                 view.phase("warming its teacher up")
                 teacher(options.start, options.task, options.seed)
-            settings = folder.write_settings(seed=options.seed, changes=changes(options))
             logs = {name: folder.log(name) for name in ("explorer", "trainer")}
             agent = agent_of(options, settings)
             with Services(("explorer", "trainer"), config=folder.settings, logs=logs) as services:
                 loop = Loop(options, settings, services, view)
                 summary = asyncio.run(_run(loop, agent, started))
-    except (FolderRefused, ServiceFailed, DemoFailed) as error:
+    except (FolderRefused, ServiceFailed, DemoFailed, SettingsError) as error:
         console.print(f"It failed: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     except KeyboardInterrupt:
         console.print("Stopped.")
         return 130
@@ -77,10 +78,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--offset", type=float, default=0.0, help="added to each reward")
     parser.add_argument("--coin", action="store_true", help="rewards are tossed: the control, which must not learn")
     parser.add_argument("--gpu", action="store_true", help="vLLM on the first GPU of CUDA_VISIBLE_DEVICES, or of all")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
+    parser.add_argument(
+        "--set", nargs="*", default=[], type=_change, metavar="NAME=VALUE", help="settings of `algorithm`, dotted"
+    )
     parser.add_argument("--start", type=Path, default=Path("tasks-start"), help="where start models are kept")
     parser.add_argument("--dir", type=Path, default=Path("tasks-run"), help="where everything else goes")
     return parser.parse_args(arguments)
+
+
+def _change(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
+    return text
 
 
 def agent_of(options: argparse.Namespace, settings: Settings) -> Agent:

@@ -1,7 +1,7 @@
 """Experiences made up for tests."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +34,8 @@ def sample(number: int = 0, **but: object) -> Sample:
     return Sample(**(values | but))  # type: ignore[arg-type]
 
 
-def commit(ledger: Ledger, samples: list[Sample]) -> None:
-    """Bring samples into the ledger the way that the explorer does."""
+def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = ()) -> None:
+    """Bring samples into the ledger the way that the explorer does. Nothing is said of the ids in `unsaid`."""
     for each in samples:
         experience = Experience(
             choice=0,
@@ -69,7 +69,7 @@ def commit(ledger: Ledger, samples: list[Sample]) -> None:
             value=each.reward,
             received_at=2.0,
         )
-        ledger.record([said, heard])
+        ledger.record([said] if each.id in unsaid else [said, heard])
     ledger.commit("t")
 
 

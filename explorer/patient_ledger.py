@@ -146,6 +146,10 @@ class PatientLedger(Ledger):
         self.open()
         return super()._read(query)
 
+    def _read_together(self, *queries: Executable) -> list[Sequence[Any]]:
+        self.open()
+        return super()._read_together(*queries)
+
     @contextlib.contextmanager
     def _write(self) -> Iterator[Connection]:
         self.open()

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tupl
 
 from shared.batch_policy import BatchPolicy
 from shared.experience import State
-from shared.ledger_results import calls_before, commit_with_result, has_a_result, without_results
+from shared.ledger_results import gather_whole, waiting_runs, without_results
 from shared.ledger_rewards import retractions, when, withdrawn
 from shared.ledger_transactions import portions
 from shared.schema import COMMITTED, experiences, feedback
@@ -36,12 +36,14 @@ _COLUMNS = tuple(
         "group_id",
         "unsampled",
         "reward_rule",
+        "sampled_at",
+        "correction",
     )
 )
 
 _EARLY = (State.RECORDED, State.REWARDED)
 
-Key = tuple[str, ...]
+Key = tuple[str | None, ...]
 
 
 def takable(policy: BatchPolicy) -> ColumnElement[bool]:
@@ -100,17 +102,20 @@ def _gather_the_named(
         found[_key(row, policy.group_by)].append(row)
     waiting = _still_waiting(connection, found, policy)
     enough, least = (policy.group_size, 2) if policy.group_by == "task" else (1, 1)
+    complete: list[list[Any]] = []
     for key, rows in found.items():
         runs = len({_run(row) for row in rows})
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
-            calls = list(calls_before(connection, rows, will_do)) if policy.by_result else []
-            group_id = min([*(row.id for row in rows), *(id_ for id_, _ in calls)])
-            _set(connection, rows, group_id=group_id)
-            commit_with_result(connection, calls, group_id=group_id, now=now)
+            complete.append(rows)
         elif timed_out:
             reason = f"alone in its group {policy.group_timeout:g} s after it was committed"
             _set(connection, rows, state=State.EXPIRED, reason=reason)
+    if policy.by_result:
+        gather_whole(connection, complete, will_do, now=now)
+        return
+    for rows in complete:
+        _set(connection, rows, group_id=min(row.id for row in rows))
 
 
 def _key(row: Any, group_by: str) -> Key:
@@ -128,17 +133,24 @@ def _run(row: Any) -> str:
 
 def _still_waiting(connection: Connection, keys: Collection[Key], policy: BatchPolicy) -> set[Key]:
     """Those of the keys that have rows which may still be rewarded or committed."""
-    by_task = {key[:2] for key in keys}
-    named = tuple_(experiences.c.tenant, experiences.c.task_id)
-    early = [experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takable(policy)]
-    if policy.by_result:
-        early.append(~has_a_result())
+    by_task = {(key[0], key[1]) for key in keys}
     found: set[Key] = set()
-    for portion in portions(by_task, of=2):
-        query = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id).distinct()
-        for tenant, task_id, run_id in connection.execute(query.where(named.in_(portion), *early)):
-            found |= {(tenant, task_id), (tenant, task_id, run_id)}
+    for tenant, task_id, run_id in _runs_that_wait(connection, by_task, policy):
+        found |= {(tenant, task_id), (tenant, task_id, run_id)}
     return found
+
+
+def _runs_that_wait(
+    connection: Connection, tasks: Collection[tuple[str | None, str | None]], policy: BatchPolicy
+) -> Iterator[Any]:
+    if policy.by_result:
+        yield from waiting_runs(connection, tasks, takable(policy))
+        return
+    named = tuple_(experiences.c.tenant, experiences.c.task_id)
+    early = (experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takable(policy))
+    query = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id).distinct()
+    for portion in portions(tasks, of=2):
+        yield from connection.execute(query.where(named.in_(portion), *early))
 
 
 # By preference.

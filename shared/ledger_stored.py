@@ -132,11 +132,12 @@ class StoredCompletions(Retention):
         return int(self._read(select(func.count()).select_from(some))[0][0])
 
     def _stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, Stored]:
-        # In one statement: what is recorded, or deleted, between two of them would be there in part.
-        rows: dict[str, list[Any]] = defaultdict(list)
-        for row in self._read(_exchanges(tenant, msg_ids, endpoint)):
-            rows[row.msg_id].append(row)
-        return {msg_id: _completion(of_it) for msg_id, of_it in rows.items()}
+        # Else what is recorded, or deleted, between the two would be there in part.
+        found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _spoken(msg_ids))
+        spoken: dict[str, list[Spoken]] = defaultdict(list)
+        for row in sampled:
+            spoken[row.msg_id].append(_choice(row))
+        return {row.msg_id: _completion(row, spoken[row.msg_id]) for row in found}
 
 
 def listed(tenant: str, after: Place | None, order: Order, limit: int) -> Select[Any]:
@@ -170,19 +171,19 @@ def _next(query: Select[Any], table: Any, after: Place | None, order: Order) -> 
 
 
 def _exchanges(tenant: str, msg_ids: Sequence[str], endpoint: str) -> Select[Any]:
-    """Exchanges, a row for each choice; one without has one row, whose `choice` is None."""
     ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
+    columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
     changed = changed_metadata.c.msg_id == exchanges.c.msg_id
-    sampled = and_(experiences.c.msg_id == exchanges.c.msg_id, experiences.c.correction == 0)
-    names = ("choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
-    columns = (
-        *(exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata),
-        *(experiences.c[name] for name in names),
-        # Of the blob only how many prompt ids it has: shared/codec.py.
-        func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt"),
-    )
-    joined = exchanges.outerjoin(changed_metadata, changed).outerjoin(experiences, sampled)
-    return select(*columns).select_from(joined).where(ours).order_by(experiences.c.choice)
+    return select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours)
+
+
+def _spoken(msg_ids: Sequence[str]) -> Select[Any]:
+    names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
+    # Of the blob only how many prompt ids it has: shared/codec.py.
+    prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
+    query = select(*(experiences.c[name] for name in names), prompt)
+    sampled = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0)
+    return query.where(sampled).order_by(experiences.c.choice)
 
 
 def _choice(row: Any) -> Spoken:
@@ -197,14 +198,13 @@ def _choice(row: Any) -> Spoken:
     )
 
 
-def _completion(rows: Sequence[Any]) -> Stored:
-    row = rows[0]
+def _completion(row: Any, spoken: Sequence[Spoken]) -> Stored:
     return Stored(
         msg_id=row.msg_id,
         received_at=row.received_at,
         request=codec.unpack_text(row.request),
         metadata=row.metadata,
-        choices=tuple(_choice(row) for row in rows if row.choice is not None),
+        choices=tuple(spoken),
     )
 
 

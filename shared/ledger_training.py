@@ -13,6 +13,7 @@ from shared.ledger_batches import claim, expire
 from shared.ledger_demonstrations import demonstrations
 from shared.ledger_events import Decision, note
 from shared.ledger_recording import Rewards
+from shared.ledger_results import give_all_back
 from shared.ledger_rewards import too_late_for
 from shared.ledger_rows import sample
 from shared.ledger_transactions import alone, portions
@@ -34,6 +35,7 @@ class Training(Rewards):
             connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
             connection.execute(insert(epochs).values(epoch=epoch, trainer=trainer, started_at=now, seen_at=now))
             self._release(connection, experiences.c.lease_epoch < epoch)
+            give_all_back(connection)
             return epoch
 
     def lease(self, epoch: int, size: int, policy: BatchPolicy) -> list[Sample]:

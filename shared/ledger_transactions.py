@@ -63,6 +63,8 @@ class Transactions:
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
         self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
+        of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
+        self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
         self._turn = writing_to(engine)
         self._clock = clock
 
@@ -73,6 +75,11 @@ class Transactions:
     def _read(self, query: Executable) -> Sequence[Any]:
         with translated(), self._engine.connect() as connection:
             return connection.execute(query).all()
+
+    def _read_together(self, *queries: Executable) -> list[Sequence[Any]]:
+        """The answers to several queries, as of one moment."""
+        with translated(), self._snapshots.connect() as connection:
+            return [connection.execute(query).all() for query in queries]
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

@@ -16,7 +16,7 @@ from shared.experience import Sample
 from trainer.algorithms.moments import Baselines, standard, updated
 from trainer.algorithms.targets import Calls
 from trainer.batch import Batch
-from trainer.sequences import TokenSequence, run_of
+from trainer.sequences import TokenSequence, run_of, when_sampled
 
 _REWARDS = "rewards"
 
@@ -33,7 +33,7 @@ def calls_of(
     """
     calls = [call for sequence in sequences for call in sequence.calls]
     runs: dict[tuple[str, ...], list[int]] = {}
-    for number in sorted(range(len(calls)), key=lambda number: calls[number].id):
+    for number in sorted(range(len(calls)), key=lambda number: when_sampled(calls[number])):
         runs.setdefault(run_of(calls[number]), []).append(number)
     own = np.array([call.reward for call in calls])
     credited, last, run_numbers = own.copy(), np.zeros(len(calls), bool), np.zeros(len(calls), np.int64)

@@ -73,7 +73,7 @@ def with_step(drift: Drift, history: History, step: int, signals: Mapping[str, f
     series = dict(history.series)
     for name in SIGNALS:
         value = signals.get(name)
-        if value is None and name == KL_BASE and KL not in signals and name in series:
+        if value is None and name == KL_BASE and KL not in signals and series.get(name):
             value = series[name][-1][1]
         if value is not None and math.isfinite(value):
             series[name] = _kept(drift, [*series.get(name, []), (step, value)])

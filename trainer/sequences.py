@@ -72,6 +72,11 @@ def run_of(sample: Sample) -> tuple[str, ...]:
     return (sample.tenant, sample.task_id, sample.run_id)
 
 
+def when_sampled(sample: Sample) -> tuple[float, int]:
+    """The order of calls: by the time of their requests, for their rows may be numbered in another."""
+    return sample.sampled_at, sample.id
+
+
 def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
     """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
     if not merge:
@@ -84,7 +89,7 @@ def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
     found: defaultdict[tuple[str, ...], list[Sample]] = defaultdict(list)
     for sample in samples:
         found[run_of(sample)].append(sample)
-    return {run: sorted(calls, key=lambda each: each.id) for run, calls in found.items()}
+    return {run: sorted(calls, key=when_sampled) for run, calls in found.items()}
 
 
 def retried(calls: Sequence[Sample]) -> list[Sample]:
@@ -100,7 +105,7 @@ def retried(calls: Sequence[Sample]) -> list[Sample]:
     for rivals in same_prompt.values():
         if len(rivals) > 1:
             chosen = [each for each in rivals if _gone_on_from(each, calls)]
-            last = max(rivals, key=lambda each: each.id)
+            last = max(rivals, key=when_sampled)
             left += [each for each in rivals if each not in chosen and (chosen or not _one_request(each, last))]
     return left
 
@@ -116,7 +121,7 @@ def _gone_on_from(call: Sample, calls: Iterable[Sample]) -> bool:
 
 def _merged(calls: Sequence[Sample]) -> list[TokenSequence]:
     sequences: list[TokenSequence] = []
-    for call in sorted(calls, key=lambda each: (len(each.prompt_ids), each.id)):
+    for call in sorted(calls, key=lambda each: (len(each.prompt_ids), when_sampled(each))):
         fitting = [at for at, sequence in enumerate(sequences) if sequence.goes_on_in(call)]
         if fitting:
             longest = max(fitting, key=lambda at: len(sequences[at].ids))

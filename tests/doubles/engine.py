@@ -311,7 +311,8 @@ def _wanted(piece: bytes, asked: dict[str, Any]) -> bool:
 def _refusal(asked: Any, models: Container[str]) -> tuple[int, bytes] | None:
     """vLLM's answer to what is no chat request."""
     messages = asked.get("messages") if isinstance(asked, dict) else None
-    if not (isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)):
+    chat = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
+    if not chat or not isinstance(asked.get("model"), str):
         return 400, recorded("error_nomsg.json")
     return (404, recorded("error_model.json")) if asked.get("model") not in models else None
 

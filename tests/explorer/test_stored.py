@@ -374,11 +374,12 @@ def test_while_the_database_is_away_nobody_is_told_that_nothing_is_there(
 def test_a_database_that_cannot_be_read_is_said_to_be_away(
     explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(_query: object) -> None:
+    def away(*_: object) -> None:
         raise LedgerUnavailable("away")
 
     msg_id = explorer.chat().json()["id"]
-    monkeypatch.setattr(explorer.ledger, "_read", away)
+    for way in ("_read", "_read_together"):
+        monkeypatch.setattr(explorer.ledger, way, away)
     for path in (CHAT, f"{CHAT}/{msg_id}", f"{CHAT}/{msg_id}/messages"):
         answer = explorer.http.get(path)
         assert error(answer) == (503, None, "database_unavailable")

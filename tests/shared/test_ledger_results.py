@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, event, select
 
 from shared.config import RewardRule, Settings
 from shared.experience import Sample, State
@@ -43,6 +43,9 @@ def take(ledger: Ledger) -> Callable[..., list[Sample]]:
 
 
 Take = Callable[..., list[Sample]]
+
+#: Where the explorer writes at the same time.
+ON_POSTGRESQL = pytest.mark.parametrize("place", [pytest.param("postgres", marks=pytest.mark.postgres)], indirect=True)
 
 
 def run(ledger: Ledger, calls: int = 3, *, reward: float | None = 0.7, name: str = "1", **but: Any) -> list[str]:
@@ -169,6 +172,94 @@ def test_calls_that_are_too_old_or_were_not_sampled_stay_where_they_are(
     batch = ledger.lease(epoch, 1, BY_RUN._replace(max_staleness=1))
     assert ids(batch) == [6, 7]
     assert standings(engine)[3:5] == [(State.RECORDED, None)] * 2
+
+
+def test_what_was_flushed_late_still_came_before(ledger: Ledger, take: Take) -> None:
+    early, late = (exchange(task_id="t", run_id="1", received_at=at) for at in (10.0, 20.0))
+    ledger.record([late])
+    ledger.record([early, feedback(msg_id=late.msg_id, value=0.7)])
+    ledger.commit("acme")
+    assert [sample.reward for sample in take(1, BY_RUN)] == [0.7, 0.7]
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_another_choice_of_the_result_is_no_call_before_it(
+    ledger: Ledger, engine: Engine, take: Take, clock: Clock, chosen: int
+) -> None:
+    [first] = run(ledger, 1, reward=None)
+    last = exchange(task_id="t", run_id="1", experiences=(experience(choice=0), experience(choice=1)))
+    ledger.record([last, feedback(msg_id=last.msg_id, choice=chosen)])
+    ledger.commit("acme")
+    assert take(1, BY_RUN) == [], "the other choice may yet be rewarded"
+    clock.now += 3601.0
+    assert [(sample.msg_id, sample.choice) for sample in take(1, BY_RUN)] == [(first, 0), (last.msg_id, chosen)]
+
+
+def test_a_repeat_of_an_earlier_call_is_no_result(engine: Engine, clock: Clock) -> None:
+    ledger = Ledger(engine, clock=clock, compensate_late=True)
+    epoch = ledger.take_epoch("trainer")
+    first, _ = run(ledger, 2)
+    batch = ledger.lease(epoch, 1, BY_RUN)
+    run(ledger, 2, reward=None)  # the run goes on while it is trained on
+    ledger.register(epoch, ids(batch), step=1, publish=published)
+    ledger.record([feedback(msg_id=first, value=-1.0)])
+    ledger.commit("acme")
+    assert ledger.lease(epoch, 1, BY_RUN) == []
+    clock.now += 3601.0
+    assert [(sample.msg_id, sample.reward) for sample in ledger.lease(epoch, 1, BY_RUN)] == [(first, -1.0)]
+
+
+def test_another_trainer_sees_it_its_own_way(ledger: Ledger, engine: Engine, take: Take) -> None:
+    run(ledger)
+    assert take(9, BY_RUN) == []
+    assert ids(ledger.lease(ledger.take_epoch("another"), 1, BatchPolicy())) == [3]
+    assert standings(engine)[:2] == [(State.RECORDED, None)] * 2
+
+
+def between(engine: Engine, word: str, act: Callable[[], object]) -> None:
+    """Do something once, in another transaction, before the next statement that has the word."""
+    waiting = [act]
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def _before(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
+        if waiting and word in sql:
+            waiting.pop()()
+
+
+@ON_POSTGRESQL
+@pytest.mark.parametrize("what", ["retracted", "deleted", "rewarded"])
+def test_what_happens_while_a_run_is_gathered_leaves_it_for_the_next_look(
+    engine: Engine, clock: Clock, what: str
+) -> None:
+    ledger = Ledger(engine, clock=clock)
+    epoch = ledger.take_epoch("trainer")
+    first, _, last = run(ledger)
+    acts = {
+        "retracted": lambda: ledger.record([feedback(msg_id=last, kind="retraction", value=None)]),
+        "deleted": lambda: ledger.delete_stored("acme", last),
+        "rewarded": lambda: ledger.record([feedback(msg_id=first, value=-0.5)]),
+    }
+    between(engine, "ORDER BY experiences.id FOR UPDATE", acts[what])
+    assert ledger.lease(epoch, 1, BY_RUN) == []
+    assert ledger.audit() == []
+    ledger.commit("acme")
+    if what == "rewarded":
+        assert [sample.reward for sample in ledger.lease(epoch, 1, BY_RUN)] == [-0.5, 0.7, 0.7]
+    else:
+        assert ledger.lease(epoch, 1, BY_RUN) == []
+        assert ledger.counts()[State.COMMITTED] == 0
+
+
+@ON_POSTGRESQL
+def test_a_reward_of_its_own_that_comes_while_a_group_falls_apart_stays(engine: Engine, clock: Clock) -> None:
+    ledger = Ledger(engine, clock=clock)
+    epoch = ledger.take_epoch("trainer")
+    first, _, last = run(ledger)
+    assert ledger.lease(epoch, 9, BY_RUN) == []
+    ledger.record([feedback(msg_id=last, kind="retraction", value=None)])
+    between(engine, "ORDER BY experiences.id FOR UPDATE", lambda: ledger.record([feedback(msg_id=first, value=-0.5)]))
+    ledger.lease(epoch, 9, BY_RUN)
+    assert [row.reward for row in rows(engine)] == [-0.5, None, None]
 
 
 @pytest.mark.parametrize(

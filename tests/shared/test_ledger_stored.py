@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, LargeBinary, insert, literal, select
+from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 
 from shared import ledger_stored
 from shared.config import RewardRule
@@ -61,20 +61,20 @@ def metadata_of(ledger: Ledger, msg_id: str) -> dict[str, str]:
     return dict(completion(stored, default_model="m").metadata)
 
 
-def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
     said = asked(experiences=(experience(choice=0), experience(choice=1)))
-    read = ledger._read
+    meanwhile = [lambda: ledger.delete_stored("acme", said.msg_id), lambda: ledger.record([said])]
 
-    def and_meanwhile(query: Any) -> Any:
-        found = read(query)
-        ledger.record([said])
-        return found
+    @event.listens_for(engine, "after_cursor_execute")
+    def _between(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
+        if meanwhile and sql.startswith("SELECT exchanges"):
+            meanwhile.pop()()
 
-    monkeypatch.setattr(ledger, "_read", and_meanwhile)
     assert ledger.stored("acme", said.msg_id) is None
     stored = ledger.stored("acme", said.msg_id)
     assert stored is not None
     assert [each.choice for each in stored.choices] == [0, 1]
+    assert (meanwhile, ledger.stored("acme", said.msg_id)) == ([], None)
 
 
 def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:

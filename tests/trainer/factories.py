@@ -54,7 +54,7 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
             tenant="t",
             endpoint="chat",
             request=b"{}",
-            received_at=1.0,
+            received_at=1.0 + each.id,
             latency_s=0.1,
             experiences=(experience,),
             task_id=each.task_id,
@@ -67,7 +67,7 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
             choice=None,
             tenant="t",
             value=each.reward,
-            received_at=2.0,
+            received_at=2.0 + each.id,
         )
         ledger.record([said] if each.id in unsaid else [said, heard])
     ledger.commit("t")

@@ -71,6 +71,8 @@ def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_aga
     assert history.series[KL_BASE] == [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.8), (5, 0.8), (6, 0.8)]
     assert drift.verdicts(SMALL, history)["kl"].value == pytest.approx(0.8)
     assert alarms(SMALL, history) == {"kl"}
+    # Gone back to before the first, there is nothing to hold.
+    assert after(SMALL, {}, history=drift.until(history, 0)).series[KL_BASE] == []
     # A method that looks at the base model itself takes over.
     assert alarms(SMALL, after(SMALL, *[{KL: 0.1}] * 3, history=history)) == set()
 

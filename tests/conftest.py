@@ -14,6 +14,7 @@ from shared import database
 from shared.ledger import Ledger
 from shared.schema import metadata
 from tests.doubles import postgres
+from tests.doubles.clock import Clock
 
 _numbers = itertools.count()
 
@@ -69,6 +70,11 @@ def engine(place: Place) -> Iterator[Engine]:
         metadata.create_all(connection)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

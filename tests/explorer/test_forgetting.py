@@ -19,20 +19,12 @@ from shared.erasure import erase
 from shared.experience import State, encode
 from shared.ledger import Ledger
 from shared.spool_files import segments
+from tests.doubles.clock import Clock
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.factories import exchange, feedback
 
 ERASED = {("acme", "ann"): 1e9}
-
-
-class Clock:
-    """Stands still until it is told otherwise."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -71,7 +63,7 @@ def flusher(slots: Slots, ledger: Ledger) -> Iterator[Flusher]:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

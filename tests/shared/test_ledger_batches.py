@@ -13,22 +13,8 @@ from shared.experience import Sample, State
 from shared.ledger import BatchPolicy, Ledger
 from shared.ledger_batches import next_groups, next_of, tenants, unsampled
 from shared.schema import experiences
+from tests.doubles.clock import Clock
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
-
-
-class Clock:
-    """The ledger's clock, in the test's hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -10,25 +10,11 @@ from shared.config import RewardRule, Settings
 from shared.experience import Sample, State
 from shared.ledger import BatchPolicy, Ledger
 from shared.schema import experiences
+from tests.doubles.clock import Clock
 from tests.factories import exchange, experience, feedback, ids, published, trained
 
 BY_RUN = BatchPolicy(group_by="run", by_result=True)
 BY_TASK = BatchPolicy(group_by="task", group_size=2, by_result=True)
-
-
-class Clock:
-    """The ledger's clock, in the test's hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -55,18 +55,23 @@ class Bound(NamedTuple):
     """What must not be less, for a row to be young enough; `unit` says of what the setting's `value` is a number."""
 
     column: ColumnElement[Any]
-    least: float
+    least: Any
     value: float
     unit: str
 
 
-def bounds(policy: BatchPolicy, *, newest: int, now: float) -> Iterator[Bound]:
-    """How old a row may be that is trained on now, after the version `newest`."""
+def bounds(policy: BatchPolicy, *, newest: Any, now: float) -> Iterator[Bound]:
+    """How old a row may be that is trained on now, after the version `newest`, a number or what is one in SQL."""
     if policy.max_staleness is not None:
         oldest = newest - policy.max_staleness
         yield Bound(experiences.c.version_min, oldest, policy.max_staleness, f"versions before {newest}")
     if policy.max_age is not None:
         yield Bound(experiences.c.sampled_at, now - policy.max_age, policy.max_age, "seconds ago")
+
+
+def young(policy: BatchPolicy, *, newest: Any, now: float) -> ColumnElement[bool]:
+    """Whether a row is within all bounds."""
+    return and_(true(), *(bound.column >= bound.least for bound in bounds(policy, newest=newest, now=now)))
 
 
 def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
@@ -76,10 +81,8 @@ def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: flo
     if policy.group_by == "preference":
         _gather_the_preferred(connection, rows, policy, now)
     else:
-        young = and_(
-            *(bound.column >= bound.least for bound in bounds(policy, newest=newest, now=now)), takable(policy)
-        )
-        _gather_the_named(connection, rows, policy, young, now)
+        will_do = and_(takable(policy), young(policy, newest=newest, now=now))
+        _gather_the_named(connection, rows, policy, will_do, now)
 
 
 def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, select, text, true
+from sqlalchemy import ColumnElement, and_, exists, func, select, text
 
 from shared.batch_policy import BatchPolicy
 from shared.codec import unpack_text
 from shared.experience import State, VersionState
 from shared.facts import Aside, LedgerFacts, Pile, Trainer, Weights
 from shared.ledger_alarms import Alarms
-from shared.ledger_groups import takable
+from shared.ledger_groups import takable, young
 from shared.ledger_versions import SERVABLE
 from shared.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
 
@@ -121,14 +121,9 @@ class Reports(Alarms):
     def _committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
         """The committed rows that the policy takes, those not too old for the next batch, and those in groups."""
         newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
-        young: ColumnElement[bool] = true()
-        if policy.max_staleness is not None:
-            least = func.coalesce(newest.scalar_subquery(), 0) - policy.max_staleness
-            young = and_(young, experiences.c.version_min >= least)
-        if policy.max_age is not None:
-            young = and_(young, experiences.c.sampled_at >= self._clock() - policy.max_age)
-        grouped = func.count(experiences.c.group_id).filter(young)
-        query = select(func.count(), func.count().filter(young), grouped).where(_COMMITTED, takable(policy))
+        fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
+        grouped = func.count(experiences.c.group_id).filter(fit)
+        query = select(func.count(), func.count().filter(fit), grouped).where(_COMMITTED, takable(policy))
         [(committed, young_rows, grouped_rows)] = self._read(query)
         return committed, young_rows, grouped_rows
 

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select, text, tuple_, update
 
 from shared.experience import State
+from shared.ledger_retention import regroup
 from shared.ledger_rules import OF_ITS_RESULT, id_of_rule
 from shared.ledger_transactions import portions
 from shared.schema import COMMITTED, experiences, reward_rules
@@ -80,9 +81,10 @@ def gather_whole(
 def without_results(connection: Connection, rows: Sequence[Any]) -> list[Any]:
     """The rows, all committed and in no group, but for those that had their reward from a result: these lose it."""
     rule = _rule(connection)
-    adopted = [row.id for row in rows if rule is not None and row.reward_rule == rule]
-    _give_back(connection, adopted, rule)
-    return [row for row in rows if row.id not in set(adopted)]
+    if rule is None:
+        return list(rows)
+    _give_back(connection, [row.id for row in rows if row.reward_rule == rule], rule)
+    return [row for row in rows if row.reward_rule != rule]
 
 
 def give_all_back(connection: Connection) -> None:
@@ -93,9 +95,7 @@ def give_all_back(connection: Connection) -> None:
     mine = select(experiences.c.id, experiences.c.group_id).where(_COMMITTED, experiences.c.reward_rule == rule)
     rows = connection.execute(mine).all()
     _give_back(connection, [row.id for row in rows], rule)
-    for portion in portions({row.group_id for row in rows} - {None}):
-        rest = and_(_COMMITTED, experiences.c.group_id.in_(portion))
-        connection.execute(update(experiences).where(rest).values(group_id=None))
+    regroup(connection, rows)
 
 
 def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElement[bool]) -> Iterator[tuple[int, int]]:
@@ -142,7 +142,7 @@ def _commit_with_results(connection: Connection, taken: Sequence[tuple[Any, Any,
     connection.execute(committed.values(values), rows)
 
 
-def _give_back(connection: Connection, ids: Collection[int], rule: int | None) -> None:
+def _give_back(connection: Connection, ids: Collection[int], rule: int) -> None:
     nothing = dict.fromkeys(("reward", "rewarded_at", "reward_rule", "committed_at", "group_id"))
     _locked(connection, ids)
     for portion in portions(ids):

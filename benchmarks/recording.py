@@ -23,8 +23,7 @@ from benchmarks.peer_recorder import Peer
 from explorer.flusher import Flusher
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint
-from explorer.recorder import Recorder
-from explorer.room import Room
+from explorer.recorder import Recorder, Room
 from explorer.spool import Spool
 from shared import database
 from shared.errors import TuneloopError

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from explorer.comparison import decide
-from shared.config_rollout import Rollout
+from shared.config_monitor import RolloutSettings
 from shared.figures import Figures, Sample, spread
 from tests.explorer.rollouts import Draw, Traffic, Trial, bernoulli, normal, trials
 
-CANARY, AB = Rollout(mode="canary"), Rollout(mode="ab")
+CANARY, AB = RolloutSettings(mode="canary"), RolloutSettings(mode="ab")
 
 SAME: dict[str, Draw] = {
     "0 or 1, mean 0.02": bernoulli(0.02),
@@ -65,7 +65,7 @@ def main() -> None:
             print(_row(name, rollout.mode, *_power(list(trials(options.power, rollout, traffic, rewards=rewards)))))
 
 
-def _same(count: int) -> Iterator[tuple[str, Rollout, Sequence[str]]]:
+def _same(count: int) -> Iterator[tuple[str, RolloutSettings, Sequence[str]]]:
     for rollout, rewards in ((CANARY, 2000), (AB, 1000)):
         for name, draw in SAME.items():
             ends = [each.decision for each in trials(count, rollout, Traffic(draw, draw), rewards=rewards)]
@@ -77,7 +77,7 @@ def _same(count: int) -> Iterator[tuple[str, Rollout, Sequence[str]]]:
         )
 
 
-def _of_users(seed: int, rollout: Rollout, users: int) -> str:
+def _of_users(seed: int, rollout: RolloutSettings, users: int) -> str:
     """A rollout with users who differ, each of whom meets one version only; looked at after each user."""
     rng = np.random.default_rng([seed, users])
     rewards = rng.random((users, 10)) < np.clip(rng.normal(0.5, 0.3, (users, 1)), 0.0, 1.0)

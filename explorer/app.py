@@ -22,12 +22,11 @@ from explorer.feedback import FeedbackDesk
 from explorer.fleet import Fleet
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint, key_path, load_key
-from explorer.pins import Pins
 from explorer.proxy import Proxy
-from explorer.recorder import Recorder
+from explorer.recorder import Recorder, Room
 from explorer.responses_engine import EngineResponses
 from explorer.responses_kept import KeptResponses
-from explorer.room import Room
+from explorer.split import Pins
 from explorer.spool import Spool
 from shared import VERSION
 from shared.config import Settings

@@ -13,7 +13,7 @@ from explorer.responses_engine import EngineTranscript
 from shared.errors import EngineError, SpoolFull
 
 if TYPE_CHECKING:
-    from explorer.proxy import Spoken
+    from explorer.in_flight import Spoken
 
 log = structlog.get_logger()
 

@@ -3,10 +3,21 @@
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 
-from explorer.copies import Copied
 from shared.errors import TuneloopError
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """What became of a copy: how long the reply took, and how many tokens it has."""
+
+    version: int
+    failed: bool
+    refused: bool = False
+    seconds: float = 0.0
+    tokens: int = 0
+
 
 log = structlog.get_logger()
 

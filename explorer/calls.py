@@ -12,11 +12,9 @@ from explorer.body import flag, object_of
 from explorer.dialects import MESSAGES, Dialect, Teller
 from explorer.door import Headers, Visit
 from explorer.labels import Labels, labels_of
-from explorer.msg_id import Mint
-from explorer.pins import Pin, Pins
+from explorer.msg_id import TENANT, Mint
 from explorer.sampling import Sampling, sampling_of
-from explorer.split import held_out
-from explorer.tenants import TENANT
+from explorer.split import Pin, Pins, held_out
 from shared.config import Settings
 from shared.experience import HELD_OUT
 

@@ -14,10 +14,10 @@ import msgspec
 import structlog
 
 from explorer.adapters import Renaming
-from explorer.copies import Copied
+from explorer.backstage import Copied
 from explorer.fleet import EngineState
+from explorer.metrics import Sample
 from explorer.split import Split
-from explorer.tally import Sample
 from shared.errors import TuneloopError
 
 log = structlog.get_logger()

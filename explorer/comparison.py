@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from explorer.sequential import LEAST_REPLIES, LEAST_UNITS, Contrast, allowed, contrast, exceeds, scaled, standard_error
-from shared.config_rollout import Rollout
+from shared.config_monitor import RolloutSettings
 from shared.figures import Figures, Sample, Share
 from shared.ledger_comparison import MOST_SLICES
 
@@ -39,7 +39,7 @@ class Decision(NamedTuple):
     details: Mapping[str, Any]
 
 
-def decide(rollout: Rollout, champion: Figures, tried: Figures, *, elapsed_s: float) -> Decision:
+def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elapsed_s: float) -> Decision:
     """What is to be done now, `elapsed_s` after the rollout began. It may be asked as often as one likes.
 
     A version that breaks a guard or earns less is rolled back at once; one that earns more is promoted once none of its
@@ -66,7 +66,7 @@ def decide(rollout: Rollout, champion: Figures, tried: Figures, *, elapsed_s: fl
     return Decision("promote", better, details)
 
 
-def _overall_error(rollout: Rollout) -> float:
+def _overall_error(rollout: RolloutSettings) -> float:
     """The error on either side of the comparison of all rewards."""
     return rollout.error * (1 - _FOR_SLICES) / 2
 
@@ -76,7 +76,7 @@ def _worse(overall: Contrast | None, champion: Figures, tried: Figures) -> Itera
         yield _sentence("it earns less", overall, tried.reward, champion.reward)
 
 
-def _slices(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str]:
+def _slices(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
     """The slices that are shown to be worse. Together, however many, they have the error that is left for them."""
     error = rollout.error * _FOR_SLICES / MOST_SLICES
     for name, found in _pairs(champion, tried):
@@ -85,7 +85,7 @@ def _slices(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str
             yield _sentence(f"it earns less on the tasks {name!r}", told, *found)
 
 
-def _doubts(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str]:
+def _doubts(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
     """The slices that do not look well."""
     for name, (mine, other) in _pairs(champion, tried):
         if min(mine.units, other.units) < _FEWEST:
@@ -94,7 +94,7 @@ def _doubts(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str
             yield f"less so far on the tasks {name!r}: {mine.mean:.4g} against {other.mean:.4g}"
 
 
-def _unknown(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str]:
+def _unknown(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
     """The slices that are too large for so few rewards to be enough."""
     for name, (mine, other) in _pairs(champion, tried):
         # A lone task of nobody's cannot be on both sides.
@@ -110,11 +110,11 @@ def _pairs(champion: Figures, tried: Figures) -> Iterator[tuple[str, tuple[Sampl
         yield name, (tried.slices.get(name, Sample()), sample)
 
 
-def _least(rollout: Rollout) -> int:
+def _least(rollout: RolloutSettings) -> int:
     return max(LEAST_UNITS, rollout.rewards // _FEWER)
 
 
-def _guards(rollout: Rollout, champion: Figures, tried: Figures) -> Iterator[str]:
+def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
     """What must not be, whatever the rewards."""
     error = rollout.error
     yield from _risen("failed requests", tried.failures, champion.failures, rollout.failures, error)
@@ -146,7 +146,7 @@ def _larger(one: Sample, other: Sample, times: float, error: float) -> bool:
     return told is not None and told.higher
 
 
-def _of_a_shadow(rollout: Rollout, tried: Figures, *, ended: bool) -> tuple[_Action, str]:
+def _of_a_shadow(rollout: RolloutSettings, tried: Figures, *, ended: bool) -> tuple[_Action, str]:
     """Users do not reward what they do not see."""
     if not ended:
         return "wait", "no guard has been broken; the window has not ended"
@@ -155,11 +155,11 @@ def _of_a_shadow(rollout: Rollout, tried: Figures, *, ended: bool) -> tuple[_Act
     return "promote", "the window has ended, and no guard was broken"
 
 
-def _undecided(rollout: Rollout, why: str, *, ended: bool) -> tuple[_Action, str]:
+def _undecided(rollout: RolloutSettings, why: str, *, ended: bool) -> tuple[_Action, str]:
     return (rollout.undecided, f"the window has ended: {why}") if ended else ("wait", why)
 
 
-def _why_not(rollout: Rollout, overall: Contrast | None, champion: Figures, tried: Figures) -> str:
+def _why_not(rollout: RolloutSettings, overall: Contrast | None, champion: Figures, tried: Figures) -> str:
     if overall is not None:
         return _sentence("it earns neither more nor less", overall, tried.reward, champion.reward)
     for whose, sample in (("it", tried.reward), ("the champion", champion.reward)):

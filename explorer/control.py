@@ -41,10 +41,10 @@ from explorer.channel import (
     Writes,
 )
 from explorer.fleet import Engine
+from explorer.metrics import Sample
 from explorer.patient_ledger import open_ledger
 from explorer.slots import RemoteSlot, Slots
 from explorer.split import Split
-from explorer.tally import Sample
 from explorer.upkeep import Upkeep, open_upkeep
 from shared.config import Settings
 from shared.errors import EnvironmentRefused, TuneloopError

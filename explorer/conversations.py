@@ -8,8 +8,7 @@ import orjson
 
 from explorer import responses_request
 from explorer.backstage import Backstage
-from explorer.msg_id import Mint
-from explorer.tenants import TENANT
+from explorer.msg_id import TENANT, Mint
 from shared.errors import LedgerUnavailable, RequestRefused
 from shared.ledger import Ledger
 

@@ -8,9 +8,9 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection
 
-import msgspec
 import structlog
 
+from explorer.backstage import Copied
 from explorer.calls import Call
 from explorer.dialects import CHAT, TEXT, events
 from explorer.engine_http import Reply
@@ -26,16 +26,6 @@ log = structlog.get_logger()
 _MOST = 8
 
 _DATA = b"data: "
-
-
-class Copied(msgspec.Struct, frozen=True):
-    """What became of a copy: how long the reply took, and how many tokens it has."""
-
-    version: int
-    failed: bool
-    refused: bool = False
-    seconds: float = 0.0
-    tokens: int = 0
 
 
 class Copies:

@@ -12,6 +12,7 @@ import orjson
 
 from explorer import messages, responses_reply, responses_request, vllm_api
 from explorer.body import flag
+from explorer.envelope import engine_error_body, error_body
 from explorer.messages_stream import MessageStream
 from explorer.msg_id import MAX_CHOICES, minted_at
 from explorer.responses_stream import ResponseStream
@@ -191,11 +192,11 @@ class _MessageTeller(_Translated):
 
     def broken(self, message: str, code: str) -> bytes:
         """See Teller."""
-        return b"event: error\ndata: %b\n\n" % orjson.dumps(messages.error_body(message, status=500))
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(error_body(message, status=500))
 
     def refused(self, told: Json, status: int) -> Json:
         """See Teller."""
-        return messages.engine_error_body(told, status=status)
+        return engine_error_body(told, status=status)
 
 
 class Messages(Dialect):

@@ -10,7 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from explorer import messages
+from explorer.messages_request import (
+    Json,
+)
 from shared.errors import EngineError, LedgerUnavailable, RequestRefused, SpoolFull, TuneloopError, VersionRefused
 
 #: What a client is told of each of our own errors: status, code, seconds after which to try again. First match counts.
@@ -61,7 +63,7 @@ def answer_to(error: RequestRefused, path: str, request_id: str | None) -> Respo
         body |= {"status": "error", "message": str(error)}
     headers = {"x-request-id": request_id or f"req_{uuid.uuid4().hex}"}
     if path.startswith(_ANTHROPIC):
-        body = messages.error_body(str(error), status=error.status)
+        body = error_body(str(error), status=error.status)
         headers["request-id"] = headers["x-request-id"]
     if error.retry_after_s is not None:
         headers |= {
@@ -95,3 +97,30 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
         return answered(request, error)
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def error_body(message: str, *, status: int, kind: str | None = None) -> Json:
+    """An error as Anthropic's clients expect it."""
+    by_status = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind or by_status, "message": message}}
+
+
+def engine_error_body(told: Json, *, status: int) -> Json:
+    """What vLLM's messages would have answered where its chat completions answer this error."""
+    error = told.get("error")
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return error_body(f"the engine answered {status}", status=status)
+    # What its chat completions see already when they read a request, its messages see when they have translated one.
+    kind = "BadRequestError" if error.get("type") == "Bad Request" else error.get("type")
+    return error_body(error["message"], status=status, kind=kind)

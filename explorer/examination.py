@@ -14,7 +14,8 @@ import structlog
 
 from explorer.asking import TEMPERATURE, Asking, Judge, Sample, judging
 from explorer.fleet import Engine, EngineState, Fleet
-from explorer.reload import Reloader, load, verified
+from explorer.loading import load, verified
+from explorer.reload import Reloader
 from shared.config import Settings
 from shared.errors import CheckpointRejected, CheckpointUnreadable, EngineError, LedgerUnavailable, NotEvaluated
 from shared.evaluation_figures import Figure, figures_of

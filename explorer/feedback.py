@@ -12,10 +12,9 @@ from explorer.backstage import Backstage
 from explorer.body import moment, read_object, text_or_number
 from explorer.hearing import Heard, Hearing
 from explorer.metrics import Metrics
-from explorer.msg_id import Mint
+from explorer.msg_id import TENANT, Mint
 from explorer.recorder import Recorder
 from explorer.remarks import remarks_of
-from explorer.tenants import TENANT
 from shared.errors import LedgerUnavailable, RequestRefused
 from shared.experience import Feedback, Outcome
 from shared.ledger import Ledger

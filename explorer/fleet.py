@@ -11,8 +11,7 @@ from typing import Protocol
 from explorer.adapters import Renaming
 from explorer.affinity import Affinity, overloaded
 from explorer.engine_http import EngineHttp
-from explorer.pins import Pin
-from explorer.split import Split
+from explorer.split import Pin, Split
 from explorer.vllm_api import Control
 from shared.errors import RequestRefused
 

@@ -12,8 +12,7 @@ import msgspec
 import structlog
 
 from explorer import spool
-from explorer.slots import Slot, Slots
-from explorer.spool import FlushedMark
+from explorer.slots import FlushedMark, Slot, Slots
 from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Record, decode
 from shared.ledger import Ledger

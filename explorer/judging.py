@@ -20,7 +20,7 @@ from explorer.spool import Spool
 from runner.errors import JudgeAway, JudgeError, JudgeFailed
 from runner.judge import Judge, Verdict
 from runner.rubric import Rubric
-from shared.config_judge import Judge as JudgeSettings
+from shared.config_judge import JudgeSettings as JudgeSettings
 from shared.errors import EnvironmentRefused, LedgerError, LedgerUnavailable, RequestRefused, SpoolFull
 from shared.experience import Feedback, Kind, State, encode
 from shared.ledger import Ledger

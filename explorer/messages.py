@@ -43,16 +43,6 @@ _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 #: Claude Code's billing header carries a hash of the request; in a prompt it would make every prefix a new one.
 _BILLING = "x-anthropic-billing-header"
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    529: "overloaded_error",
-}
-
 
 def to_chat(body: Json) -> Json:
     """The chat completions request that means the same. Raises RequestRefused for a body that vLLM would not take."""
@@ -101,22 +91,6 @@ def whole(reply: Json, *, msg_id: str) -> Json:
         "ec_transfer_params": reply.get("ec_transfer_params"),
     }
     return {name: value for name, value in message.items() if value is not None}
-
-
-def error_body(message: str, *, status: int, kind: str | None = None) -> Json:
-    """An error as Anthropic's clients expect it."""
-    by_status = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind or by_status, "message": message}}
-
-
-def engine_error_body(told: Json, *, status: int) -> Json:
-    """What vLLM's messages would have answered where its chat completions answer this error."""
-    error = told.get("error")
-    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        return error_body(f"the engine answered {status}", status=status)
-    # What its chat completions see already when they read a request, its messages see when they have translated one.
-    kind = "BadRequestError" if error.get("type") == "Bad Request" else error.get("type")
-    return error_body(error["message"], status=status, kind=kind)
 
 
 def usage(told: Json | None) -> Json:

@@ -5,7 +5,8 @@ from typing import Any
 
 import orjson
 
-from explorer.messages import error_body, signature, stopped, usage
+from explorer.envelope import error_body
+from explorer.messages import signature, stopped, usage
 
 Json = dict[str, Any]
 

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from explorer.adapters import without_adapters
 from explorer.body import read_bytes
 from explorer.fleet import Fleet
-from explorer.pins import Pin, Pins
+from explorer.split import Pin, Pins
 from shared.errors import EngineError, RequestRefused
 
 #: What an engine may be asked by anybody. All else that it can do, such as swapping weights, is answered with 404.

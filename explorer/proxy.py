@@ -19,14 +19,13 @@ from explorer.dialects import Dialect, Teller, events
 from explorer.door import Visit
 from explorer.engine_http import Reply
 from explorer.fleet import Engine, Fleet
+from explorer.in_flight import Spoken
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint
 from explorer.places import Places
 from explorer.recorder import Recorder
-from explorer.tenants import TENANT
 from shared.config import Settings
 from shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
-from shared.experience import Exchange
 
 log = structlog.get_logger()
 
@@ -233,47 +232,6 @@ class Proxy:
             await self._recorder.record(spoken.exchange())
 
 
-class _Told:
-    """What a request came to, for the metrics."""
-
-    status = 500
-    version: int | None = None
-    goes_on = False
-
-
-class Spoken:
-    """A reply being spoken by an engine, and which weights may have written it."""
-
-    def __init__(self, call: Call, engine: Engine) -> None:
-        self.call = call
-        self.version = engine.version
-        self.kept = False
-        self.engine = engine
-        self._loads = engine.loads
-
-    def exchange(self) -> Exchange:
-        """What is kept of the request and of what was heard until now."""
-        call, mixed = self.call, self.engine.loads != self._loads
-        return Exchange(
-            msg_id=call.msg_id,
-            tenant=TENANT,
-            endpoint=call.dialect.path,
-            request=call.request,
-            received_at=call.received_at,
-            latency_s=time.monotonic() - call.started,
-            experiences=call.teller.transcript.experiences(
-                call.sampling,
-                versions=(self.version, self.engine.version if mixed else self.version),
-                mixed=mixed,
-            ),
-            task_id=call.labels.task_id,
-            run_id=call.labels.run_id,
-            user=call.labels.user,
-            priority=call.labels.priority,
-            engine=self.engine.number,
-        )
-
-
 def _headers(call: Call) -> Mapping[str, str]:
     # vLLM makes its reply's id from this header; the client's own would let it name other people's replies.
     name = call.msg_id.removeprefix(call.dialect.prefix)
@@ -331,3 +289,11 @@ async def _refusal_of_plain(engine: Engine, call: Call, status: int) -> bytes | 
             finally:
                 reply.close()
     return None
+
+
+class _Told:
+    """What a request came to, for the metrics."""
+
+    status = 500
+    version: int | None = None
+    goes_on = False

@@ -7,20 +7,19 @@ engines follow in the next turn.
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import structlog
 
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.gate import Gate
+from explorer.loading import _load_paused, load, verified
 from explorer.metrics import Metrics
+from explorer.rollout import Trial, division, to_try_on, trial_of
 from explorer.split import split_of
-from explorer.trial import Trial, division, to_try_on, trial_of
-from shared.checkpoint import ACTOR, Probe, read_manifest
+from shared.checkpoint import Probe, read_manifest
 from shared.config import Settings
 from shared.errors import (
     CheckpointRejected,
@@ -327,48 +326,3 @@ class Reloader(Swaps):
             await asyncio.to_thread(self._ledger.roll_back, version.version, by="explorer", reason=reason)
         else:
             await asyncio.to_thread(self._ledger.reject, version.version, reason)
-
-
-def actor_of(version: Version) -> Path:
-    """The Hugging Face folder of a version; the base model is one itself."""
-    return version.path / ACTOR if version.version else version.path
-
-
-async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
-    """Swap an engine's weights for a version's, in place, keeping what is in flight."""
-    await engine.control.pause("keep")
-    await _load_paused(engine, version, fleet)
-
-
-async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
-    control = engine.control
-    await fleet.loading(engine)
-    await control.load(actor_of(version))
-    await control.forget_prefixes()
-    await fleet.loaded(engine, version.version)
-    await control.resume()
-
-
-async def verified(version: Version, base: Path) -> Probe:
-    """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "explorer.verifier",
-        str(version.path),
-        version.manifest_sha256 or "",
-        str(version.version),
-        str(base),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, _ = await process.communicate()
-    finally:
-        if process.returncode is None:  # we are told to stop
-            process.kill()
-            await process.wait()
-    if process.returncode == 1 and said:  # without a reason it is Python that ended so
-        raise CheckpointRejected(said.decode(errors="replace"))
-    if process.returncode != 0:
-        raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
-    return read_manifest(version.path, sha256=version.manifest_sha256).probe

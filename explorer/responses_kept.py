@@ -18,10 +18,9 @@ from explorer.backstage import Backstage
 from explorer.dialects import RESPONSES
 from explorer.engine_http import Reply
 from explorer.fleet import Engine, EngineState, Fleet
-from explorer.msg_id import Mint
+from explorer.msg_id import TENANT, Mint
 from explorer.responses_engine import UNDER_WAY, as_asked
 from explorer.responses_request import untranslatable
-from explorer.tenants import TENANT
 from shared.errors import EngineError, LedgerUnavailable, RequestRefused
 from shared.ledger import Ledger
 from shared.stored_completion import Stored

@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 
 from explorer.backstage import Backstage
 from explorer.body import read_object, wrong_type
-from explorer.tenants import TENANT
+from explorer.msg_id import TENANT
 from shared.errors import LedgerUnavailable, RequestRefused
 from shared.ledger import Ledger
 from shared.ledger_stored import LOOKED_AT, Deletion

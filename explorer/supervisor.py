@@ -7,7 +7,7 @@ from typing import Protocol
 import structlog
 
 from explorer.fleet import Engine, EngineState, Fleet
-from explorer.reload import actor_of, load, verified
+from explorer.loading import actor_of, load, verified
 from shared.errors import CheckpointRejected, EngineError, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from shared.ledger import Ledger, Version
 

@@ -12,9 +12,8 @@ from prometheus_client import generate_latest
 
 from explorer import vllm_api
 from explorer.attestation import Attestation
-from explorer.backstage import OnFailure, Task
+from explorer.backstage import Copied, OnFailure, Task
 from explorer.conversations import Conversations
-from explorer.copies import Copied
 from explorer.engine_http import EngineHttp
 from explorer.engine_process import EngineProcess
 from explorer.examination import Examination
@@ -22,14 +21,13 @@ from explorer.fleet import Audience, Engine, EngineState, Fleet
 from explorer.flusher import Flusher
 from explorer.forgetting import Forgetting
 from explorer.judging import Judging
-from explorer.metrics import Metrics
+from explorer.metrics import Metrics, Tally
 from explorer.msg_id import Mint, key_path, load_key
 from explorer.reload import Reloader
 from explorer.rollout import Rollout
 from explorer.slots import Slots
 from explorer.spool import Spool
 from explorer.supervisor import keep_running, stay_attached
-from explorer.tally import Tally
 from explorer.vllm_adapters import control_of
 from explorer.watch import Watch
 from shared.config import Settings

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from explorer.app import Road, create_app, open_road, open_spool
-from explorer.backstage import Task
+from explorer.backstage import Copied, Task
 from explorer.channel import (
     Begin,
     Beginning,
@@ -42,14 +42,12 @@ from explorer.channel import (
     UntilIdle,
     Writes,
 )
-from explorer.copies import Copied
 from explorer.door import Door
 from explorer.engine_http import EngineHttp
 from explorer.fleet import Engine, Fleet
-from explorer.metrics import Metrics
+from explorer.metrics import Metrics, counted
 from explorer.patient_ledger import PatientLedger
 from explorer.spool import Spool
-from explorer.tally import counted
 from shared.config import Settings
 from shared.errors import TuneloopError
 from shared.telemetry import configure_logging

@@ -14,7 +14,8 @@ from shared import VERSION, cli_alarms, cli_doctor, cli_export, cli_rewards, cli
 from shared.cli_options import ConfigOption, SetOption, understood_settings
 from shared.cli_retention import add_to as add_retention
 from shared.config import Settings
-from shared.database import shown, upgrade
+from shared.database import upgrade
+from shared.database_url import shown
 from shared.errors import StartupError, TuneloopError
 from shared.facts import uncounted
 from shared.ours import refuse_foreign_packages

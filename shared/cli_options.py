@@ -8,7 +8,7 @@ import typer
 
 from shared import revisions
 from shared.config import Settings
-from shared.database import shown
+from shared.database_url import shown
 from shared.errors import EnvironmentRefused, SettingsError
 from shared.ledger import Ledger
 from shared.settings_file import Report, check

@@ -6,178 +6,20 @@ and validators pure: nothing is created, asked or connected here.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
-from shared.config_algorithm import OF_GROUPS, Algorithm
-from shared.config_judge import Judge
+from shared.config_algorithm import OF_GROUPS, AlgorithmSettings
+from shared.config_judge import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
 from shared.config_kinds import (
-    Address,
-    AtLeastTwo,
     FolderName,
-    HardToGuess,
-    NotNegative,
-    NotNegativeReal,
-    Port,
-    Positive,
-    Real,
-    Seconds,
     Section,
-    Share,
 )
-from shared.config_lora import Lora
-from shared.config_monitor import Monitor
-from shared.config_rollout import Gate, Rollout
-
-
-class Model(Section):
-    """The model that is served and trained."""
-
-    model_path: Path
-    critic_model_path: Path | None = None
-    served_model_name: str | None = None
-    max_model_len: Positive | None = None
-    max_response_tokens: Positive | None = None
-    temperature: NotNegativeReal = 1.0
-    trust_remote_code: bool = False
-    lora: Lora = Lora()
-
-
-class Cluster(Section):
-    """The machines. `gpu_per_node: 0` means no GPU: everything runs on the CPU."""
-
-    node_num: Positive = 1
-    gpu_per_node: NotNegative = 0
-    ray_address: str = "auto"
-
-
-class RolloutModel(Section):
-    """The vLLM engines that the explorer starts, or attaches to by `engine_urls`."""
-
-    engine_num: Positive = 1
-    tensor_parallel_size: Positive = 1
-    enable_openai_api: bool = True
-    enable_history: bool = True
-    enable_auto_tool_choice: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
-    seed: NotNegative = 42
-    gpu_memory_utilization: Share = 0.9
-    enforce_eager: bool = False
-    single_process: bool = False
-    kv_cache_memory_bytes: Positive | None = None
-    engine_urls: tuple[Address, ...] = ()
-    engine_key: str | None = None
-    engine_args: tuple[str, ...] = ()
-    startup_timeout: Seconds = 900.0
-    health_timeout: Seconds = 10.0
-
-
-class Explorer(Section):
-    """The service that answers requests."""
-
-    rollout_model: RolloutModel = RolloutModel()
-    listen_address: str = "0.0.0.0"  # Trinity's default: apps on other hosts reach the proxy
-    proxy_port: Port = 8010
-    workers: Positive = 1
-    service_status_check_interval: Seconds = 60.0
-    probe_interval: Seconds = 300.0
-    request_timeout: Seconds = 3600.0
-    max_in_flight: Positive = 1024
-    max_waiting: NotNegative = 1024
-    wait_timeout: Seconds = 60.0
-    on_reload: Literal["keep", "wait"] = "keep"
-    min_running_model_num: NotNegative | None = None
-    prefix_affinity: bool = True
-    durability: Literal["fsync", "write"] = "fsync"
-    spool_dir: Path | None = None
-    spool_max_bytes: Positive = 1 << 30
-    spool_max_age: Seconds = 86400.0
-    max_body_bytes: Positive = 16 << 20
-    admin_key: HardToGuess | None = None
-    version_pins: bool = False
-
-
-class Trainer(Section):
-    """The service that trains."""
-
-    save_interval: Positive = 1
-    max_checkpoints_to_keep: NotNegative = 5
-    save_hf_checkpoint: Literal["always", "never", "last"] = "always"
-    ulysses_sequence_parallel_size: Positive = 1
-    trainer_config: dict[str, Any] = Field(default_factory=dict)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    seed: NotNegative = 42
-    micro_batch_tokens: Positive = 16384
-    poll_interval: Seconds = 1.0
-    max_staleness: NotNegative | None = None
-    max_age: Seconds | None = None
-    total_steps: Positive | None = None
-
-
-class RewardRule(Section):
-    """How feedback becomes the reward that training uses."""
-
-    weights: dict[str, Real] = Field(default_factory=lambda: {"reward": 1.0})
-    boolean_values: tuple[Real, Real] = (0.0, 1.0)
-    label_values: dict[str, Real] = Field(default_factory=dict)
-    clip: tuple[Real, Real] | None = None
-    attribution_window: Seconds | None = None
-    default: Real | None = None
-    demonstration_value: Real | None = None
-
-
-class Feedback(Section):
-    """What is done with feedback beside the reward."""
-
-    compensate_late: bool = False
-
-
-class Retention(Section):
-    """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
-
-    recorded: Seconds | None = None
-    rewarded: Seconds | None = None
-    trained: Seconds | None = None
-    expired: Seconds | None = None
-    dropped: Seconds | None = None
-
-
-class ExperienceBuffer(Section):
-    """Where experiences are kept. `path` is a database URL; without one, an SQLite file in the job folder."""
-
-    name: FolderName = "exp_buffer"
-    storage_type: Literal["sql"] = "sql"
-    path: str | None = None
-
-
-class TrainerInput(Section):
-    """Trinity's nesting around the experience buffer."""
-
-    experience_buffer: ExperienceBuffer = ExperienceBuffer()
-
-
-class Buffer(Section):
-    """The batch and its source."""
-
-    train_batch_size: Positive = 32
-    order: Literal["oldest", "freshest", "priority"] = "oldest"
-    fair_share: bool = True
-    group_by: Literal["none", "run", "task", "preference"] = "none"
-    group_size: AtLeastTwo = 8
-    group_timeout: Seconds = 3600.0
-    trainer_input: TrainerInput = TrainerInput()
-
-
-class Synchronizer(Section):
-    """How weights reach the engines: by checkpoint on the shared file system."""
-
-    sync_method: Literal["checkpoint"] = "checkpoint"
-    sync_interval: Positive = 1
+from shared.config_monitor import GateSettings, MonitorSettings, RolloutSettings
+from shared.config_serving import ClusterSettings, ExplorerSettings, ModelSettings
+from shared.config_training import BufferSettings, SynchronizerSettings, TrainerSettings
 
 
 class Settings(Section):
@@ -187,20 +29,20 @@ class Settings(Section):
     project: FolderName = "tuneloop"
     name: FolderName = "default"
     checkpoint_root_dir: Path = Path("checkpoints")
-    model: Model
-    algorithm: Algorithm = Algorithm()
-    cluster: Cluster = Cluster()
-    explorer: Explorer = Explorer()
-    trainer: Trainer = Trainer()
-    buffer: Buffer = Buffer()
+    model: ModelSettings
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    explorer: ExplorerSettings = ExplorerSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    buffer: BufferSettings = BufferSettings()
     reward: RewardRule = RewardRule()
-    feedback: Feedback = Feedback()
-    judge: Judge = Judge()
-    retention: Retention = Retention()
-    synchronizer: Synchronizer = Synchronizer()
-    monitor: Monitor = Monitor()
-    gate: Gate = Gate()
-    rollout: Rollout = Rollout()
+    feedback: FeedbackSettings = FeedbackSettings()
+    judge: JudgeSettings = JudgeSettings()
+    retention: RetentionSettings = RetentionSettings()
+    synchronizer: SynchronizerSettings = SynchronizerSettings()
+    monitor: MonitorSettings = MonitorSettings()
+    gate: GateSettings = GateSettings()
+    rollout: RolloutSettings = RolloutSettings()
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":

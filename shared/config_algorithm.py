@@ -37,7 +37,7 @@ OF_GROUPS = frozenset({"rloo", "grpo", "multi_step_grpo"})
 _OF_ANY_REPLY = frozenset({"dpo", "kto", "sft", "raft"})
 
 
-class Optimizer(Section):
+class OptimizerSettings(Section):
     """AdamW and what surrounds it."""
 
     lr: PositiveReal = 1e-6
@@ -46,13 +46,13 @@ class Optimizer(Section):
     lr_warmup_steps: NotNegative = 0
 
 
-class CriticOptimizer(Optimizer):
+class CriticOptimizerSettings(OptimizerSettings):
     """The same for the critic, which learns faster."""
 
     lr: PositiveReal = 1e-5
 
 
-class OffPolicy(Section):
+class OffPolicySettings(Section):
     """What is done about tokens that other weights, or the engine's arithmetic, sampled."""
 
     proximal: Literal["sampled", "recomputed"] = "sampled"
@@ -76,7 +76,7 @@ class OffPolicy(Section):
                 )
 
 
-class GroupAdvantage(Section):
+class GroupAdvantageSettings(Section):
     """The advantage of a run over the others of its task."""
 
     scale: Literal["group", "batch", "none"] = "group"
@@ -84,7 +84,7 @@ class GroupAdvantage(Section):
     step_norm: bool = False
 
 
-class Overlong(Section):
+class OverlongSettings(Section):
     """Replies that came to the most tokens they were allowed (DAPO)."""
 
     train: bool = True
@@ -102,7 +102,7 @@ class Overlong(Section):
             yield f"algorithm.overlong.buffer: {self.buffer} is more than model.max_response_tokens, {limit}; lower it"
 
 
-class Baseline(Section):
+class BaselineSettings(Section):
     """What a reward is compared with where there is no group and no critic."""
 
     kind: Literal["running", "task", "batch"] = "running"
@@ -110,7 +110,7 @@ class Baseline(Section):
     scale: Literal["running", "batch", "none"] = "batch"
 
 
-class Dpo(Section):
+class DpoSettings(Section):
     """Direct preference optimisation."""
 
     beta: PositiveReal = 0.1
@@ -118,7 +118,7 @@ class Dpo(Section):
     reference_free: bool = False
 
 
-class Kto(Section):
+class KtoSettings(Section):
     """Kahneman-Tversky optimisation."""
 
     beta: PositiveReal = 0.1
@@ -127,14 +127,14 @@ class Kto(Section):
     undesirable_weight: NotNegativeReal = 1.0
 
 
-class Sft(Section):
+class SftSettings(Section):
     """Supervised fine-tuning; `raft` reads `least_reward` alone."""
 
     targets: Literal["both", "demonstrations", "replies"] = "both"
     least_reward: Real = 0.5
 
 
-class Distill(Section):
+class DistillSettings(Section):
     """The teacher: a local model, or one behind an OpenAI endpoint."""
 
     teacher_path: Path | None = None
@@ -145,12 +145,12 @@ class Distill(Section):
     timeout: PositiveReal = 120.0
 
 
-class Algorithm(Section):
+class AlgorithmSettings(Section):
     """How rewards become gradients."""
 
     algorithm_type: AlgorithmType = "ppo"
-    optimizer: Optimizer = Optimizer()
-    critic_optimizer: CriticOptimizer = CriticOptimizer()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
     turn_discount: Fraction = 0.95
     merge_calls: bool = True
@@ -177,14 +177,14 @@ class Algorithm(Section):
     max_grad_norm: PositiveReal = 1.0
     critic_warmup_steps: NotNegative = 0
     max_skipped_steps: Positive = 3
-    off_policy: OffPolicy = OffPolicy()
-    group: GroupAdvantage = GroupAdvantage()
-    overlong: Overlong = Overlong()
-    baseline: Baseline = Baseline()
-    dpo: Dpo = Dpo()
-    kto: Kto = Kto()
-    sft: Sft = Sft()
-    distill: Distill = Distill()
+    off_policy: OffPolicySettings = OffPolicySettings()
+    group: GroupAdvantageSettings = GroupAdvantageSettings()
+    overlong: OverlongSettings = OverlongSettings()
+    baseline: BaselineSettings = BaselineSettings()
+    dpo: DpoSettings = DpoSettings()
+    kto: KtoSettings = KtoSettings()
+    sft: SftSettings = SftSettings()
+    distill: DistillSettings = DistillSettings()
 
     @property
     def of_any_reply(self) -> bool:

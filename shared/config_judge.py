@@ -14,6 +14,7 @@ from shared.config_kinds import (
     NotNegativeReal,
     Positive,
     PositiveReal,
+    Real,
     Seconds,
     Section,
     Share,
@@ -42,7 +43,7 @@ def _named_criteria(value: dict[str, str]) -> dict[str, str]:
 Criteria = Annotated[dict[str, str], AfterValidator(_named_criteria)]
 
 
-class Judge(Section):
+class JudgeSettings(Section):
     """A model that scores replies by itself; without a `url` there is none."""
 
     url: Address | None = None
@@ -80,3 +81,31 @@ class Judge(Section):
             yield f"judge.weights: {', '.join(odd)} is no criterion; judge.criteria has {', '.join(self.criteria)}"
         if self.after >= self.max_age:
             yield f"judge.after: {self.after:g} s leave nothing to judge before judge.max_age, {self.max_age:g} s"
+
+
+class RewardRule(Section):
+    """How feedback becomes the reward that training uses."""
+
+    weights: dict[str, Real] = Field(default_factory=lambda: {"reward": 1.0})
+    boolean_values: tuple[Real, Real] = (0.0, 1.0)
+    label_values: dict[str, Real] = Field(default_factory=dict)
+    clip: tuple[Real, Real] | None = None
+    attribution_window: Seconds | None = None
+    default: Real | None = None
+    demonstration_value: Real | None = None
+
+
+class FeedbackSettings(Section):
+    """What is done with feedback beside the reward."""
+
+    compensate_late: bool = False
+
+
+class RetentionSettings(Section):
+    """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
+
+    recorded: Seconds | None = None
+    rewarded: Seconds | None = None
+    trained: Seconds | None = None
+    expired: Seconds | None = None
+    dropped: Seconds | None = None

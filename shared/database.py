@@ -8,14 +8,13 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
-from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.schema import CreateSchema
 
-from shared.errors import DatabaseAway, EnvironmentRefused, SettingsError
+from shared.database_url import SETTING, parse_url, shown
+from shared.errors import DatabaseAway, EnvironmentRefused
 
-_SETTING = "buffer.trainer_input.experience_buffer.path"
 _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
 
 # A server that vanished without a word is noticed within a minute, not when TCP gives up after hours.
@@ -25,26 +24,6 @@ _POSTGRES_OPTIONS = {
     "keepalives_interval": 10,
     "tcp_user_timeout": 60_000,
 }
-
-
-def parse_url(url: str) -> URL:
-    """The URL with a synchronous driver of ours. Raises SettingsError for what we cannot use."""
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):  # a port that is no number
-        raise SettingsError(
-            f"{_SETTING}: not a database URL; write sqlite:////folder/file.db or postgresql://user:password@host/database"
-        ) from None
-    backend = parsed.get_backend_name()
-    if backend == "sqlite":
-        if not parsed.database or ":memory:" in parsed.database or parsed.database.startswith("file:"):
-            raise SettingsError(
-                f"{_SETTING}: name a file, sqlite:////folder/file.db: several processes share the database"
-            )
-        return parsed.set(drivername="sqlite")
-    if backend in {"postgresql", "postgres"}:
-        return parsed.set(drivername="postgresql+psycopg")
-    raise SettingsError(f"{_SETTING}: {backend} is not supported; use sqlite or postgresql")
 
 
 def connect(url: str, *, schema: str | None = None) -> Engine:
@@ -100,22 +79,17 @@ def upgrade(url: str, *, schema: str | None = None) -> None:
     except DBAPIError as error:
         passes = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
         raise (DatabaseAway if passes else EnvironmentRefused)(
-            f"{_SETTING}: cannot use the database {place}: {first_line(error)}; start it, or correct the URL"
+            f"{SETTING}: cannot use the database {place}: {first_line(error)}; start it, or correct the URL"
         ) from None
     except OSError as error:
-        raise EnvironmentRefused(f"{_SETTING}: cannot make the file of {place}: {error.strerror}") from None
+        raise EnvironmentRefused(f"{SETTING}: cannot make the file of {place}: {error.strerror}") from None
     except CommandError as error:
         raise EnvironmentRefused(
-            f"{_SETTING}: the database {place} is not of this release of tuneloop ({error}): install the release that "
+            f"{SETTING}: the database {place} is not of this release of tuneloop ({error}): install the release that "
             "wrote it, or a newer one"
         ) from None
     finally:
         engine.dispose()
-
-
-def shown(url: str) -> str:
-    """The URL without its passwords."""
-    return parse_url(url).difference_update_query(["password", "sslpassword"]).render_as_string()
 
 
 def first_line(error: DBAPIError) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shared import revisions
 from shared.config import Settings
-from shared.database import shown
+from shared.database_url import shown
 from shared.diagnosis import Reason, ago, diagnose, equation, moment, number
 from shared.errors import EnvironmentRefused, LedgerError
 from shared.experience import State

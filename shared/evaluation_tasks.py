@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.config_monitor import Evaluation
+from shared.config_monitor import EvaluationSettings
 from shared.errors import EnvironmentRefused, NotEvaluated
 from shared.evaluation_forms import form_of
 
@@ -45,7 +45,7 @@ class Task(NamedTuple):
         return [{"role": "user", "content": self.question}] if isinstance(self.question, str) else self.question
 
 
-def tasks_of(options: Evaluation) -> list[Task]:
+def tasks_of(options: EvaluationSettings) -> list[Task]:
     """The tasks of the settings' file, none without one. Raises EnvironmentRefused, naming the line that is wrong."""
     if options.path is None:
         return []
@@ -68,14 +68,14 @@ def tasks_of(options: Evaluation) -> list[Task]:
     return tasks[: options.samples]
 
 
-def fingerprint(tasks: Sequence[Task], options: Evaluation) -> int:
+def fingerprint(tasks: Sequence[Task], options: EvaluationSettings) -> int:
     """A number that differs where other tasks are asked, or the replies to them are judged otherwise."""
     asked = [[task.question, task.answer, task.slice, task.form] for task in tasks]
     said = [options.judge, options.function, options.most_tokens, asked]
     return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
-def judge_of(options: Evaluation) -> Judge | None:
+def judge_of(options: EvaluationSettings) -> Judge | None:
     """How replies are judged; None: by a model. Raises EnvironmentRefused for a function that is not there."""
     if options.judge == "model":
         return None
@@ -84,7 +84,7 @@ def judge_of(options: Evaluation) -> Judge | None:
     return lambda task, reply: float(is_right(task.answer, reply, options))
 
 
-def is_right(answer: str, reply: str, options: Evaluation) -> bool:
+def is_right(answer: str, reply: str, options: EvaluationSettings) -> bool:
     """Whether the reply, without the reasoning before it, is the answer as `judge` says.
 
     >>> is_right("12", "<think>7+5</think> It is 12.", Evaluation(judge="contains"))
@@ -103,7 +103,7 @@ def without_reasoning(reply: str) -> str:
     return reply.rpartition("</think>")[2]
 
 
-def _by_function(options: Evaluation) -> Judge:
+def _by_function(options: EvaluationSettings) -> Judge:
     function = _function(options.function or "")
 
     def judge(task: Task, reply: str) -> float:
@@ -131,7 +131,7 @@ def _function(name: str) -> Callable[[Question, str, str], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _task(number: int, line: bytes, options: Evaluation) -> Task:
+def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
     """Raises ValueError, whose message says what is wrong with the line."""
     try:
         found = json.loads(line.decode("utf-8-sig"))

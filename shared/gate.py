@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shared.config import Settings
-from shared.config_rollout import Gate
+from shared.config_monitor import GateSettings
 from shared.evaluation_figures import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from shared.experience import Evaluator
 from shared.replay import LEAST_SIZE, OF_A_REPLAY, Pair, pairs
@@ -54,7 +54,7 @@ def same_tasks(one: Iterable[Figure], other: Iterable[Figure]) -> bool:
     return asked is not None and asked == _known(other).get((TASKS, ""))
 
 
-def judge(gate: Gate, candidate: Iterable[Figure], champion: Iterable[Figure]) -> Verdict:
+def judge(gate: GateSettings, candidate: Iterable[Figure], champion: Iterable[Figure]) -> Verdict:
     """Compare the figures of the same evaluator on the same tasks.
 
     The candidate passes unless its score lies more than `margin` below the champion's, that of a slice more than
@@ -70,7 +70,7 @@ def judge(gate: Gate, candidate: Iterable[Figure], champion: Iterable[Figure]) -
     return Verdict(not reasons, reasons, figures | ({"replay": _of_replay(replay)} if gate.replays else {}))
 
 
-def _complaints(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
+def _complaints(gate: GateSettings, new: _Known, old: _Known) -> Iterator[str]:
     yield from _scores(gate, new, old)
     length, before = new.get((LENGTH, ""), 0.0), old.get((LENGTH, ""), 0.0)
     if gate.reply_length is not None and before > 0:
@@ -90,7 +90,7 @@ def _complaints(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
         yield f"it is {distance:.4g} nats a token from the champion; allowed: {gate.kl:g}"
 
 
-def _scores(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
+def _scores(gate: GateSettings, new: _Known, old: _Known) -> Iterator[str]:
     for (metric, part), before in sorted(old.items()):
         now = new.get((metric, part))
         margin = gate.slice_margin if part else gate.margin
@@ -99,7 +99,7 @@ def _scores(gate: Gate, new: _Known, old: _Known) -> Iterator[str]:
             yield f"its {of} is {now:.4g}, the champion's {before:.4g}: more than {margin:g} below"
 
 
-def _earnings(gate: Gate, replay: Sequence[Pair]) -> Iterator[str]:
+def _earnings(gate: GateSettings, replay: Sequence[Pair]) -> Iterator[str]:
     for part in replay:
         margin = gate.replay.slice_margin if part.slice else gate.replay.margin
         if part.concludes and _over(part.champion - part.candidate, margin):

@@ -18,10 +18,9 @@ from shared.ledger_appointments import Appointments
 from shared.ledger_attestation import Attested
 from shared.ledger_comparison import Comparisons
 from shared.ledger_drift import Drift
-from shared.ledger_evaluations import Evaluations
 from shared.ledger_export import Exports
 from shared.ledger_judging import Judged
-from shared.ledger_lineage import Lineage
+from shared.ledger_lineage import Evaluations, Lineage
 from shared.ledger_recording import Recording
 from shared.ledger_replay import Replays
 from shared.ledger_reports import Reports, VersionReward

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
 
 from shared.experience import HELD_OUT, State, VersionAction
-from shared.ledger_doubts import REASON
 from shared.ledger_events import Decision, Details, note
+from shared.ledger_recording import REASON
 from shared.ledger_retention import regroup
 from shared.ledger_transactions import Transactions, alone, portions
 from shared.schema import exchanges, experiences, mismatches

@@ -4,19 +4,29 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import Connection, Engine, and_, select, true, tuple_, update
 
-from shared.config import RewardRule
-from shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
-from shared.ledger_doubts import trustworthy
+from shared.config_judge import RewardRule
+from shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
 from shared.ledger_erasures import not_erased
-from shared.ledger_rewards import Plan, Trajectory, awaited, outdone_by, plan, replies_of, too_late_for, write
+from shared.ledger_rewards import (
+    Plan,
+    Trajectory,
+    awaited,
+    id_of_rule,
+    outdone_by,
+    plan,
+    replies_of,
+    rules_of,
+    too_late_for,
+    write,
+)
 from shared.ledger_rows import exchange_row, experience_row, feedback_row
-from shared.ledger_rules import id_of_rule, rules_of
 from shared.ledger_tags import tag
 from shared.ledger_transactions import Transactions, alone, ignoring, portions, put
 from shared.reward import definition
-from shared.schema import exchanges, experiences, feedback
+from shared.schema import exchanges, experiences, feedback, mismatches
 
 #: Replies whose rewards are reckoned anew in one transaction.
 _PAGE = 1000
@@ -222,3 +232,29 @@ def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int
     open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
     same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.reward.is_not(None), open_)
     connection.execute(update(experiences).where(same).values(reward_rule=rule_id))
+
+
+#: Why what such an engine sampled is not trained on.
+REASON = "engine_mismatch"
+
+
+def trustworthy(connection: Connection, said: Sequence[Exchange]) -> list[Exchange]:
+    """The exchanges, those marked that an engine answered when it was not what it should have been."""
+    known = connection.execute(select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)).all()
+    if not known:
+        return list(said)
+    return [_marked(each) if any(_within(each, row) for row in known) else each for each in said]
+
+
+def _within(exchange: Exchange, row: Any) -> bool:
+    same: bool = exchange.engine == row.engine
+    return same and exchange.received_at < row.until and exchange.received_at + exchange.latency_s >= row.since
+
+
+def _marked(exchange: Exchange) -> Exchange:
+    return msgspec.structs.replace(exchange, experiences=tuple(map(_dropped, exchange.experiences)))
+
+
+def _dropped(experience: Experience) -> Experience:
+    known = experience.drop_reason if experience.drop_reason != HELD_OUT else None
+    return msgspec.structs.replace(experience, drop_reason=known or REASON)

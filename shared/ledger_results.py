@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select,
 
 from shared.experience import State
 from shared.ledger_retention import regroup
-from shared.ledger_rules import OF_ITS_RESULT, id_of_rule
+from shared.ledger_rewards import OF_ITS_RESULT, id_of_rule
 from shared.ledger_transactions import portions
 from shared.schema import COMMITTED, experiences, reward_rules
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, or_, select, text, tuple_, update
 
-from shared.config import Retention as Bounds
+from shared.config_judge import RetentionSettings as Bounds
 from shared.experience import Kind, Outcome, State
 from shared.ledger_erasures import Person
 from shared.ledger_recording import Rewards

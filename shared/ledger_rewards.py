@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, bindparam, exists, insert, literal_column, or_, select, tuple_, update
+from sqlalchemy import Connection, and_, bindparam, exists, func, insert, literal_column, or_, select, tuple_, update
 
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import Exchange, Kind, Outcome, State
-from shared.ledger_transactions import portions
-from shared.reward import Event, Reward, default_of, in_window, reward_of, rewarding
-from shared.schema import experiences, feedback
+from shared.ledger_transactions import ignoring, portions
+from shared.reward import Event, Reward, default_of, in_window, reward_of, rewarding, rule_of
+from shared.schema import experiences, feedback, reward_rules
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
 OPEN = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DROPPED)
@@ -324,3 +324,39 @@ def _repeat(connection: Connection, change: Change, rule_id: int) -> None:
     values = [bindparam(f"its_{name}", value, experiences.c[name].type).label(name) for name, value in anew.items()]
     copy = select(*kept, *values).where(experiences.c.id == row.id)
     connection.execute(insert(experiences).from_select([*(column.name for column in kept), *anew], copy))
+
+
+#: The rule of a call of which nothing was said itself: it has the reward of its run's last one.
+OF_ITS_RESULT = '{"of":"the last call of its run"}'
+
+
+def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
+    """The number of the rule, which is written down if it is new."""
+    same = select(reward_rules.c.id).where(reward_rules.c.definition == definition)
+    if (found := connection.execute(same).scalar()) is None:
+        connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
+        found = connection.execute(same).scalar_one()
+    return int(found)
+
+
+def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
+    """The rewarded ones of the replies by the rule that made their rewards.
+
+    Those that have the reward of their run's result come under the newest rule: something was said of them since.
+    """
+    by_rule: defaultdict[int, list[str]] = defaultdict(list)
+    for portion in portions(msg_ids):
+        query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
+        rewarded = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
+        for msg_id, rule in connection.execute(rewarded):
+            by_rule[rule].append(msg_id)
+    if not by_rule:
+        return {}
+    known = {row.id: row.definition for row in connection.execute(select(reward_rules))}
+    newest = max((number for number, words in known.items() if words != OF_ITS_RESULT), default=None)
+    found: dict[int, tuple[RewardRule, list[str]]] = {}
+    for number, replies in by_rule.items():
+        chosen = newest if known[number] == OF_ITS_RESULT else number
+        if chosen is not None:
+            found.setdefault(chosen, (rule_of(known[chosen]), []))[1].extend(replies)
+    return found

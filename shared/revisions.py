@@ -6,7 +6,8 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import DBAPIError
 
-from shared.database import connect, first_line, migrations, parse_url, shown
+from shared.database import connect, first_line, migrations
+from shared.database_url import parse_url, shown
 from shared.errors import EnvironmentRefused
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import MAX_REWARD, Kind
 
 #: What an edited answer counts under, if it counts.

@@ -15,12 +15,17 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from shared import trinity_keys
 from shared.config import Settings, inner_section
 from shared.config_kinds import Section
-from shared.database import parse_url
+from shared.database_url import parse_url
 from shared.errors import SettingsError
-from shared.settings_mistakes import ENV_PREFIX, mistakes_of, nearest_name
+from shared.settings_mistakes import (
+    ENV_PREFIX,
+    is_trinity_key,
+    is_trinity_section,
+    mistakes_of,
+    nearest_name,
+)
 from shared.yaml_tree import Keys, Mistake, Place, Tree, dotted, read
 
 _DATABASE = ("buffer", "trainer_input", "experience_buffer", "path")
@@ -133,9 +138,9 @@ def _sift(tree: Tree, values: dict[str, Any], section: type[Section], at: Keys, 
 
 def _sift_foreign(tree: Tree, value: Any, at: Keys, trinity_only: list[str]) -> None:
     names = [str(key) for key in at]
-    if trinity_keys.knows(names):
+    if is_trinity_key(names):
         trinity_only.append(dotted(at))
-    elif trinity_keys.is_section(names) and isinstance(value, dict | None):
+    elif is_trinity_section(names) and isinstance(value, dict | None):
         for key, inner in (value or {}).items():
             _sift_foreign(tree, inner, (*at, key), trinity_only)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Engine, insert, text
 
 from shared.codec import to_blob
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
 from shared.ledger import BatchPolicy, Ledger
 from shared.reward import definition

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from shared.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shared.config import Settings
-from shared.config_lora import Lora
+from shared.config_serving import LoraSettings
 from shared.errors import EnvironmentRefused, SettingsError
 from trainer.batch import Batch
 from trainer.model import Actor
@@ -83,7 +83,7 @@ class AdaptedActor(Actor):
         return {name: each for name, each in self.network.named_parameters() if each.requires_grad}
 
     @torch.no_grad()
-    def _restore(self, lora: Lora, folder: Path) -> None:
+    def _restore(self, lora: LoraSettings, folder: Path) -> None:
         said = json.loads((folder / ADAPTER_CONFIG).read_text())
         there = (said["r"], said["lora_alpha"], set(said["target_modules"]))
         if there != (lora.rank, lora.alpha_used, set(lora.targets)):
@@ -109,7 +109,7 @@ class BareActor(Actor):
             return super().score(batch)
 
 
-def _configuration(lora: Lora, base: Path) -> LoraConfig:
+def _configuration(lora: LoraSettings, base: Path) -> LoraConfig:
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha_used,
@@ -119,7 +119,7 @@ def _configuration(lora: Lora, base: Path) -> LoraConfig:
     )
 
 
-def _require_servable(lora: Lora, network: PreTrainedModel) -> None:
+def _require_servable(lora: LoraSettings, network: PreTrainedModel) -> None:
     """Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a publication."""
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
     layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from shared.experience import Sample
 from trainer.algorithms.moments import Baselines, standard, updated
 from trainer.algorithms.targets import Calls
@@ -25,7 +25,11 @@ _LEAST = 1e-6
 
 
 def calls_of(
-    algorithm: Algorithm, sequences: Sequence[TokenSequence], batch: Batch, baselines: Baselines, limit: int | None
+    algorithm: AlgorithmSettings,
+    sequences: Sequence[TokenSequence],
+    batch: Batch,
+    baselines: Baselines,
+    limit: int | None,
 ) -> tuple[Calls, Baselines]:
     """The calls of a batch: credited, then clipped, punished for their length, and shifted and scaled.
 
@@ -59,7 +63,7 @@ def calls_of(
     ), baselines
 
 
-def _overlong(algorithm: Algorithm, call: Sample, limit: int | None) -> float:
+def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as what is taken off."""
     if not algorithm.overlong.buffer or limit is None:
         return 0.0
@@ -67,7 +71,7 @@ def _overlong(algorithm: Algorithm, call: Sample, limit: int | None) -> float:
     return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
 
 
-def _normalized(algorithm: Algorithm, rewards_C: Tensor, baselines: Baselines) -> tuple[Tensor, Baselines]:
+def _normalized(algorithm: AlgorithmSettings, rewards_C: Tensor, baselines: Baselines) -> tuple[Tensor, Baselines]:
     """In float64: rewards may be large, and differ little."""
     match algorithm.reward_normalization:
         case "none":

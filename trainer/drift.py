@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.config_monitor import Drift
+from shared.config_monitor import DriftSettings
 
 REWARD, LENGTH = "critic/rewards/mean", "response_length/mean"
 ENTROPY = "actor/entropy"
@@ -65,7 +65,7 @@ def until(history: History, step: int) -> History:
     )
 
 
-def with_step(drift: Drift, history: History, step: int, signals: Mapping[str, float]) -> History:
+def with_step(drift: DriftSettings, history: History, step: int, signals: Mapping[str, float]) -> History:
     """The history with the step's signals; those that are missing or not finite leave no value.
 
     What is measured now and then holds until it is measured again.
@@ -80,7 +80,7 @@ def with_step(drift: Drift, history: History, step: int, signals: Mapping[str, f
     return msgspec.structs.replace(history, series=series)
 
 
-def with_score(drift: Drift, history: History, step: int, score: float) -> History:
+def with_score(drift: DriftSettings, history: History, step: int, score: float) -> History:
     """The history with an evaluation."""
     rewards = [value for _, value in history.series.get(REWARD, [])][-drift.window :]
     new = Score(step=step, score=score, reward=fmean(rewards) if rewards else None)
@@ -89,13 +89,13 @@ def with_score(drift: Drift, history: History, step: int, score: float) -> Histo
     return msgspec.structs.replace(history, scores=[*kept, new])
 
 
-def verdicts(drift: Drift, history: History) -> dict[str, Verdict]:
+def verdicts(drift: DriftSettings, history: History) -> dict[str, Verdict]:
     """What each monitor that is on and has values enough says."""
     said = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
     return {name: verdict for name, verdict in said if verdict is not None}
 
 
-def changes(drift: Drift, history: History, found: Mapping[str, Verdict]) -> Iterator[tuple[str, bool]]:
+def changes(drift: DriftSettings, history: History, found: Mapping[str, Verdict]) -> Iterator[tuple[str, bool]]:
     """The alarms to be raised (True) and cleared. One whose monitor was switched off is cleared."""
     for name, verdict in found.items():
         if verdict.over != (name in history.raised):
@@ -105,37 +105,37 @@ def changes(drift: Drift, history: History, found: Mapping[str, Verdict]) -> Ite
             yield name, False
 
 
-def is_on(drift: Drift, name: str) -> bool:
+def is_on(drift: DriftSettings, name: str) -> bool:
     """Whether the monitor has a threshold."""
     option = "reward_rise" if name == "reward_hack" else name
     return name in RULES and getattr(drift, option) is not None
 
 
-def _kept(drift: Drift, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _kept(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
     last = _WINDOWS_KEPT * drift.window
     return values[: drift.baseline] + values[drift.baseline :][-last:]
 
 
-def _evaluations_since(drift: Drift, history: History, step: int) -> int:
+def _evaluations_since(drift: DriftSettings, history: History, step: int) -> int:
     """The first step whose evaluation counts. While its alarm is open, what it fell from must not be forgotten."""
     return min(step, history.raised.get("reward_hack", step)) - drift.evaluation_window
 
 
-def _last(drift: Drift, history: History, signal: str) -> float | None:
+def _last(drift: DriftSettings, history: History, signal: str) -> float | None:
     """The mean of the last window, if that is full."""
     values = [value for _, value in history.series.get(signal, [])][-drift.window :]
     return fmean(values) if len(values) == drift.window else None
 
 
-def _first_and_last(drift: Drift, history: History, signal: str) -> tuple[float, float] | None:
+def _first_and_last(drift: DriftSettings, history: History, signal: str) -> tuple[float, float] | None:
     """The means of the baseline and of the last window after it, if both are full."""
     values = [value for _, value in history.series.get(signal, [])]
     later = values[drift.baseline :][-drift.window :]
     return (fmean(values[: drift.baseline]), fmean(later)) if len(later) == drift.window else None
 
 
-def _times(signal: str, option: str, what: str) -> Callable[[Drift, History], Verdict | None]:
-    def rule(drift: Drift, history: History) -> Verdict | None:
+def _times(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
+    def rule(drift: DriftSettings, history: History) -> Verdict | None:
         means = _first_and_last(drift, history, signal)
         if means is None or means[0] <= 0:
             return None
@@ -148,8 +148,8 @@ def _times(signal: str, option: str, what: str) -> Callable[[Drift, History], Ve
     return rule
 
 
-def _rise(signal: str, option: str, what: str) -> Callable[[Drift, History], Verdict | None]:
-    def rule(drift: Drift, history: History) -> Verdict | None:
+def _rise(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
+    def rule(drift: DriftSettings, history: History) -> Verdict | None:
         means = _first_and_last(drift, history, signal)
         if means is None:
             return None
@@ -161,8 +161,8 @@ def _rise(signal: str, option: str, what: str) -> Callable[[Drift, History], Ver
     return rule
 
 
-def _level(signal: str, option: str, what: str) -> Callable[[Drift, History], Verdict | None]:
-    def rule(drift: Drift, history: History) -> Verdict | None:
+def _level(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
+    def rule(drift: DriftSettings, history: History) -> Verdict | None:
         last = _last(drift, history, signal)
         if last is None:
             return None
@@ -172,14 +172,14 @@ def _level(signal: str, option: str, what: str) -> Callable[[Drift, History], Ve
     return rule
 
 
-def _distance(drift: Drift, history: History) -> Verdict | None:
+def _distance(drift: DriftSettings, history: History) -> Verdict | None:
     """Of the two signals the one that was seen last."""
     seen = {name: history.series[name][-1][0] for name in (KL, KL_BASE) if history.series.get(name)}
     signal = max(seen, key=seen.__getitem__, default=KL)
     return _level(signal, "kl", "the distance from the base model")(drift, history)
 
 
-def _hacked(drift: Drift, history: History) -> Verdict | None:
+def _hacked(drift: DriftSettings, history: History) -> Verdict | None:
     """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
     if len(history.scores) < 2 or drift.reward_rise is None:
         return None
@@ -199,13 +199,13 @@ def _hacked(drift: Drift, history: History) -> Verdict | None:
     return Verdict(worst, drift.evaluation_fall, worst > drift.evaluation_fall, reason)
 
 
-def _first_reward(drift: Drift, history: History) -> float | None:
+def _first_reward(drift: DriftSettings, history: History) -> float | None:
     """What the base model's evaluation, before any step, is compared with: the rewards of the first steps."""
     values = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
     return fmean(values) if values else None
 
 
-RULES: Mapping[str, Callable[[Drift, History], Verdict | None]] = {
+RULES: Mapping[str, Callable[[DriftSettings, History], Verdict | None]] = {
     "reward_hack": _hacked,
     "reply_length": _times(LENGTH, "reply_length", "the mean length of replies"),
     "entropy": _times(ENTROPY, "entropy", "the policy's entropy"),

@@ -9,10 +9,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from shared.config import Settings
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from shared.experience import Sample
-from trainer.sequences import run_of, runs
-from trainer.teacher import saying
+from trainer.sequences import run_of, runs, saying
 from trainer.tokenizer import Tokenizer, ends_of, tokenizer_of
 
 Refused = dict[str, list[Sample]]
@@ -40,7 +39,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
     return taken, dict(refused)
 
 
-def imitable(samples: Sequence[Sample], algorithm: Algorithm) -> tuple[list[Sample], Refused]:
+def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
     """What `sft` or `raft` imitates, and the others by the reason. `raft` takes the best run of each group."""
     sft = algorithm.algorithm_type == "sft"
     edited = sft and algorithm.sft.targets != "replies"

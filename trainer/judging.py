@@ -8,7 +8,7 @@ from runner.judge import Judge as ModelJudge
 from runner.reply import Reply
 from runner.rubric import Rubric
 from shared.config import Settings
-from shared.config_judge import Judge as JudgeSettings
+from shared.config_judge import JudgeSettings as JudgeSettings
 from shared.errors import EnvironmentRefused, NotEvaluated
 from shared.evaluation_tasks import Judge, Task, judge_of, without_reasoning
 

@@ -18,7 +18,7 @@ class MasterAdamW:
     by micro-batch, the update is made there, and the parameter becomes the copy rounded.
     """
 
-    def __init__(self, module: nn.Module, settings: config_algorithm.Optimizer) -> None:
+    def __init__(self, module: nn.Module, settings: config_algorithm.OptimizerSettings) -> None:
         self.updates = 0
         self._settings = settings
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}

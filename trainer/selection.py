@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from shared.config import Settings
-from shared.config_algorithm import OF_GROUPS, Algorithm
+from shared.config_algorithm import OF_GROUPS, AlgorithmSettings
 from shared.experience import MAX_REWARD, Sample
 from trainer.imitation import imitable, with_demonstrations
 from trainer.pairs import paired
@@ -24,7 +24,7 @@ def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) ->
 
 
 def sort_out(
-    samples: Sequence[Sample], algorithm: Algorithm, *, vocabulary: int, group_by: str
+    samples: Sequence[Sample], algorithm: AlgorithmSettings, *, vocabulary: int, group_by: str
 ) -> tuple[list[Sample], Refused]:
     """The samples that can be trained on, and the others by the reason.
 
@@ -55,7 +55,7 @@ def sort_out(
     return kept, dict(refused)
 
 
-def untrainable(sample: Sample, algorithm: Algorithm, *, vocabulary: int) -> str | None:
+def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int) -> str | None:
     """Why the sample must not reach the loss, if so; the sentence becomes the reason of its row."""
     ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
     rules = {
@@ -74,7 +74,7 @@ def untrainable(sample: Sample, algorithm: Algorithm, *, vocabulary: int) -> str
     return next((reason for reason, fulfilled in rules.items() if not fulfilled), None)
 
 
-def _of_the_method(samples: list[Sample], algorithm: Algorithm) -> tuple[list[Sample], Refused]:
+def _of_the_method(samples: list[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
     match algorithm.algorithm_type:
         case "dpo":
             return paired(samples)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from shared.experience import Float32s, Int32s, Sample
@@ -129,3 +130,14 @@ def _merged(calls: Sequence[Sample]) -> list[TokenSequence]:
         else:
             sequences.append(TokenSequence.alone(call))
     return sequences
+
+
+def saying(sample: Sample, ids: Sequence[int]) -> Sample:
+    """The sample with another reply, which nobody sampled from the policy: its log-probabilities are 0."""
+    return msgspec.structs.replace(
+        sample,
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        temperature=1.0,
+        finish_reason="stop",
+    )

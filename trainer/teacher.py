@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from shared.errors import EnvironmentRefused, TuneloopError
 from shared.experience import Sample
 from trainer.batch import Batch, collate, micro_batches
 from trainer.model import Actor
-from trainer.sequences import TokenSequence
+from trainer.sequences import TokenSequence, saying
 from trainer.tokenizer import ends_of, tokenizer_of
 
 #: The most tokens of a teacher's reply where `model.max_response_tokens` does not say.
@@ -175,14 +174,3 @@ def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], 
     if refused:
         raise NotTaught(dict(refused))
     return taught
-
-
-def saying(sample: Sample, ids: Sequence[int]) -> Sample:
-    """The sample with another reply, which nobody sampled from the policy: its log-probabilities are 0."""
-    return msgspec.structs.replace(
-        sample,
-        completion_ids=np.array(ids, np.int32),
-        logprobs=np.zeros(len(ids), np.float32),
-        temperature=1.0,
-        finish_reason="stop",
-    )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from explorer.comparison import Decision, decide
-from shared.config_rollout import Rollout
+from shared.config_monitor import RolloutSettings
 from shared.figures import Figures, Sample
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -39,7 +39,7 @@ def normal(mean: float, deviation: float = 1.0) -> Draw:
     return lambda rng, count: rng.normal(mean, deviation, count)
 
 
-def trial(seed: int, rollout: Rollout, traffic: Traffic, *, rewards: int, every: int = 10) -> Trial:
+def trial(seed: int, rollout: RolloutSettings, traffic: Traffic, *, rewards: int, every: int = 10) -> Trial:
     """One rollout, looked at after `every` rewarded replies until it is decided, or until its window ends after all."""
     rng = np.random.default_rng([seed, rewards])
     is_tried = rng.random(rewards) < rollout.tried_share
@@ -57,7 +57,7 @@ def trial(seed: int, rollout: Rollout, traffic: Traffic, *, rewards: int, every:
     return Trial(decision, seen[True].figures(looked).reward.replies, looked)
 
 
-def trials(count: int, rollout: Rollout, traffic: Traffic, *, rewards: int) -> Iterator[Trial]:
+def trials(count: int, rollout: RolloutSettings, traffic: Traffic, *, rewards: int) -> Iterator[Trial]:
     """Many of them, the same ones every time."""
     for seed in range(count):
         yield trial(seed, rollout, traffic, rewards=rewards)

@@ -15,7 +15,7 @@ from explorer.fleet import EngineState
 from explorer.vllm_api import command, environment
 from shared.checkpoint import Probe
 from shared.config import Settings
-from shared.config_lora import Lora
+from shared.config_serving import LoraSettings
 from shared.experience import VersionState
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer import adapters, checkpoints
@@ -28,7 +28,7 @@ Start = Callable[..., RunningExplorer]
 def adapted(tmp_path: Path, *doubles: EngineDouble, **explorer: Any) -> Settings:
     settings = settings_for(tmp_path, [each.url for each in doubles], **explorer)
     adapters.write_base(settings.model.model_path)
-    model = settings.model.model_copy(update={"lora": Lora(rank=adapters.RANK)})
+    model = settings.model.model_copy(update={"lora": LoraSettings(rank=adapters.RANK)})
     return settings.model_copy(update={"model": model})
 
 

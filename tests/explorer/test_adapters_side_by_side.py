@@ -13,7 +13,7 @@ from explorer.engine_http import EngineHttp
 from explorer.fleet import Engine, EngineState, Fleet
 from explorer.supervisor import stay_attached
 from shared.config import Settings
-from shared.config_rollout import Rollout
+from shared.config_monitor import RolloutSettings
 from shared.experience import Evaluator, VersionAction, VersionState
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
@@ -39,7 +39,7 @@ def start() -> Iterator[Start]:
 
 def tried(tmp_path: Path, double: EngineDouble, **rollout: Any) -> Settings:
     return adapted(tmp_path, double).model_copy(
-        update={"rollout": Rollout(**{"mode": "canary", "share": SHARE} | rollout)}
+        update={"rollout": RolloutSettings(**{"mode": "canary", "share": SHARE} | rollout)}
     )
 
 
@@ -95,7 +95,7 @@ def test_an_engine_has_one_place_where_nothing_is_tried(tmp_path: Path, doubles:
     assert tried(tmp_path, doubles[0]).model_copy(update={"model": adapted(tmp_path).model}).engine_places == 2
     whole = adapted(tmp_path, *doubles)
     assert whole.engine_places == 2
-    assert whole.model_copy(update={"rollout": Rollout(mode="canary")}).engine_places == 2
+    assert whole.model_copy(update={"rollout": RolloutSettings(mode="canary")}).engine_places == 2
 
 
 def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(

@@ -22,8 +22,7 @@ from explorer.fleet import Engine, EngineState, Fleet
 from explorer.metrics import Metrics
 from explorer.msg_id import Mint
 from explorer.proxy import Proxy
-from explorer.recorder import Recorder
-from explorer.room import Room
+from explorer.recorder import Recorder, Room
 from explorer.spool import Spool
 from explorer.vllm_api import Control, open_session
 from shared.database import connect

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from explorer.backstage import Copied
 from explorer.channel import (
     Begin,
     CaughtUp,
@@ -24,10 +25,9 @@ from explorer.channel import (
     UntilIdle,
     Writes,
 )
-from explorer.copies import Copied
 from explorer.fleet import EngineState
+from explorer.metrics import Sample
 from explorer.split import Split
-from explorer.tally import Sample
 
 Answering = Callable[[Any], Awaitable[Any]]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from explorer.comparison import decide
-from shared.config_rollout import Rollout
+from shared.config_monitor import RolloutSettings
 from shared.figures import Figures, Sample, Share
 from tests.explorer.rollouts import Traffic, bernoulli, normal, trials
 
-CANARY, AB, SHADOW = (Rollout(mode=mode) for mode in ("canary", "ab", "shadow"))
+CANARY, AB, SHADOW = (RolloutSettings(mode=mode) for mode in ("canary", "ab", "shadow"))
 
 
 def sample(mean: float, replies: int = 400, *, deviation: float = 1.0, units: int | None = None) -> Sample:
@@ -30,7 +30,9 @@ def fine(**but: Any) -> Figures:
     return Figures(**fields | but)
 
 
-def action(rollout: Rollout = CANARY, *, elapsed_s: float = 0.0, champion: Figures | None = None, **but: Any) -> str:
+def action(
+    rollout: RolloutSettings = CANARY, *, elapsed_s: float = 0.0, champion: Figures | None = None, **but: Any
+) -> str:
     return decide(rollout, champion or fine(), fine(**but), elapsed_s=elapsed_s).action
 
 

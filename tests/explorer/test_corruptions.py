@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from explorer.reload import verified
+from explorer.loading import verified
 from explorer.verifier import verify
 from shared.checkpoint import CheckpointStore
 from shared.errors import CheckpointRejected

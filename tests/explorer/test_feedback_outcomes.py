@@ -11,7 +11,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, select
 
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import State
 from shared.ledger import BatchPolicy
 from shared.schema import experiences

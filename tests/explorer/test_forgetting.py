@@ -14,7 +14,8 @@ from explorer.kept_records import Cleared, clear
 from explorer.metrics import Metrics
 from explorer.slots import Slots
 from explorer.spool import Spool
-from shared.config import Retention, Settings
+from shared.config import Settings
+from shared.config_judge import RetentionSettings
 from shared.erasure import erase
 from shared.experience import State, encode
 from shared.ledger import Ledger
@@ -29,7 +30,7 @@ ERASED = {("acme", "ann"): 1e9}
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return settings_for(tmp_path).model_copy(update={"retention": Retention(recorded=60.0)})
+    return settings_for(tmp_path).model_copy(update={"retention": RetentionSettings(recorded=60.0)})
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_retention_is_applied_by_the_explorer(tmp_path: Path, double: EngineDoub
     ledger = open_ledger(settings)
     ledger.record([exchange(received_at=1.0), exchange(received_at=time.time())])
     ledger.close()
-    with explorer_running(settings.model_copy(update={"retention": Retention(recorded=60.0)})) as explorer:
+    with explorer_running(settings.model_copy(update={"retention": RetentionSettings(recorded=60.0)})) as explorer:
         eventually(lambda: explorer.metrics()["tuneloop_purged_total"] == 1)
         assert explorer.counts()[State.RECORDED] == 1
 

@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 
 from explorer.gate import Gate
 from explorer.metrics import Metrics
-from shared.config_judge import Judge
-from shared.config_monitor import Evaluation, Monitor
-from shared.config_rollout import Gate as GateSettings
+from shared.config_judge import JudgeSettings
+from shared.config_monitor import EvaluationSettings, MonitorSettings
+from shared.config_monitor import GateSettings as GateSettings
 from shared.errors import EnvironmentRefused
 from shared.evaluation_figures import Figure
 from shared.evaluation_tasks import fingerprint, tasks_of
@@ -37,7 +37,7 @@ def gated(tmp_path: Path, doubles: list[EngineDouble], **gate: Any) -> Any:
         each.weights = tmp_path / "model"
         each.says = {tmp_path.name: RIGHT, "global_step_1": WRONG, "global_step_2": RIGHT}
     settings = settings_for(tmp_path, [each.url for each in doubles])
-    monitor = Monitor(evaluation=Evaluation(path=path))
+    monitor = MonitorSettings(evaluation=EvaluationSettings(path=path))
     return settings.model_copy(update={"gate": GateSettings(**{"mode": "block"} | gate), "monitor": monitor})
 
 
@@ -117,8 +117,8 @@ def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, 
     with judge_place() as judge, capture_logs() as said:
         settings = gated(tmp_path, doubles)
         evaluation = settings.monitor.evaluation.model_copy(update={"judge": "model"})
-        by = Judge(url=judge.base_url, model="j", retries=0, share=0.001)
-        update = {"monitor": Monitor(evaluation=evaluation), "judge": by}
+        by = JudgeSettings(url=judge.base_url, model="j", retries=0, share=0.001)
+        update = {"monitor": MonitorSettings(evaluation=evaluation), "judge": by}
         judge.answers = [(503, {}, {})] * 100
         judge.says = [verdict(5)]
         with explorer_running(settings.model_copy(update=update)) as explorer:

@@ -15,8 +15,9 @@ from explorer.metrics import Metrics
 from explorer.readings import reading_of
 from explorer.spool import Spool
 from runner import Judge, JudgeFailed, Reply, Rubric
-from shared.config import RewardRule, Settings
-from shared.config_judge import Judge as JudgeSettings
+from shared.config import Settings
+from shared.config_judge import JudgeSettings as JudgeSettings
+from shared.config_judge import RewardRule
 from shared.errors import EnvironmentRefused, RequestRefused
 from shared.experience import Exchange, Feedback, decode
 from shared.ledger_judging import Said

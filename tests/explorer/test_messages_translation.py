@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
+from explorer.envelope import engine_error_body, error_body
 from explorer.labels import labels_of
-from explorer.messages import engine_error_body, error_body, to_chat, whole
+from explorer.messages import to_chat, whole
 from explorer.messages_stream import MessageStream
 from shared.errors import RequestRefused
 

@@ -11,8 +11,8 @@ from explorer.gate import Gate
 from explorer.metrics import Metrics
 from explorer.split import held_out
 from shared.config import Settings
-from shared.config_monitor import Evaluation, Monitor
-from shared.config_rollout import Gate as GateSettings
+from shared.config_monitor import EvaluationSettings, MonitorSettings
+from shared.config_monitor import GateSettings as GateSettings
 from shared.evaluation_figures import Figure
 from shared.evaluation_tasks import fingerprint
 from shared.experience import HELD_OUT, Evaluator, State, VersionState, pack_ids, pack_logprobs
@@ -193,7 +193,7 @@ def test_tasks_and_a_replay_go_together(tmp_path: Path, doubles: list[EngineDoub
     path.write_text('{"messages": [{"role": "user", "content": "7+5="}], "answer": "12"}\n')
     for each in doubles:
         each.says = {tmp_path.name: "12", "global_step_1": "12"}
-    both = settings.model_copy(update={"monitor": Monitor(evaluation=Evaluation(path=path))})
+    both = settings.model_copy(update={"monitor": MonitorSettings(evaluation=EvaluationSettings(path=path))})
     rewards = [(token, float(apart < 0)) for token, apart in rows_near(settings, ENOUGH)]
     event, _ = tried(both, rewards, until_it_is=VersionState.REJECTED)
     assert event.details["candidate"]["score"] == event.details["champion"]["score"] == 1.0
@@ -249,7 +249,7 @@ def test_replies_that_lose_their_form_are_seen(
         each.weights = tmp_path / "model"
         each.says = {tmp_path.name: "12", "global_step_1": "It is 12."}
         each.ends_by = ends_by
-    monitor, gate = Monitor(evaluation=Evaluation(path=path)), GateSettings(mode="block")
+    monitor, gate = MonitorSettings(evaluation=EvaluationSettings(path=path)), GateSettings(mode="block")
     settings = settings_for(tmp_path, [each.url for each in doubles])
     with explorer_running(settings.model_copy(update={"gate": gate, "monitor": monitor})) as explorer:
         until_ready(explorer, 2)

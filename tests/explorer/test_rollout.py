@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from explorer.copies import Copied
-from explorer.metrics import Metrics
+from explorer.backstage import Copied
+from explorer.metrics import Metrics, Tally, counted
 from explorer.rollout import Rollout, asked, figures_of
-from explorer.tally import Tally, counted
 from shared.errors import VersionRefused
 from shared.experience import VersionState
 from shared.figures import Figures, Share

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from explorer.room import RESERVE_BYTES, Room
+from explorer.recorder import RESERVE_BYTES, Room
 from explorer.spool import Spool
 from shared import spool_files
 from shared.errors import SpoolFull

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from explorer import spool
-from explorer.spool import FlushedMark, Spool
+from explorer.slots import FlushedMark
+from explorer.spool import Spool
 from shared import spool_files
 from shared.spool_files import Position
 

@@ -3,8 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from explorer.metrics import Metrics
-from explorer.tally import Tally, counted
+from explorer.metrics import Metrics, Tally, counted
 
 
 def said(tally: Tally) -> dict[tuple[str, str], float]:

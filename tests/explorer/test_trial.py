@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from explorer.fleet import EngineState
+from explorer.rollout import Trial, division, to_try_on
 from explorer.split import Split
-from explorer.trial import Trial, division, to_try_on
 from shared.experience import VersionState
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run

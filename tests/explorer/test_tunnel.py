@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from explorer.tunnel import open_far_end, open_near_end
+from explorer.ray_engine import open_far_end, open_near_end
 
 SECRET = b"s" * 32
 

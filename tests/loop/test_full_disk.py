@@ -14,7 +14,7 @@ import pytest
 import yaml
 from sqlalchemy import select
 
-from explorer.room import RESERVE_SHARE
+from explorer.recorder import RESERVE_SHARE
 from shared import spool_files
 from shared.schema import experiences, feedback
 from tests.doubles import postgres

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from explorer import vllm_api
-from explorer.messages import engine_error_body, to_chat, whole
+from explorer.envelope import engine_error_body
+from explorer.messages import to_chat, whole
 from explorer.messages_stream import MessageStream
 from shared.errors import RequestRefused
 from tests.loop.bare_engine import MODEL

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from shared.experience import Sample, State
 from shared.export import Wish, export
 from shared.export_formats import Format
@@ -209,7 +209,9 @@ def ratios(actor: Actor, samples: Sequence[Sample], *, heat: float = 1.0) -> dic
 
 
 def test_the_ratio_is_one_before_any_update(recorded: Recorded) -> None:
-    accepted, refused = sort_out(recorded.leased, Algorithm(), vocabulary=recorded.actor.vocabulary, group_by="none")
+    accepted, refused = sort_out(
+        recorded.leased, AlgorithmSettings(), vocabulary=recorded.actor.vocabulary, group_by="none"
+    )
     assert refused == {}
     expected = {reply.id for msg_id in recorded.kept for reply in recorded.replies[msg_id]}
     assert {sample.id for sample in accepted} == expected

@@ -35,7 +35,7 @@ from runner.components import (
     tool_success,
 )
 from runner.json_shape import fits
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import Kind
 from shared.reward import Event, reward_of
 

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from shared import database
+from shared.database_url import parse_url
 from shared.errors import EnvironmentRefused, SettingsError
 from shared.ledger import Ledger
 from shared.schema import metadata
@@ -45,7 +46,7 @@ ALL = {table.name for table in metadata.sorted_tables} | {"alembic_version"}
     ],
 )
 def test_every_usual_url_is_understood(url: str, driver: str) -> None:
-    assert database.parse_url(url).drivername == driver
+    assert parse_url(url).drivername == driver
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_every_usual_url_is_understood(url: str, driver: str) -> None:
 )
 def test_a_url_that_cannot_be_used_is_refused_with_the_cure(url: str, reason: str) -> None:
     with pytest.raises(SettingsError, match=f"experience_buffer.path: {reason}") as caught:
-        database.parse_url(url)
+        parse_url(url)
     assert "secret" not in str(caught.value)
 
 

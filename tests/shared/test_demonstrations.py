@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy import event as events_of
 
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import Exchange, Feedback, Kind, Outcome
 from shared.ledger import BatchPolicy, Ledger
 from shared.reward import Event, Reward, definition, reward_of, rule_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.config_monitor import Evaluation, Monitor
+from shared.config_monitor import EvaluationSettings, MonitorSettings
 from shared.errors import EnvironmentRefused, NotEvaluated
 from shared.evaluation_figures import Answered, Figure, figures_of
 from shared.evaluation_tasks import Judge, Task, fingerprint, judge_of
@@ -26,7 +26,7 @@ def by_function(
 
     def make(body: str, name: str = "f") -> Judge:
         (tmp_path / f"{module}.py").write_text(f"def f(question, answer, reply):\n    {body}\n\n\ng = 3\n")
-        judge = judge_of(Evaluation(judge="function", function=f"{module}:{name}"))
+        judge = judge_of(EvaluationSettings(judge="function", function=f"{module}:{name}"))
         assert judge is not None
         return judge
 
@@ -52,15 +52,15 @@ def test_a_function_that_is_not_there_is_refused(
     with pytest.raises(EnvironmentRefused, match=rf"^monitor\.evaluation\.function: .*{reason}"):
         by_function(body, name)
     with pytest.raises(EnvironmentRefused, match="cannot be imported"):
-        judge_of(Evaluation(judge="function", function="no_such_module_here:f"))
+        judge_of(EvaluationSettings(judge="function", function="no_such_module_here:f"))
 
 
 def test_a_function_goes_with_its_judge() -> None:
-    wrong = [Evaluation(judge="function"), Evaluation(function="a.b:c")]
-    assert all(list(Monitor(evaluation=each).contradictions()) for each in wrong)
-    assert not list(Monitor(evaluation=Evaluation(judge="function", function="a.b:c")).contradictions())
+    wrong = [EvaluationSettings(judge="function"), EvaluationSettings(function="a.b:c")]
+    assert all(list(MonitorSettings(evaluation=each).contradictions()) for each in wrong)
+    assert not list(MonitorSettings(evaluation=EvaluationSettings(judge="function", function="a.b:c")).contradictions())
     with pytest.raises(ValueError, match=r"must be package\.module:name"):
-        Evaluation(function="a.b")
+        EvaluationSettings(function="a.b")
 
 
 def test_an_evaluation_comes_to_means_of_all_and_of_each_slice() -> None:
@@ -107,12 +107,12 @@ def test_where_nothing_was_asked_there_is_only_that() -> None:
 
 
 def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
-    alike = fingerprint([TASK], Evaluation())
-    assert alike == fingerprint([TASK], Evaluation(every=3))
+    alike = fingerprint([TASK], EvaluationSettings())
+    assert alike == fingerprint([TASK], EvaluationSettings(every=3))
     others = [
-        ([TASK._replace(form="json")], Evaluation()),
-        ([SUM], Evaluation()),
-        ([TASK], Evaluation(judge="exact")),
-        ([TASK], Evaluation(most_tokens=5)),
+        ([TASK._replace(form="json")], EvaluationSettings()),
+        ([SUM], EvaluationSettings()),
+        ([TASK], EvaluationSettings(judge="exact")),
+        ([TASK], EvaluationSettings(most_tokens=5)),
     ]
     assert all(fingerprint(*each) != alike for each in others)

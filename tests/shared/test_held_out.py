@@ -9,8 +9,9 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.dialects import sqlite
 
-from shared.config import RewardRule, Settings
+from shared.config import Settings
 from shared.config_algorithm import AlgorithmType
+from shared.config_judge import RewardRule
 from shared.experience import HELD_OUT, Exchange, State, pack_ids
 from shared.ledger import BatchPolicy, Ledger
 from shared.ledger_attestation import Mismatch

@@ -8,7 +8,7 @@ from shared.errors import LeaseLost
 from shared.experience import Exchange, State, VersionAction
 from shared.ledger import BatchPolicy, Ledger
 from shared.ledger_attestation import Mismatch
-from shared.ledger_doubts import REASON
+from shared.ledger_recording import REASON
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
 
 FOUND = Mismatch(engine=1, version=0, since=1000.0, until=2000.0, reason="4 nats off", figures={"nats": 4.0})

@@ -5,7 +5,7 @@ import pytest
 from sqlalchemy import Engine, event, select
 
 from shared import database
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.errors import LedgerError
 from shared.experience import Kind, State
 from shared.ledger import BatchPolicy, Ledger

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Engine, delete, select
 
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import Feedback, Kind, Outcome, State
 from shared.ledger import BatchPolicy, Ledger
 from shared.reward import definition

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, select
 
-from shared.config import RewardRule, Settings
+from shared.config import Settings
+from shared.config_judge import RewardRule
 from shared.experience import Sample, State
 from shared.ledger import BatchPolicy, Ledger
 from shared.schema import experiences

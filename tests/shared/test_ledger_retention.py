@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Engine
 
 from shared import ledger_retention
-from shared.config import Retention
+from shared.config_judge import RetentionSettings
 from shared.experience import Kind, State
 from shared.ledger import BatchPolicy, Ledger
 from shared.ledger_retention import bounds_of
@@ -161,8 +161,8 @@ def test_feedback_whose_reply_never_comes_goes_by_the_bound_of_recorded(ledger: 
 
 
 def test_the_settings_say_what_may_stay_how_long() -> None:
-    assert bounds_of(Retention()) == {}
-    assert bounds_of(Retention.model_validate({state.value: 1 + i for i, state in enumerate(EVERYTHING)})) == {
+    assert bounds_of(RetentionSettings()) == {}
+    assert bounds_of(RetentionSettings.model_validate({state.value: 1 + i for i, state in enumerate(EVERYTHING)})) == {
         State.RECORDED: 1.0,
         State.REWARDED: 2.0,
         State.TRAINED: 3.0,

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 
 from shared import ledger_stored
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
 from shared.ledger import BatchPolicy, Ledger
 from shared.ledger_stored import Deletion, Order, listed, tagged

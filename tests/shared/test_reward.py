@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import RewardRule
+from shared.config_judge import RewardRule
 from shared.experience import MAX_REWARD, Kind
 from shared.reward import Event, Reward, default_of, definition, in_window, reward_of, rewarding, rule_of
 

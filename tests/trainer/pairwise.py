@@ -6,14 +6,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.targets import Targets, Totals
 
 
 def loss_of(page: ModuleType) -> Callable[..., object]:
     """The actor's loss of a page, which has no use for the entropy; its totals are the targets' own unless given."""
 
-    def loss(algorithm: Algorithm, targets: Targets, logprobs_BR: torch.Tensor, totals: Totals | None = None):
+    def loss(algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: torch.Tensor, totals: Totals | None = None):
         nothing = torch.zeros_like(logprobs_BR)
         return page.actor_loss(algorithm, targets, logprobs_BR, nothing, totals or targets.totals)
 

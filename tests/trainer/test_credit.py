@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.factories import sample
 from trainer.algorithms.moments import Moments
 from trainer.batch import collate
@@ -35,7 +35,7 @@ def _trajectory(*rewards, run="r", first=1):
 
 def _calls(samples, *, merge=True, limit=None, baselines=None, **algorithm):
     sequences = assemble(samples, merge=merge)
-    return calls_of(Algorithm(**algorithm), sequences, collate(sequences), baselines or {}, limit)
+    return calls_of(AlgorithmSettings(**algorithm), sequences, collate(sequences), baselines or {}, limit)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from shared.ledger import BatchPolicy
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
@@ -23,7 +23,7 @@ SAMPLED, TEACHER = -NORMAL[0].abs() - 0.1, -NORMAL[1].abs() - 0.1
 
 def _algorithm(**but):
     section = {"algorithm_type": "distill", "distill": {"teacher_path": "/t"}, "kl_coef": 0.0} | but
-    return Algorithm.model_validate(section)
+    return AlgorithmSettings.model_validate(section)
 
 
 def _loss(algorithm, logprobs_BR, *, teacher_BR=TEACHER, mask_BR=MASK, totals=None):

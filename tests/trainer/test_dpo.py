@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
@@ -21,7 +21,7 @@ _loss = loss_of(dpo)
 
 
 def _algorithm(**options):
-    return Algorithm.model_validate({"algorithm_type": "dpo", "dpo": options})
+    return AlgorithmSettings.model_validate({"algorithm_type": "dpo", "dpo": options})
 
 
 def _targets(inputs):

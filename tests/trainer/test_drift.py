@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from shared.config import Settings
-from shared.config_monitor import Drift
+from shared.config_monitor import DriftSettings
 from shared.errors import LedgerUnavailable
 from shared.ledger_drift import Reply
 from tests.factories import exchange, experience
@@ -17,7 +17,7 @@ from trainer.drift import ENTROPY, KL, KL_BASE, LENGTH, RATER, REFUSALS, REWARD,
 from trainer.monitors import Monitors
 from trainer.replies import signals, tool_error
 
-SMALL = Drift(baseline=4, window=3)
+SMALL = DriftSettings(baseline=4, window=3)
 
 
 def after(options, *steps, history=None):
@@ -134,7 +134,7 @@ def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps()
 
 
 def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
-    options = Drift(baseline=4, window=3, evaluation_window=10)
+    options = DriftSettings(baseline=4, window=3, evaluation_window=10)
     hacked = trained(options, (0.2, 0.9), (0.8, 0.3))
     assert alarms(options, hacked) == {"reward_hack"}
     still = [(0.8, 0.3)] * 5
@@ -152,7 +152,7 @@ def test_evaluations_further_apart_than_they_are_remembered_are_refused(tmp_path
 
 def test_a_pattern_that_is_none_is_refused():
     with pytest.raises(ValidationError, match="must be a regular expression"):
-        Drift(refusal_patterns=("(",))
+        DriftSettings(refusal_patterns=("(",))
 
 
 # Alarms.
@@ -172,7 +172,7 @@ def test_an_alarm_is_raised_once_and_cleared_once():
 def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_off():
     history = History(raised={"kl": 3})
     assert list(drift.changes(SMALL, history, {})) == []
-    assert list(drift.changes(Drift(kl=None), history, {})) == [("kl", False)]
+    assert list(drift.changes(DriftSettings(kl=None), history, {})) == [("kl", False)]
 
 
 def test_going_back_forgets_what_came_after():
@@ -230,7 +230,7 @@ def test_a_tool_call_is_wrong_if_it_could_not_be_made(made, wrong):
     ],
 )
 def test_refusals_are_recognised_in_english_and_chinese(text, refused):
-    patterns = Drift().refusals_found
+    patterns = DriftSettings().refusals_found
     assert signals([reply(text)] * 16, patterns) == {REFUSALS: refused}
     assert signals([reply(text)] * 15, patterns) == {}
 

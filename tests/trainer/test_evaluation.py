@@ -8,7 +8,7 @@ import torch
 from structlog.testing import capture_logs
 
 from shared import database
-from shared.config_monitor import Evaluation
+from shared.config_monitor import EvaluationSettings
 from shared.errors import EnvironmentRefused
 from shared.evaluation_tasks import is_right, tasks_of
 from shared.ledger import Ledger
@@ -95,7 +95,7 @@ def test_only_so_many_samples_are_asked(held_out):
     ],
 )
 def test_judges(judge, answer, reply, right):
-    assert is_right(answer, reply, Evaluation(judge=judge)) is right
+    assert is_right(answer, reply, EvaluationSettings(judge=judge)) is right
 
 
 @pytest.mark.parametrize(
@@ -126,18 +126,18 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, line, reason):
     good = b'{"prompt": "a", "answer": "b"}\n\n'
     path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
     with pytest.raises(EnvironmentRefused) as refused:
-        tasks_of(Evaluation(path=path, judge="regex"))
+        tasks_of(EvaluationSettings(path=path, judge="regex"))
     assert f"monitor.evaluation.path: {path}, line 3: " in str(refused.value)
     assert reason in str(refused.value)
 
 
 def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path):
     with pytest.raises(EnvironmentRefused, match="cannot be read: No such file or directory"):
-        tasks_of(Evaluation(path=tmp_path / "none"))
+        tasks_of(EvaluationSettings(path=tmp_path / "none"))
     (tmp_path / "empty").write_bytes(b"\n\n")
     with pytest.raises(EnvironmentRefused, match="holds no task"):
-        tasks_of(Evaluation(path=tmp_path / "empty"))
-    assert tasks_of(Evaluation()) == []
+        tasks_of(EvaluationSettings(path=tmp_path / "empty"))
+    assert tasks_of(EvaluationSettings()) == []
 
 
 def test_a_question_that_the_model_cannot_be_asked_is_refused(held_out):

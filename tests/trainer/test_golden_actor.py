@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.golden.fixtures import cases
 from trainer.algorithms.off_policy import importance, needs_start
 from trainer.algorithms.policy_loss import surrogate
@@ -22,7 +22,7 @@ def _algorithm(case, **off_policy):
     """`off_policy` as it is by default, but for what the case says."""
     settings = {name: value for name, value in case.settings.items() if name not in {*OFF_POLICY, "loss_type"}}
     off_policy |= {name: case.settings[name] for name in OFF_POLICY if name in case.settings}
-    return Algorithm.model_validate({"kl_coef": 0.0, "off_policy": off_policy} | settings)
+    return AlgorithmSettings.model_validate({"kl_coef": 0.0, "off_policy": off_policy} | settings)
 
 
 def _targets(case, algorithm):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.calls import alone, calls, targets
 from tests.trainer.golden.fixtures import cases
 from trainer.algorithms import ALGORITHMS, reinforce_pp
@@ -25,7 +25,7 @@ def test_reinforce_plus_plus_is_verls_with_the_divergence_in_the_reward_or_witho
     of = alone(x["mask"], x["scores"])
     reference = x["reference"] if case.settings["kl_coef"] else None
     given = targets(of, sampled_BR=x["sampled"], reference_BR=reference)
-    algorithm = Algorithm.model_validate({"algorithm_type": "reinforce++"} | case.settings)
+    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "reinforce++"} | case.settings)
     prepared, _ = reinforce_pp.prepare(algorithm, given, of, {})
     case.agrees(prepared.advantages_BR, "advantages")
     case.agrees(prepared.returns_BR, "returns")
@@ -36,7 +36,7 @@ def _prepared(case, of):
     scale = case.settings.get("scale", "none")
     options = {"group": {"scale": scale, "step_norm": case.settings.get("step_norm", False)}}
     options |= {"baseline": {"kind": "batch", "scale": "none"}}
-    algorithm = Algorithm.model_validate({"algorithm_type": kind, "kl_coef": 0.0} | options)
+    algorithm = AlgorithmSettings.model_validate({"algorithm_type": kind, "kl_coef": 0.0} | options)
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets(of), of, {})
     return prepared.advantages_BR[:, 0]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.golden.fixtures import cases
 from trainer.algorithms import distill
 from trainer.algorithms.targets import Targets
@@ -13,7 +13,7 @@ from trainer.algorithms.targets import Targets
 
 def _algorithm(**settings):
     given = {"algorithm_type": "distill", "distill": {"teacher_path": "/t"}, "kl_coef": 0.0}
-    return Algorithm.model_validate(given | settings)
+    return AlgorithmSettings.model_validate(given | settings)
 
 
 def _loss(algorithm, targets, logprobs_BR):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.golden.fixtures import cases
 from trainer.algorithms.estimators import kl
 from trainer.algorithms.off_policy import importance
@@ -20,7 +20,7 @@ def _algorithm(case):
     settings = {name: value for name, value in case.settings.items() if name not in ELSEWHERE}
     weights = {name: case.settings[name] for name in OFF_POLICY if name in case.settings}
     off_policy = {"correction": "none"} | weights | {"proximal": "recomputed"}
-    return Algorithm.model_validate({"kl_coef": 0.0, "off_policy": off_policy} | settings)
+    return AlgorithmSettings.model_validate({"kl_coef": 0.0, "off_policy": off_policy} | settings)
 
 
 def _targets(case, algorithm):
@@ -97,7 +97,7 @@ def test_the_divergences_are_theirs(case):
 
 @pytest.mark.parametrize("case", cases("value_loss"), ids=str)
 def test_the_value_loss_is_theirs(case):
-    x, algorithm = case.inputs, Algorithm.model_validate(case.settings)
+    x, algorithm = case.inputs, AlgorithmSettings.model_validate(case.settings)
     targets = Targets(mask_BR=x["mask"], sampled_BR=x["old"], values_BR=x["old"], returns_BR=x["returns"])
     totals = Totals(tokens=int(x["mask"].sum()), sequences=6, units=6)
     loss, gradient = _with_gradient(lambda now: critic_loss(algorithm, targets, now, totals).value, x["values"])

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.calls import calls, targets
 from trainer.algorithms import grpo
 
 
 def _advantages(of, given=None, **group):
-    algorithm = Algorithm.model_validate({"algorithm_type": "grpo", "group": group, "kl_coef": 0.5, "kl_in": "reward"})
+    algorithm = AlgorithmSettings.model_validate(
+        {"algorithm_type": "grpo", "group": group, "kl_coef": 0.5, "kl_in": "reward"}
+    )
     prepared, baselines = grpo.prepare(algorithm, given or targets(of), of, {"other": (1.0, 1.0, 1.0)})
     assert baselines == {"other": (1.0, 1.0, 1.0)}
     return prepared.advantages_BR

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.sums.model import build, save
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from trainer.imitation import imitable, with_demonstrations
@@ -20,7 +20,7 @@ END = 256
 
 
 def _algorithm(kind="sft", **options):
-    return Algorithm.model_validate({"algorithm_type": kind, "sft": options})
+    return AlgorithmSettings.model_validate({"algorithm_type": kind, "sft": options})
 
 
 def _left(refused):

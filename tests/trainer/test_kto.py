@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
@@ -19,7 +19,7 @@ _loss = loss_of(kto)
 
 
 def _algorithm(**options):
-    return Algorithm.model_validate({"algorithm_type": "kto", "kto": options})
+    return AlgorithmSettings.model_validate({"algorithm_type": "kto", "kto": options})
 
 
 def _targets(inputs):

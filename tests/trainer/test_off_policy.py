@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm, OffPolicy
+from shared.config_algorithm import AlgorithmSettings, OffPolicySettings
 from trainer.algorithms.off_policy import importance, needs_start
 from trainer.algorithms.policy_loss import surrogate
 from trainer.algorithms.targets import Targets
@@ -26,34 +26,34 @@ START = SAMPLED + torch.tensor([[math.log(4.0), math.log(0.25), 5.0], [math.log(
     ],
 )
 def test_weights_of_a_recomputed_start(correction, level, expected):
-    options = OffPolicy(proximal="recomputed", correction=correction, level=level, low=0.5, high=2.0)
+    options = OffPolicySettings(proximal="recomputed", correction=correction, level=level, low=0.5, high=2.0)
     weights, _ = importance(options, START, SAMPLED, MASK)
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 def test_a_geometric_weight_is_of_the_mean_log_ratio():
     start = SAMPLED + torch.tensor([[math.log(4.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
-    options = OffPolicy(proximal="recomputed", level="geometric", high=10.0)
+    options = OffPolicySettings(proximal="recomputed", level="geometric", high=10.0)
     weights, _ = importance(options, start, SAMPLED, MASK)
     torch.testing.assert_close(weights[0], torch.tensor([2.0, 2.0, 0.0]))
 
 
 def test_with_the_ratio_against_what_was_sampled_a_mask_counts_no_weight_twice():
-    weights, told = importance(OffPolicy(correction="mask", low=0.5, high=2.0), START, SAMPLED, MASK)
+    weights, told = importance(OffPolicySettings(correction="mask", low=0.5, high=2.0), START, SAMPLED, MASK)
     assert weights.tolist() == [[0, 0, 0], [1, 0, 0]]
     assert told["off_policy/outside"] == pytest.approx(2 / 3)
 
 
 def test_weights_say_how_much_of_the_batch_counts():
-    _, even = importance(OffPolicy(proximal="recomputed"), SAMPLED, SAMPLED, MASK)
+    _, even = importance(OffPolicySettings(proximal="recomputed"), SAMPLED, SAMPLED, MASK)
     assert (even["off_policy/weight_mean"], even["off_policy/effective_sample_size"]) == pytest.approx((1.0, 1.0))
-    _, uneven = importance(OffPolicy(proximal="recomputed"), START, SAMPLED, MASK)
+    _, uneven = importance(OffPolicySettings(proximal="recomputed"), START, SAMPLED, MASK)
     assert uneven["off_policy/weight_max"] == pytest.approx(4.0)
     cut = (2 + 0.25 + 1.5) ** 2 / (4 + 0.0625 + 2.25) / 3
     assert uneven["off_policy/effective_sample_size"] == pytest.approx(cut)
-    _, masked = importance(OffPolicy(correction="mask"), START, SAMPLED, MASK)
+    _, masked = importance(OffPolicySettings(correction="mask"), START, SAMPLED, MASK)
     assert masked["off_policy/effective_sample_size"] == pytest.approx(1 / 3)
-    _, nothing = importance(OffPolicy(correction="mask"), SAMPLED + 1.0, SAMPLED, MASK)
+    _, nothing = importance(OffPolicySettings(correction="mask"), SAMPLED + 1.0, SAMPLED, MASK)
     assert (nothing["off_policy/outside"], nothing["off_policy/effective_sample_size"]) == (1.0, 0.0)
 
 
@@ -61,7 +61,7 @@ def test_an_absurd_ratio_is_a_finite_weight():
     far = torch.full((1, 1), 3e5)
     for each in (far, -far):
         weights, told = importance(
-            OffPolicy(proximal="recomputed"), each, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+            OffPolicySettings(proximal="recomputed"), each, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
         )
         assert weights.isfinite().all()
         assert all(math.isfinite(value) for value in told.values())
@@ -72,7 +72,7 @@ def test_an_absurd_ratio_is_a_finite_weight():
     [({}, False), ({"correction": "mask"}, True), ({"proximal": "recomputed"}, True), ({"correction": "none"}, False)],
 )
 def test_the_start_is_asked_for_only_where_it_counts(options, needed):
-    assert needs_start(OffPolicy(**options)) is needed
+    assert needs_start(OffPolicySettings(**options)) is needed
 
 
 def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
@@ -84,8 +84,8 @@ def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
     torch.manual_seed(0)
     behaviour = torch.tensor([0.04, 0.9, 0.03, 0.03])
     rewards = torch.tensor([1.0, 0.6, 0.0, 0.0])
-    options = OffPolicy(correction=correction, proximal=proximal, low=0.0, high=50.0)
-    algorithm = Algorithm(off_policy=options, kl_coef=0.0, dual_clip=None, clip_range_high=clip_range_high)
+    options = OffPolicySettings(correction=correction, proximal=proximal, low=0.0, high=50.0)
+    algorithm = AlgorithmSettings(off_policy=options, kl_coef=0.0, dual_clip=None, clip_range_high=clip_range_high)
     logits = torch.zeros(4, requires_grad=True)
     optimizer = torch.optim.SGD([logits], lr=0.2)
     for _ in range(150):

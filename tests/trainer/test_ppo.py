@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.policy_loss import clipped as policy_loss
 from trainer.algorithms.policy_loss import surrogate
 from trainer.algorithms.ppo import critic_loss, prepare, value_loss
@@ -74,7 +74,7 @@ def _targets(reference=None):
 
 
 def test_the_actor_loss_adds_policy_divergence_and_entropy_each_as_a_mean_over_tokens():
-    algorithm = Algorithm(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
+    algorithm = AlgorithmSettings(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
     reference = torch.tensor([[-2.0, -2.0], [-1.0, 7.0]])
     loss, metrics = surrogate(algorithm, _targets(reference), _targets().sampled_BR, torch.full((2, 2), 3.0), TOTALS)
     assert loss.item() == pytest.approx(-2 / 3 + 0.1 * 0.5 / 3 - 0.01 * 3)
@@ -85,7 +85,9 @@ def test_the_actor_loss_adds_policy_divergence_and_entropy_each_as_a_mean_over_t
 
 
 def test_without_a_reference_there_is_no_divergence():
-    loss, metrics = surrogate(Algorithm(kl_coef=0.1), _targets(), _targets().sampled_BR, torch.zeros(2, 2), TOTALS)
+    loss, metrics = surrogate(
+        AlgorithmSettings(kl_coef=0.1), _targets(), _targets().sampled_BR, torch.zeros(2, 2), TOTALS
+    )
     assert loss.item() == pytest.approx(-2 / 3)
     assert "actor/kl_loss" not in metrics
 
@@ -93,44 +95,45 @@ def test_without_a_reference_there_is_no_divergence():
 def test_the_mismatch_is_how_far_the_sampling_distribution_is_from_the_current_one():
     """One token of three is now half as likely: (0.5 - 1 - log 0.5) / 3."""
     now = _targets().sampled_BR + torch.tensor([[math.log(0.5), 0.0], [0.0, 0.0]])
-    _, metrics = surrogate(Algorithm(), _targets(), now, torch.zeros(2, 2), TOTALS)
+    _, metrics = surrogate(AlgorithmSettings(), _targets(), now, torch.zeros(2, 2), TOTALS)
     assert metrics["mismatch_kl/mean"].item() == pytest.approx((0.5 - 1 + math.log(2)) / 3)
 
 
 def test_the_critic_loss_is_a_mean_over_tokens():
-    loss, metrics = critic_loss(Algorithm(), _targets(), torch.zeros(2, 2), TOTALS)
+    loss, metrics = critic_loss(AlgorithmSettings(), _targets(), torch.zeros(2, 2), TOTALS)
     assert loss.item() == metrics["critic/vf_loss"].item() == pytest.approx(1 / 3)
 
 
 def test_the_loss_is_the_sum_of_its_micro_batches():
     targets, now = _targets(), torch.tensor([[-1.1, -1.7], [-0.6, 0.0]])
-    whole = surrogate(Algorithm(), targets, now, torch.ones(2, 2), TOTALS).value
+    whole = surrogate(AlgorithmSettings(), targets, now, torch.ones(2, 2), TOTALS).value
     rows = [torch.tensor([0]), torch.tensor([1])]
     parts = [
-        surrogate(Algorithm(), targets.rows(row, now[row]), now[row], torch.ones(1, 2), TOTALS).value for row in rows
+        surrogate(AlgorithmSettings(), targets.rows(row, now[row]), now[row], torch.ones(1, 2), TOTALS).value
+        for row in rows
     ]
     torch.testing.assert_close(sum(parts), whole)
 
 
 def test_advantages_are_whitened_but_returns_are_not():
     targets, calls = _rewarded(1.0, 3.0)
-    whitened, _ = prepare(Algorithm(), targets, calls, {})
+    whitened, _ = prepare(AlgorithmSettings(), targets, calls, {})
     assert whitened.returns_BR.tolist() == [[1.0], [3.0]]
     torch.testing.assert_close(whitened.advantages_BR, torch.tensor([[-(0.5**0.5)], [0.5**0.5]]))
-    plain, _ = prepare(Algorithm(whiten_advantages=False), targets, calls, {})
+    plain, _ = prepare(AlgorithmSettings(whiten_advantages=False), targets, calls, {})
     assert plain.advantages_BR.tolist() == [[1.0], [3.0]]
 
 
 def test_negative_advantages_are_damped_by_their_own_factor():
     targets, calls = _rewarded(1.0, 3.0)
-    damped, _ = prepare(Algorithm(negative_scale=0.5), targets, calls, {})
+    damped, _ = prepare(AlgorithmSettings(negative_scale=0.5), targets, calls, {})
     torch.testing.assert_close(damped.advantages_BR, torch.tensor([[-0.5 * 0.5**0.5], [0.5**0.5]]))
 
 
 def test_a_divergence_in_the_reward_is_taken_from_each_token():
     targets, calls = _rewarded(1.0, 3.0)
     away = replace(targets, reference_BR=torch.full((2, 1), -2.0))
-    algorithm = Algorithm(kl_in="reward", kl_estimator="k1", kl_coef=0.5, whiten_advantages=False)
+    algorithm = AlgorithmSettings(kl_in="reward", kl_estimator="k1", kl_coef=0.5, whiten_advantages=False)
     charged, _ = prepare(algorithm, away, calls, {})
     assert charged.advantages_BR.tolist() == [[0.0], [2.0]]
     loss, _ = surrogate(algorithm, charged, charged.sampled_BR, torch.zeros(2, 1), Totals(2, 2, 2))
@@ -158,8 +161,8 @@ def _rewarded(*rewards):
 def test_where_all_are_rewarded_alike_the_critic_s_error_is_not_whitened_into_advantages():
     targets, calls = _rewarded(1.0, 1.0, 1.0)
     unsure = replace(targets, values_BR=torch.tensor([[0.99], [1.0], [1.01]]))
-    prepared, _ = prepare(Algorithm(), unsure, calls, {})
+    prepared, _ = prepare(AlgorithmSettings(), unsure, calls, {})
     assert prepared.advantages_BR.tolist() == [[0.0], [0.0], [0.0]]
     assert prepared.returns_BR.tolist() == [[1.0], [1.0], [1.0]]
-    plain, _ = prepare(Algorithm(whiten_advantages=False), unsure, calls, {})
+    plain, _ = prepare(AlgorithmSettings(whiten_advantages=False), unsure, calls, {})
     assert plain.advantages_BR[0].item() == pytest.approx(0.01)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.calls import calls, targets
 from trainer.algorithms import reinforce
 
@@ -12,7 +12,7 @@ def _step(rewards, baselines=None, tasks=None, given=None, **baseline):
     """The advantages of a call each, and what is remembered."""
     of = calls(torch.tensor(rewards, dtype=torch.float64), tasks=tasks)
     options = {"kl_coef": 0.5, "kl_in": "reward", "baseline": {"decay": 0.5, "scale": "none"} | baseline}
-    algorithm = Algorithm.model_validate({"algorithm_type": "reinforce"} | options)
+    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "reinforce"} | options)
     prepared, after = reinforce.prepare(algorithm, given or targets(of), of, baselines or {})
     return prepared.advantages_BR[:, 0].tolist(), after
 
@@ -123,11 +123,13 @@ def test_a_call_pays_for_the_divergence_of_its_tokens():
 
 def test_every_token_of_a_call_has_its_advantage_also_in_a_merged_sequence():
     of = calls([0.0, 4.0], of_BR=torch.tensor([[0, 0, -1, 1]]))
-    prepared, _ = reinforce.prepare(Algorithm.model_validate({"baseline": {"scale": "none"}}), targets(of), of, {})
+    prepared, _ = reinforce.prepare(
+        AlgorithmSettings.model_validate({"baseline": {"scale": "none"}}), targets(of), of, {}
+    )
     assert prepared.advantages_BR.tolist() == [[-2, -2, 0, 2]]
 
 
 def test_a_decay_of_one_is_refused():
     """Nothing would be remembered: every mean would be 0 / 0."""
-    (sentence,) = Algorithm.model_validate({"baseline": {"decay": 1.0}}).contradictions()
+    (sentence,) = AlgorithmSettings.model_validate({"baseline": {"decay": 1.0}}).contradictions()
     assert sentence.startswith("algorithm.baseline.decay: ")

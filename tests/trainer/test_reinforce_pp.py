@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.calls import calls, targets
 from trainer.algorithms import reinforce_pp
 
@@ -12,7 +12,7 @@ OF_BR = torch.tensor([[0, 0, -1, 1], [2, -1, -1, -1]])
 
 
 def _prepared(of, given=None, **but):
-    algorithm = Algorithm.model_validate({"algorithm_type": "reinforce++", "whiten_advantages": False} | but)
+    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "reinforce++", "whiten_advantages": False} | but)
     return reinforce_pp.prepare(algorithm, given or targets(of), of, {})[0]
 
 

@@ -2,13 +2,13 @@
 
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.calls import calls, targets
 from trainer.algorithms import rloo
 
 
 def _advantages(of):
-    prepared, _ = rloo.prepare(Algorithm(algorithm_type="rloo"), targets(of), of, {})
+    prepared, _ = rloo.prepare(AlgorithmSettings(algorithm_type="rloo"), targets(of), of, {})
     return prepared.advantages_BR
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from trainer.selection import sort_out, untrainable
 
-PPO = Algorithm()
+PPO = AlgorithmSettings()
 
 
 def _ids(*values):
@@ -65,13 +65,13 @@ def test_without_groups_a_run_may_be_alone():
 def test_imitation_needs_no_sampling():
     cold = sample(1, temperature=0.0, logprobs=np.full_like(sample(1).logprobs, np.nan))
     for method in ("sft", "raft", "dpo", "kto"):
-        assert untrainable(cold, Algorithm(algorithm_type=method), vocabulary=VOCABULARY) is None
+        assert untrainable(cold, AlgorithmSettings(algorithm_type=method), vocabulary=VOCABULARY) is None
 
 
 def test_replies_cut_at_their_limit_are_trained_on_unless_the_settings_say_no():
     cut = sample(1, finish_reason="length")
     assert untrainable(cut, PPO, vocabulary=VOCABULARY) is None
-    reason = untrainable(cut, Algorithm(overlong={"train": False}), vocabulary=VOCABULARY)
+    reason = untrainable(cut, AlgorithmSettings(overlong={"train": False}), vocabulary=VOCABULARY)
     assert reason is not None
     assert "limit" in reason
 
@@ -85,10 +85,12 @@ def _group(rewards, first=0):
 
 def test_a_group_that_is_rewarded_alike_is_left_out_by_methods_that_compare():
     alike, mixed = _group([1.0, 1.0, 1.0]), _group([0.0, 1.0], first=10)
-    kept, refused = sort_out([*alike, *mixed], Algorithm(algorithm_type="grpo"), vocabulary=250, group_by="task")
+    kept, refused = sort_out(
+        [*alike, *mixed], AlgorithmSettings(algorithm_type="grpo"), vocabulary=250, group_by="task"
+    )
     assert kept == mixed
     assert list(refused.values()) == [alike]
-    keep = Algorithm(algorithm_type="grpo", group={"drop_constant": False})
+    keep = AlgorithmSettings(algorithm_type="grpo", group={"drop_constant": False})
     assert sort_out([*alike, *mixed], keep, vocabulary=250, group_by="task") == ([*alike, *mixed], {})
     assert sort_out([*alike, *mixed], PPO, vocabulary=250, group_by="task") == ([*alike, *mixed], {})
 

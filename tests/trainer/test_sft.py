@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.nn.functional import cross_entropy
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from tests.trainer.factories import sample
 from trainer import snapshot
 from trainer.algorithms import sft
@@ -30,12 +30,12 @@ def _loss(algorithm, mask_BR, logprobs_BR, totals=None):
 
 def test_it_is_torch_s_cross_entropy_over_the_reply():
     expected = cross_entropy(LOGITS[MASK], SAID[MASK])
-    torch.testing.assert_close(_loss(Algorithm(), MASK, LOGPROBS).value, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(_loss(AlgorithmSettings(), MASK, LOGPROBS).value, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would(mode):
-    algorithm = Algorithm(loss_agg_mode=mode)
+    algorithm = AlgorithmSettings(loss_agg_mode=mode)
     whole = _loss(algorithm, MASK, LOGPROBS).value
     totals = Targets(mask_BR=MASK, sampled_BR=LOGPROBS).totals
     cuts = (slice(0, 1), slice(1, 4))
@@ -46,7 +46,9 @@ def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would(mod
 
 def test_masked_tokens_change_nothing():
     strange = torch.where(MASK, LOGPROBS, float("nan"))
-    assert torch.equal(_loss(Algorithm(), MASK, strange).value, _loss(Algorithm(), MASK, LOGPROBS).value)
+    assert torch.equal(
+        _loss(AlgorithmSettings(), MASK, strange).value, _loss(AlgorithmSettings(), MASK, LOGPROBS).value
+    )
 
 
 @pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"demonstration_value": 1.0}, 0)])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms import (
     distill,
     dpo,
@@ -24,9 +24,9 @@ from trainer.algorithms.moments import Baselines
 from trainer.algorithms.policy_loss import surrogate
 from trainer.algorithms.targets import Calls, Loss, Targets, Totals
 
-Prepare = Callable[[Algorithm, Targets, Calls, Baselines], tuple[Targets, Baselines]]
-ActorLoss = Callable[[Algorithm, Targets, Tensor, Tensor, Totals], Loss]
-CriticLoss = Callable[[Algorithm, Targets, Tensor, Totals], Loss]
+Prepare = Callable[[AlgorithmSettings, Targets, Calls, Baselines], tuple[Targets, Baselines]]
+ActorLoss = Callable[[AlgorithmSettings, Targets, Tensor, Tensor, Totals], Loss]
+CriticLoss = Callable[[AlgorithmSettings, Targets, Tensor, Totals], Loss]
 
 
 class Asks(NamedTuple):
@@ -57,30 +57,30 @@ class Page:
     An algorithm without `critic_loss` has no critic.
     """
 
-    asks: Callable[[Algorithm], Asks]
+    asks: Callable[[AlgorithmSettings], Asks]
     prepare: Prepare
     actor_loss: ActorLoss
     critic_loss: CriticLoss | None = None
 
 
-def policy_gradient(algorithm: Algorithm) -> Asks:
+def policy_gradient(algorithm: AlgorithmSettings) -> Asks:
     """What every policy gradient asks for."""
     return Asks(reference=algorithm.kl_coef > 0, start=off_policy.needs_start(algorithm.off_policy))
 
 
-def _preference(algorithm: Algorithm) -> Asks:
+def _preference(algorithm: AlgorithmSettings) -> Asks:
     return Asks(reference=not algorithm.dpo.reference_free, tempered=False, pairs=True)
 
 
-def _by_itself(algorithm: Algorithm) -> Asks:
+def _by_itself(algorithm: AlgorithmSettings) -> Asks:
     return Asks(reference=True, tempered=False, mismatched=True)
 
 
-def _imitation(algorithm: Algorithm) -> Asks:
+def _imitation(algorithm: AlgorithmSettings) -> Asks:
     return Asks(tempered=False)
 
 
-def _of_a_teacher(algorithm: Algorithm) -> Asks:
+def _of_a_teacher(algorithm: AlgorithmSettings) -> Asks:
     if algorithm.distill.mode == "replies":
         return _imitation(algorithm)
     return policy_gradient(algorithm)._replace(teacher=True)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms import sft
 from trainer.algorithms.estimators import MAX_LOG_RATIO, token_mean
 from trainer.algorithms.moments import Baselines
@@ -26,12 +26,16 @@ from trainer.algorithms.policy_loss import surrogate
 from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """Advantages depend on the policy of the moment: they are made in the loss."""
     return targets, baselines
 
 
-def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+def actor_loss(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
     """The loss of a micro-batch."""
     if algorithm.distill.mode == "replies":
         return sft.actor_loss(algorithm, targets, logprobs_BR, entropy_BR, totals)

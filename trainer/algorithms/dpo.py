@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import token_mean
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.preferences import log_ratios, sequence_sums
 from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """Signs and units of rows that come as chosen, rejected, chosen, rejected, …"""
     rows = torch.arange(len(targets.mask_BR))
     if len(rows) % 2:
@@ -32,7 +34,9 @@ def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Bas
     return replace(targets, signs_B=1 - 2 * (rows % 2), units_B=rows // 2), baselines
 
 
-def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+def actor_loss(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
     """The loss of a micro-batch of whole pairs."""
     policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
     rewards_B = algorithm.dpo.beta * (policy_B if algorithm.dpo.reference_free else log_ratios(targets, logprobs_BR))

@@ -8,7 +8,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.targets import Totals
 
 #: A log-ratio beyond this is cut, so that its exponential stays finite in float32.
@@ -20,7 +20,7 @@ def token_mean(each_BR: Tensor, mask_BR: Tensor, tokens: int) -> Tensor:
     return torch.where(mask_BR, each_BR, 0.0).sum() / tokens
 
 
-def aggregate(algorithm: Algorithm, each_BR: Tensor, mask_BR: Tensor, totals: Totals) -> Tensor:
+def aggregate(algorithm: AlgorithmSettings, each_BR: Tensor, mask_BR: Tensor, totals: Totals) -> Tensor:
     """A micro-batch's share in the mean of a mini-batch, by `loss_agg_mode` (the names are verl's).
 
         token-mean                 sum / tokens                               DAPO, arXiv 2503.14476, eq. 8

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import damped
 from trainer.algorithms.policy_loss import less_divergence
 from trainer.algorithms.targets import Calls, Targets
@@ -24,19 +24,19 @@ class Scores(NamedTuple):
     groups_K: Tensor
 
     @classmethod
-    def of_means(cls, algorithm: Algorithm, targets: Targets, calls: Calls) -> Self:
+    def of_means(cls, algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Self:
         """The mean of the rewards of a run's calls."""
         rewards_K = sums(calls.rewards_C, calls.runs_C) / counts(calls.runs_C)
         return cls._of(rewards_K, algorithm, targets, calls)
 
     @classmethod
-    def of_last(cls, algorithm: Algorithm, targets: Targets, calls: Calls) -> Self:
+    def of_last(cls, algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Self:
         """The reward of a run's last call."""
         rewards_K = sums(torch.where(calls.last_C, calls.rewards_C, 0.0), calls.runs_C)
         return cls._of(rewards_K, algorithm, targets, calls)
 
     @classmethod
-    def _of(cls, rewards_K: Tensor, algorithm: Algorithm, targets: Targets, calls: Calls) -> Self:
+    def _of(cls, rewards_K: Tensor, algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Self:
         """With `kl_in: reward` a run pays for the divergence of all its tokens."""
         paid_K = sums(less_divergences(algorithm, targets, calls), calls.runs_C)
         groups_K = torch.zeros(len(rewards_K), dtype=torch.long).index_copy(0, calls.runs_C, calls.groups_C)
@@ -68,13 +68,13 @@ class Scores(NamedTuple):
                 return centred_K / (variance_G.sqrt()[self.groups_K] + EPSILON)
 
 
-def advantages(algorithm: Algorithm, calls: Calls, each_K: Tensor) -> Tensor:
+def advantages(algorithm: AlgorithmSettings, calls: Calls, each_K: Tensor) -> Tensor:
     """A run's advantage at each token of all its calls, negative ones times `negative_scale`; of shape BR."""
     spread_BR = calls.spread(each_K.to(calls.rewards_C.dtype)[calls.runs_C])
     return damped(spread_BR, algorithm.negative_scale)
 
 
-def less_divergences(algorithm: Algorithm, targets: Targets, calls: Calls) -> Tensor:
+def less_divergences(algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Tensor:
     """What each call pays, with `kl_in: reward`, for its tokens' divergence from the base model; of shape C, <= 0."""
     paid_BR = less_divergence(algorithm, targets, torch.zeros_like(targets.sampled_BR))
     inside_BR = calls.of_BR >= 0

@@ -17,13 +17,15 @@ DAPO's sampling of more groups in the place of constant ones.
 
 from dataclasses import replace
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.groups import Scores, advantages
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.targets import Calls, Targets
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
     each_K = Scores.of_means(algorithm, targets, calls).scaled(algorithm.group.scale)
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

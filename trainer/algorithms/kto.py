@@ -17,21 +17,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import token_mean
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.preferences import log_ratios, sequence_sums
 from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """1 for the desirable rows, -1 for the others; the divergence is never negative."""
     rewards_B = calls.rewards_C.new_zeros(len(targets.mask_BR)).index_copy(0, calls.rows_C, calls.rewards_C)
     signs_B = torch.where(rewards_B >= algorithm.kto.threshold, 1, -1)
     return replace(targets, signs_B=signs_B, divergence=given(targets.divergence).clamp(min=0)), baselines
 
 
-def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+def actor_loss(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
     """The loss of a micro-batch."""
     options, divergence = algorithm.kto, given(targets.divergence)
     ratios_B, signs_B = log_ratios(targets, logprobs_BR), given(targets.signs_B)

@@ -13,13 +13,15 @@ Left out: rewards of the calls before the last; `std_threshold` (`group.drop_con
 
 from dataclasses import replace
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.groups import Scores, advantages, counts
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.targets import Calls, Targets
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
     each_K = Scores.of_last(algorithm, targets, calls).scaled(algorithm.group.scale)
     if algorithm.group.step_norm:

@@ -16,17 +16,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import OffPolicy
+from shared.config_algorithm import OffPolicySettings
 from trainer.algorithms.estimators import MAX_LOG_RATIO
 
 
-def needs_start(options: OffPolicy) -> bool:
+def needs_start(options: OffPolicySettings) -> bool:
     """Whether the log-probabilities at the start of the step are looked at."""
     return options.proximal == "recomputed" or options.correction == "mask"
 
 
 def importance(
-    options: OffPolicy, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor
+    options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor
 ) -> tuple[Tensor, Mapping[str, float]]:
     """The weight of each token, 0 outside the mask, and what can be said of them."""
     ratio_BR = _log_ratio(options, start_BR, sampled_BR, mask_BR).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -43,7 +43,7 @@ def importance(
     return weights_BR, _told(ratio_BR[mask_BR], within_BR[mask_BR], weights_BR[mask_BR])
 
 
-def _log_ratio(options: OffPolicy, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor) -> Tensor:
+def _log_ratio(options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor) -> Tensor:
     log_ratio_BR = torch.where(mask_BR, start_BR - sampled_BR, 0.0)
     if options.level == "token":
         return log_ratio_BR

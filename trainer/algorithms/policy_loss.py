@@ -12,7 +12,7 @@ each averaged as `loss_agg_mode` says, over the whole mini-batch, however it is 
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import MAX_LOG_RATIO, aggregate, kl, token_mean
 from trainer.algorithms.targets import Loss, Targets, Totals, given
 
@@ -30,7 +30,9 @@ def clipped(
     return loss_BR, held_BR > free_BR
 
 
-def surrogate(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+def surrogate(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
     """The actor's loss on a micro-batch, from `targets.advantages_BR`."""
 
     def mean(each_BR: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ def surrogate(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entro
     return Loss(loss, {name: value.detach() for name, value in metrics.items()})
 
 
-def less_divergence(algorithm: Algorithm, targets: Targets, paid_BR: Tensor) -> Tensor:
+def less_divergence(algorithm: AlgorithmSettings, targets: Targets, paid_BR: Tensor) -> Tensor:
     """The rewards, less `kl_coef` times each token's divergence from the base model if that counts in the reward."""
     if algorithm.kl_in != "reward" or targets.reference_BR is None:
         return paid_BR

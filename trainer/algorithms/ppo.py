@@ -16,14 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import damped, gae, token_mean, whiten
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.policy_loss import less_divergence
 from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """Advantages and returns of a whole batch."""
     advantages_BR, returns_BR = gae(
         less_divergence(algorithm, targets, calls.paid_BR),
@@ -41,7 +43,7 @@ def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Bas
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines
 
 
-def _anything_better(algorithm: Algorithm, calls: Calls) -> bool:
+def _anything_better(algorithm: AlgorithmSettings, calls: Calls) -> bool:
     """Whether some replies were rewarded better than others. If none was, what is left to whiten is the critic's error.
 
     It would be scaled up to variance 1, and the actor would follow it.
@@ -57,7 +59,7 @@ def value_loss(values_BR: Tensor, old_BR: Tensor, returns_BR: Tensor, *, clip_ra
     return 0.5 * torch.maximum(free_BR, held_BR), held_BR > free_BR
 
 
-def critic_loss(algorithm: Algorithm, targets: Targets, values_BR: Tensor, totals: Totals) -> Loss:
+def critic_loss(algorithm: AlgorithmSettings, targets: Targets, values_BR: Tensor, totals: Totals) -> Loss:
     """The critic's loss on a micro-batch: always the mean over tokens."""
     each_BR, clipped_BR = value_loss(
         values_BR, given(targets.values_BR), given(targets.returns_BR), clip_range=algorithm.value_clip_range

@@ -28,8 +28,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
-from shared.config_algorithm import Baseline as Options
+from shared.config_algorithm import AlgorithmSettings
+from shared.config_algorithm import BaselineSettings as Options
 from trainer.algorithms.estimators import damped
 from trainer.algorithms.groups import EPSILON, less_divergences
 from trainer.algorithms.moments import Baselines, Moments, standard, updated
@@ -41,7 +41,9 @@ _ALL = "reinforce"
 _TASK = "reinforce/"
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """The advantages of a batch, and what is remembered of it."""
     options = algorithm.baseline
     scores_C = calls.rewards_C.double() + less_divergences(algorithm, targets, calls)

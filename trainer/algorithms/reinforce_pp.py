@@ -15,14 +15,16 @@ from dataclasses import replace
 
 import torch
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import damped, gae, whiten
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.policy_loss import less_divergence
 from trainer.algorithms.targets import Calls, Targets
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """Advantages and returns of a whole batch: with values of 0 and lambda 1, GAE is the return."""
     paid_BR = less_divergence(algorithm, targets, calls.paid_BR)
     nothing_BR = torch.zeros_like(paid_BR)

@@ -15,13 +15,15 @@ deviation (`group.scale` is not looked at); whitening.
 
 from dataclasses import replace
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.groups import Scores, advantages
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.targets import Calls, Targets
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
     scores = Scores.of_means(algorithm, targets, calls)
     others_K = (scores.sizes_K - 1).clamp(min=1)

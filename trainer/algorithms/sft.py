@@ -11,18 +11,22 @@ prompt's own tokens.
 
 from torch import Tensor
 
-from shared.config_algorithm import Algorithm
+from shared.config_algorithm import AlgorithmSettings
 from trainer.algorithms.estimators import aggregate, token_mean
 from trainer.algorithms.moments import Baselines
 from trainer.algorithms.targets import Calls, Loss, Targets, Totals
 
 
-def prepare(algorithm: Algorithm, targets: Targets, calls: Calls, baselines: Baselines) -> tuple[Targets, Baselines]:
+def prepare(
+    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+) -> tuple[Targets, Baselines]:
     """There is nothing to prepare."""
     return targets, baselines
 
 
-def actor_loss(algorithm: Algorithm, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals) -> Loss:
+def actor_loss(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
     """The loss of a micro-batch."""
     loss = aggregate(algorithm, -logprobs_BR, targets.mask_BR, totals)
     metrics = {

@@ -1,4 +1,0 @@
-"""Whose requests these are."""
-
-#: Everybody's, while there are no keys that tell tenants apart.
-TENANT = "default"

@@ -24,6 +24,7 @@ check: ## style, types, import contracts, and the house's rules: names, sizes, o
 	@test -x $(VENV)/bin/lint-imports || scripts/install dev
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@scripts/links build/links
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports
 	@$(VENV)/bin/python -m pytest -q tests/house

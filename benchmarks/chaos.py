@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.loop.kills import run
+from tests.loop.harness.kills import run
 
 
 def main() -> int:

@@ -13,12 +13,12 @@ from sqlalchemy import Engine, update
 from benchmarks.databases import Databases, connected
 from benchmarks.load import replies
 from benchmarks.recording import DIFFERENT, exchange
-from shared import database
-from shared.codec import to_blob
-from shared.experience import State
-from shared.ledger import BatchPolicy, Ledger
-from shared.schema import experiences
 from tests.factories import fill
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.ledger.storage.codec import to_blob
+from tuneloop.shared.ledger.storage.schema import experiences
 
 BATCH = 512
 ORDERS = ("oldest", "freshest", "priority")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sqlalchemy import BigInteger, Connection, Integer, MetaData, SmallInteger, create_engine, make_url, select, text
 
-from shared.database_url import parse_url
+from tuneloop.shared.settings.database_url import parse_url
 
 _GROWN = """
     SELECT sum(pg_total_relation_size(oid)) FROM pg_class

@@ -20,8 +20,8 @@ from pathlib import Path
 import httpx
 import yaml
 
-from explorer.vllm_plugin import SLEEPS
-from tests.loop.services import Service, make_model, write_settings
+from tests.loop.harness.services import Service, make_model, write_settings
+from tuneloop.explorer.engines.vllm_plugin import SLEEPS
 
 _NAP_S = 0.005
 

@@ -24,13 +24,13 @@ from examples.tasks.dialogue import Task, forever, written
 from examples.tasks.methods import BATCH, GROUP, METHODS
 from examples.tasks.rating import Rater
 from examples.tasks.start import teacher_of
-from shared.config import Settings
-from shared.experience import Sample
-from trainer import snapshot
-from trainer.algorithms.moments import Moments
-from trainer.learner import Learner
-from trainer.selection import select
-from trainer.teacher import LocalTeacher
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.algorithms.terms.moments import Moments
+from tuneloop.trainer.batches.selection import select
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.teacher.teacher import LocalTeacher
 
 
 def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:

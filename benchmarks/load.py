@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from sqlalchemy.exc import SQLAlchemyError
 
-from shared.errors import TuneloopError
+from tuneloop.shared.errors import TuneloopError
 
 PROMPT_TOKENS = 1000
 

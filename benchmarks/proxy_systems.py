@@ -115,7 +115,7 @@ def tuneloop(kind: Kind, place: Place) -> Iterator[System]:
     settings["buffer"] = {"trainer_input": {"experience_buffer": {"path": database}}}
     config = place.folder / "tuneloop.yaml"
     config.write_text(yaml.safe_dump(settings))
-    command = (sys.executable, "-m", "explorer", "--config", config)
+    command = (sys.executable, "-m", "tuneloop.explorer", "--config", config)
     with started(command, place, "/health/ready", cwd=place.source) as pid:
         recorded = rows(database, "exchanges" if place.database is None else "exp_buffer.exchanges")
         yield System(name=kind.name, port=place.port, pids=(pid,), recorded=recorded)

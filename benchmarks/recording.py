@@ -20,15 +20,15 @@ from benchmarks import load
 from benchmarks.databases import Databases
 from benchmarks.load import Plan, Reply, Round, Side, percentile_ms, replies
 from benchmarks.peer_recorder import Peer
-from explorer.flusher import Flusher
-from explorer.metrics import Metrics
-from explorer.msg_id import Mint
-from explorer.recorder import Recorder, Room
-from explorer.spool import Spool
-from shared import database
-from shared.errors import TuneloopError
-from shared.experience import Exchange, Experience, pack_ids, pack_logprobs
-from shared.ledger import Ledger
+from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.recorder import Recorder, Room
+from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.experience import Exchange, Experience, pack_ids, pack_logprobs
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
 
 #: Different replies in the load; then they come again under another name.
 DIFFERENT = 64

@@ -30,13 +30,13 @@ import httpx
 from safetensors.torch import load_file, save_file
 
 from benchmarks.reload_load import Lanes, Seen, loaded
-from explorer import vllm_api
-from shared.checkpoint import CheckpointStore, Manifest, Probe
-from shared.config import Settings
-from shared.experience import VersionState
-from shared.ledger import Ledger
-from tests.loop.oracle import Oracle
-from tests.loop.services import Service, free_port, ledger_of, make_model, wait_for, write_settings
+from tests.loop.harness.oracle import Oracle
+from tests.loop.harness.services import Service, free_port, ledger_of, make_model, wait_for, write_settings
+from tuneloop.explorer.engines import vllm
+from tuneloop.shared.checkpoint import CheckpointStore, Manifest, Probe
+from tuneloop.shared.experience import VersionState
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
 
 #: So long the load goes on before, between and after reloads.
 _QUIET_S = 3.0
@@ -81,8 +81,8 @@ class Bare:
 
     async def reload(self, number: int) -> None:
         """By its own routes."""
-        async with vllm_api.open_session(url=None, socket=str(self._socket), key=None) as session:
-            control = vllm_api.Control(session, model_name=self._settings.served_model_name)
+        async with vllm.open_session(url=None, socket=str(self._socket), key=None) as session:
+            control = vllm.Control(session, model_name=self._settings.served_model_name)
             await control.pause("keep")
             await control.load(self._weights[number])
             await control.forget_prefixes()
@@ -206,11 +206,16 @@ def _bare_engine(settings: Settings, model: Path, folder: Path) -> Iterator[Path
     socket, said = folder / "bare.sock", folder / "bare.log"
     with said.open("wb") as log:
         engine = subprocess.Popen(
-            [sys.executable, "-m", "explorer.guard", *vllm_api.command(settings, model=model, socket=socket)],
+            [
+                sys.executable,
+                "-m",
+                "tuneloop.explorer.engines.guard",
+                *vllm.command(settings, model=model, socket=socket),
+            ],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=vllm_api.environment(settings, 0),
+            env=vllm.environment(settings, 0),
         )
     try:
         wait_for(lambda: _answers(engine, socket, said), timeout_s=_STARTED_S, why=f"it did not start: {said}")

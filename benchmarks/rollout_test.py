@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from explorer.comparison import decide
-from shared.config_monitor import RolloutSettings
-from shared.figures import Figures, Sample, spread
 from tests.explorer.rollouts import Draw, Traffic, Trial, bernoulli, normal, trials
+from tuneloop.explorer.versions.comparison import decide
+from tuneloop.shared.evaluation.samples import Figures, Sample, spread
+from tuneloop.shared.settings.versions import RolloutSettings
 
 CANARY, AB = RolloutSettings(mode="canary"), RolloutSettings(mode="ab")
 

@@ -8,9 +8,9 @@ from benchmarks.databases import Databases, payload
 from benchmarks.load import PROMPT_TOKENS, Reply, replies
 from benchmarks.peer_recorder import Peer
 from benchmarks.recording import DIFFERENT, exchange, named
-from explorer.msg_id import Mint
-from shared import database
-from shared.ledger import Ledger
+from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
 
 ROWS = 2000
 

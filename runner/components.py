@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runner.composite import Component, Composite
-from runner.json_shape import fits
-from runner.reply import Reply, ToolCall
+from tuneloop.runner.composite import Component, Composite
+from tuneloop.runner.json_shape import fits
+from tuneloop.runner.reply import Reply, ToolCall
 
 _NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 
@@ -78,7 +78,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def json_format(schema: Mapping[str, Any] | None = None) -> Component:
-    """1 if the whole text is JSON, and fits the schema (`runner.json_shape` says which keywords).
+    """1 if the whole text is JSON, and fits the schema (`tuneloop.runner.json_shape` says which keywords).
 
     >>> json_format({"type": "object", "required": ["answer"]})(Reply(text='{"answer": 5}'))
     1.0

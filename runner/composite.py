@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.reply import Reply
+from tuneloop.runner.reply import Reply
 
 #: What one thing about a reply is worth, such as 1 for right and 0 for wrong; None: it says nothing of this reply.
 Component = Callable[[Reply], float | None]
@@ -30,7 +30,7 @@ class Score:
 class Composite:
     """A reward by components, which have the same names as `weights`. The total is clipped to `clip`.
 
-    >>> from runner.components import fact, numeric
+    >>> from tuneloop.runner.components import fact, numeric
     >>> components = {"correct": numeric(), "seconds": fact("seconds")}
     >>> reward = Composite(components, weights={"correct": 3.0, "seconds": -0.1})
     >>> score = reward(Reply(text="That makes 12.", expected=12, facts={"seconds": 5.0}))

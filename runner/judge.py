@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.answers import object_in, scores_in, words_in
-from runner.asking import Answer, Endpoint
-from runner.errors import JudgeError, JudgeFailed
-from runner.prompts import Prompt, comparing_prompt, scoring_prompt
-from runner.reply import Reply
-from runner.rubric import DEFAULT_CRITERIA, Rubric
+from tuneloop.runner.endpoint import Answer, Endpoint
+from tuneloop.runner.errors import JudgeError, JudgeFailed
+from tuneloop.runner.prompts import Prompt, comparing_prompt, scoring_prompt
+from tuneloop.runner.reply import Reply
+from tuneloop.runner.rubric import DEFAULT_CRITERIA, Rubric
+from tuneloop.runner.verdicts import object_in, scores_in, words_in
 
 #: More whole numbers than these are no list of choices any more.
 _MOST_CHOICES = 100

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runner.reply import Message, Reply, text_of
+from tuneloop.runner.reply import Message, Reply, text_of
 
 Prompt = list[dict[str, str]]
 

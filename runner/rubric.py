@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from runner.answers import object_in
-from runner.asking import Endpoint
-from runner.errors import JudgeFailed
-from runner.prompts import rubric_prompt
+from tuneloop.runner.endpoint import Endpoint
+from tuneloop.runner.errors import JudgeFailed
+from tuneloop.runner.prompts import rubric_prompt
+from tuneloop.runner.verdicts import object_in
 
 DEFAULT_CRITERIA: Mapping[str, str] = MappingProxyType(
     {

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.errors import CheckpointRejected, CheckpointUnreadable
+from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 
 ACTOR, CRITIC, TRAINER_STATE = "actor", "critic", "trainer_state"
 

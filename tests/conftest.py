@@ -10,11 +10,11 @@ from hypothesis import settings
 from sqlalchemy import Engine
 from sqlalchemy.schema import CreateSchema, DropSchema
 
-from shared import database
-from shared.ledger import Ledger
-from shared.schema import metadata
 from tests.doubles import postgres
 from tests.doubles.clock import Clock
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.ledger.storage.schema import metadata
 
 _numbers = itertools.count()
 

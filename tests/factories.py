@@ -7,12 +7,12 @@ from typing import Any
 
 from sqlalchemy import Engine, insert, text
 
-from shared.codec import to_blob
-from shared.config_judge import RewardRule
-from shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
-from shared.ledger import BatchPolicy, Ledger
-from shared.reward import definition
-from shared.schema import reward_rules
+from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.recording.reward_rule import definition
+from tuneloop.shared.ledger.storage.codec import to_blob
+from tuneloop.shared.ledger.storage.schema import reward_rules
+from tuneloop.shared.settings.feedback import RewardRule
 
 SHA256 = "5" * 64
 

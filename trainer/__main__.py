@@ -1,4 +1,4 @@
-"""The command `python -m trainer --config trainer.yaml`."""
+"""The command `python -m tuneloop.trainer --config trainer.yaml`."""
 
 import argparse
 import signal
@@ -6,18 +6,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.config import Settings
-from shared.errors import EnvironmentRefused, StartupError, TuneloopError
-from shared.machine import gpus, on_this_machine
-from shared.settings_file import load_settings
-from shared.telemetry import configure_logging
-from trainer.stop import SignalStop, Stop
+from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.settings.hardware import gpus, on_this_machine
+from tuneloop.shared.settings.loader import load_settings
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.stop import SignalStop, Stop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train until told to stop; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer", description="Turn rewarded experiences into better weights."
+        prog="python -m tuneloop.trainer", description="Turn rewarded experiences into better weights."
     )
     parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(settings: Settings, stop: Stop) -> None:
     try:
         # Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra.
-        from trainer.loop import run
+        from tuneloop.trainer.loop import run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
             raise

@@ -9,11 +9,11 @@ from typing import Self
 
 import structlog
 
-from shared.errors import LedgerError, StaleEpoch
-from shared.ledger import Ledger
-from trainer.stop import Stop
+from tuneloop.shared.errors import LedgerError, StaleEpoch
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.trainer.stop import Stop
 
-#: Often enough for `shared.facts.TRAINER_SEEN_S`, and for many beats to fail before a lease runs out.
+#: Often enough for `tuneloop.shared.ledger.facts.TRAINER_SEEN_S`, and for many beats to fail before a lease runs out.
 BEAT_S = 10.0
 
 #: A beat that hangs on a database that is away must not keep a trainer from stopping; it could do no harm any more.

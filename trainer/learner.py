@@ -1,6 +1,6 @@
 """The learner: batches in, better weights out. Knows no database and no files.
 
-Dimension suffixes are explained in trainer/batch.py.
+Dimension suffixes are explained in trainer/batches/batch.py.
 """
 
 import math
@@ -12,23 +12,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config import Settings
-from shared.errors import TuneloopError
-from shared.experience import Sample
-from trainer.algorithms import ALGORITHMS
-from trainer.algorithms.estimators import explained_variance, kl, token_mean
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.off_policy import importance
-from trainer.algorithms.preferences import sequence_sums
-from trainer.algorithms.targets import Targets, Totals, given
-from trainer.batch import Batch, collate, micro_batches, mini_batches
-from trainer.credit import calls_of
-from trainer.metrics import Metrics
-from trainer.model import Actor, Critic
-from trainer.optimizer import MasterAdamW
-from trainer.pairs import mismatched
-from trainer.sequences import TokenSequence, assemble
-from trainer.teacher import Teacher
+from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.algorithms import ALGORITHMS
+from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.off_policy import importance
+from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
+from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, given
+from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
+from tuneloop.trainer.batches.credit import calls_of
+from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.pairs import mismatched
+from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.models.model import Actor, Critic
+from tuneloop.trainer.models.optimizer import MasterAdamW
+from tuneloop.trainer.teacher.teacher import Teacher
 
 
 class NotFinite(TuneloopError):

@@ -15,27 +15,28 @@ import structlog
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from shared import database
-from shared.checkpoint import CheckpointStore, check_files, read_manifest
-from shared.config import Settings
-from shared.curves import Curves
-from shared.errors import CheckpointRejected, DatabaseAway, EnvironmentRefused, LeaseLost, LedgerUnavailable
-from shared.evaluation_tasks import tasks_of
-from shared.experience import Sample
-from shared.facts import uncounted
-from shared.ledger import BatchPolicy, Ledger, Version
-from shared.ledger_alarms import Alarm
-from trainer import metrics, snapshot
-from trainer.classroom import Classroom
-from trainer.examination import Examination
-from trainer.heartbeat import BEAT_S, Heartbeat
-from trainer.learner import Learner, NotFinite
-from trainer.model import device_of, require_folders
-from trainer.monitors import Monitors
-from trainer.publication import Publication, prune
-from trainer.selection import select
-from trainer.stop import Stop
-from trainer.teacher import NotTaught, TeacherAway
+from tuneloop.shared.checkpoint import CheckpointStore, check_files, read_manifest
+from tuneloop.shared.errors import CheckpointRejected, DatabaseAway, EnvironmentRefused, LeaseLost, LedgerUnavailable
+from tuneloop.shared.evaluation.tasks import tasks_of
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.ledger.facts import uncounted
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
+from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.tensorboard import Curves
+from tuneloop.trainer.batches import metrics
+from tuneloop.trainer.batches.selection import select
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.publication import Publication, prune
+from tuneloop.trainer.evaluation.gate import Examination
+from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
+from tuneloop.trainer.learner import Learner, NotFinite
+from tuneloop.trainer.models.model import device_of, require_folders
+from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.stop import Stop
+from tuneloop.trainer.teacher.retries import Classroom
+from tuneloop.trainer.teacher.teacher import NotTaught, TeacherAway
 
 _log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from examples.sums.loop import DemoFailed, Loop, url_of
 from examples.sums.services import ServiceFailed, Services
 from examples.sums.summary import Summary
 from examples.sums.view import View, view_on
-from shared.config import Settings
+from tuneloop.shared.settings.settings import Settings
 
 STEPS = 60
 

@@ -16,8 +16,8 @@ import httpx
 from openai import AsyncOpenAI, OpenAIError
 
 from examples.sums.task import Sum, forever, judge
-from shared.experience import State
-from shared.ledger import Ledger
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
 
 AT_ONCE = 32
 MAX_TOKENS = 8

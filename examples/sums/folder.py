@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 import yaml
 
-from shared.config import Settings
-from shared.settings_file import load_settings
+from tuneloop.shared.settings.loader import load_settings
+from tuneloop.shared.settings.settings import Settings
 
 BATCH = 64
 MODEL_NAME = "sums"

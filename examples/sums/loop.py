@@ -12,10 +12,10 @@ from examples.sums.drive import Requests
 from examples.sums.services import Services
 from examples.sums.summary import Summary
 from examples.sums.view import Point, Progress, View
-from shared.config import Settings
-from shared.database import connect
-from shared.experience import State
-from shared.ledger import Ledger
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.settings.settings import Settings
 
 QUESTIONS_BEFORE, QUESTIONS_AFTER = 256, 512
 #: Batches that may wait for the trainer.

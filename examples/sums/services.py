@@ -29,7 +29,7 @@ class Service:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", name, "--config", str(config)],
+                [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.sums.folder import MODEL_NAME
-from shared.config import Settings
+from tuneloop.shared.settings.settings import Settings
 
 GOAL, TOLERANCE = 0.7, 0.05
 

@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from shared.experience import State
+from tuneloop.shared.experience import State
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _ROWS, _MOST_COLUMNS = 10, 60

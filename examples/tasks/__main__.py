@@ -28,8 +28,8 @@ from examples.tasks.drive import Agent
 from examples.tasks.methods import BATCH, METHODS, Method
 from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS, start, teacher, teacher_of
-from shared.config import Settings
-from shared.errors import SettingsError
+from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.settings.settings import Settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from examples.sums.drive import POLL_S, Client, Pace, together
 from examples.tasks.dialogue import Call, Message, Reply, Task, Verdict, forever, written
 from examples.tasks.rating import Rater
-from shared.experience import State
-from shared.ledger import Ledger
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
 
 
 class Turn(NamedTuple):

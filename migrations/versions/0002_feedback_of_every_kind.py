@@ -48,7 +48,7 @@ def downgrade() -> None:
     _put_aside(tables)
     for table in ("reward_rules", "erasures", "exports"):
         op.drop_table(table)
-    importlib.import_module("migrations.versions.0001_first").upgrade()
+    importlib.import_module("tuneloop.migrations.versions.0001_first").upgrade()
     _fill_the_old_tables()
     _finish(tables)
 

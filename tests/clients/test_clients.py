@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from explorer import forgetting
-from shared.experience import Exchange, State
 from tests.clients.packages import EXAMPLES, PACKAGES, Driver, Package, node_folder
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place, recorded
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tuneloop.explorer.capture import retention
+from tuneloop.shared.experience import Exchange, State
 
 pytestmark = pytest.mark.xdist_group("clients")
 
@@ -73,7 +73,7 @@ def party(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Party]:
     node_folder(folder)
     place: EnginePlace
     with engine_place() as place, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forgetting, "SEGMENT_S", 1e9)  # what was kept is counted on disk
+        patch.setattr(retention, "SEGMENT_S", 1e9)  # what was kept is counted on disk
         double = place.fresh()
         with explorer_running(settings_for(folder, [double.url], max_waiting=200)) as explorer:
             drivers = {each.name: Driver(each, folder, explorer.url) for each in PACKAGES}

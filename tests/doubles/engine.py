@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from shared.checkpoint import read_manifest
 from tests.doubles.serving import reset, serving
+from tuneloop.shared.checkpoint import read_manifest
 
 MODEL = "t"
 CHAT = "/v1/chat/completions"

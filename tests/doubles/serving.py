@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from explorer.door import Door
+from tuneloop.explorer.http.server import Door
 
 
 class Resettable(Door):

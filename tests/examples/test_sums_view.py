@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from examples.sums.view import LineView, LiveView, Point, Progress, binned, chart, picture_of, recent_reward, view_on
-from shared.experience import State
+from tuneloop.shared.experience import State
 
 RISING = [Point(version, version / 20, 64) for version in range(21)]
 

@@ -16,7 +16,7 @@ from examples.tasks.drive import Agent
 from examples.tasks.rating import Rater
 from examples.tasks.sums import Sums
 from examples.tasks.tools import Shop
-from shared.experience import State
+from tuneloop.shared.experience import State
 
 TRUE = Rater(low=0.0, high=1.0)
 

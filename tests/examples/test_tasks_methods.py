@@ -13,7 +13,7 @@ from examples.tasks.drive import turns_of
 from examples.tasks.methods import METHODS, REINFORCEMENT, nested
 from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS
-from shared.config import Settings
+from tuneloop.shared.settings.settings import Settings
 
 
 def settings_of(root: Path, task: str, method: str, *changed: str, gpu: bool = False) -> Settings:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from shared.checkpoint import CheckpointStore, Manifest, Probe
-from shared.ledger import Ledger
 from tests import factories
 from tests.doubles.engine import logprobs_of
 from tests.explorer.checkpoints import CONFIG, PROMPT, tensors
+from tuneloop.shared.checkpoint import CheckpointStore, Manifest, Probe
+from tuneloop.shared.ledger.ledger import Ledger
 
 RANK = 2
 LAYERS = {"model.layers.0.self_attn.q_proj": (6, 4), "model.layers.0.mlp.up_proj": (8, 4)}

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from shared.checkpoint import CheckpointStore, Manifest, Probe
-from shared.ledger import Ledger
 from tests import factories
 from tests.doubles.engine import logprobs_of
+from tuneloop.shared.checkpoint import CheckpointStore, Manifest, Probe
+from tuneloop.shared.ledger.ledger import Ledger
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

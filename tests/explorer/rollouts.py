@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from explorer.comparison import Decision, decide
-from shared.config_monitor import RolloutSettings
-from shared.figures import Figures, Sample
+from tuneloop.explorer.versions.comparison import Decision, decide
+from tuneloop.shared.evaluation.samples import Figures, Sample
+from tuneloop.shared.settings.versions import RolloutSettings
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 

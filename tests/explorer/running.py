@@ -13,20 +13,22 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
-from explorer import feedback, responses_kept, spool, stored
-from explorer.app import Road
-from explorer.door import ShortWays
-from shared.config import Settings
-from shared.database import connect
-from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
-from shared.experience import Exchange, Feedback, Record, State, decode
-from shared.ledger import Ledger
-from shared.schema import metadata
-from shared.spool_files import Position
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
 from tests.explorer.whole import create_app
+from tuneloop.explorer.app import Road
+from tuneloop.explorer.capture import spool
+from tuneloop.explorer.feedback import routes
+from tuneloop.explorer.http.server import ShortWays
+from tuneloop.explorer.routes import responses, stored_completions
+from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
+from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.schema import metadata
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import Position
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12, "temperature": 1.0}
 
@@ -167,7 +169,7 @@ def explorer_running(settings: Settings) -> Iterator[RunningExplorer]:
     failures: list[TuneloopError] = []
     app = create_app(settings, ledger, on_failure=failures.append)
     with pytest.MonkeyPatch.context() as patch, serving(app) as url, httpx.Client(base_url=url, timeout=60) as http:
-        for module in (feedback, responses_kept, stored):  # a disk may stand still for seconds
+        for module in (routes, responses, stored_completions):  # a disk may stand still for seconds
             patch.setattr(module, "_PATIENCE_S", 30.0)
         eventually(lambda: http.get("/health/ready").status_code == 200)
         yield RunningExplorer(url, app, settings, ledger, http, failures)

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from explorer.spool import Spool
+from tuneloop.explorer.capture.spool import Spool
 
 
 async def _write(spool: Spool, numbers: "itertools.count[int]") -> None:

@@ -15,25 +15,25 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.server import ServerState
 
-from explorer.dialects import Chat
-from explorer.door import Door, ShortWays
-from explorer.engine_http import EngineHttp
-from explorer.fleet import Engine, EngineState, Fleet
-from explorer.metrics import Metrics
-from explorer.msg_id import Mint
-from explorer.proxy import Proxy
-from explorer.recorder import Recorder, Room
-from explorer.spool import Spool
-from explorer.vllm_api import Control, open_session
-from shared.database import connect
-from shared.experience import State
-from shared.ledger import Ledger
-from shared.schema import metadata
 from tests.doubles import postgres
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
 from tests.explorer.whole import create_app
+from tuneloop.explorer.capture.recorder import Recorder, Room
+from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.dialects.dialect import Chat
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.vllm import Control, open_session
+from tuneloop.explorer.http.server import Door, ShortWays
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.proxy.proxy import Proxy
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.schema import metadata
 
 
 @asynccontextmanager

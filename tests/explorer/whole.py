@@ -2,14 +2,14 @@
 
 from contextlib import AsyncExitStack
 
-from explorer import app
-from explorer.app import Road, open_road, open_spool
-from explorer.backstage import OnFailure, Task
-from explorer.door import ShortWays
-from explorer.slots import Slots
-from explorer.upkeep import open_upkeep
-from shared.config import Settings
-from shared.ledger import Ledger
+from tuneloop.explorer import app
+from tuneloop.explorer.app import Road, open_road, open_spool
+from tuneloop.explorer.capture.control_client import OnFailure, Task
+from tuneloop.explorer.capture.spool_slots import Slots
+from tuneloop.explorer.http.server import ShortWays
+from tuneloop.explorer.processes.services import open_upkeep
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
 
 
 def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> ShortWays:

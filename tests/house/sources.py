@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from shared.ours import PACKAGES
-
 ROOT = Path(__file__).parent.parent.parent
+
+#: The folders that are installed as tuneloop.explorer, tuneloop.trainer and so on.
+PACKAGES = ("shared", "explorer", "trainer", "cli", "runner", "migrations")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

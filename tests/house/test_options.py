@@ -8,8 +8,8 @@ import pytest
 from pydantic.fields import FieldInfo
 from sources import ROOT
 
-from shared.config import Settings, options
-from shared.settings_file import check
+from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.settings import Settings, options
 
 FROZEN = Path(__file__).parent / "options.txt"
 SHIPPED = [

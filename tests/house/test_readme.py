@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sources import ROOT
 
-from shared.settings_file import check
+from tuneloop.shared.settings.loader import check
 
 README = (ROOT / "README.md").read_text()
 

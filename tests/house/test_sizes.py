@@ -5,9 +5,7 @@ import statistics
 import subprocess
 import sys
 
-from sources import ROOT, SOURCES, Function, classes, functions, lines
-
-from shared.ours import PACKAGES
+from sources import PACKAGES, ROOT, SOURCES, Function, classes, functions, lines
 
 FILE, CLASS, FUNCTION, PARAMETERS, POSITIONAL, COMPLEXITY = 400, 200, 60, 6, 4, 10
 MEDIAN_FILE, MEDIAN_FUNCTION = 200, 9

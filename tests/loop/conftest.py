@@ -6,11 +6,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.ledger import Ledger
-from tests.loop.bare_engine import bare_engine as bare_engine
-from tests.loop.services import Service, client_of_engine, ledger_of, make_model, write_settings
+from tests.loop.harness.bare_engine import bare_engine as bare_engine
+from tests.loop.harness.services import Service, client_of_engine, ledger_of, make_model, write_settings
+from tuneloop.shared.ledger.ledger import Ledger
 
-pytest.register_assert_rewrite("tests.loop.likeness")
+pytest.register_assert_rewrite("tests.loop.on_vllm.likeness")
 
 
 @pytest.fixture(scope="session")

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from examples.sums.model import build, save, tokenizer
-from explorer import vllm_api
-from shared.config import Settings
-from shared.errors import EnvironmentRefused
-from shared.experience import Sample
-from shared.settings_file import load_settings
-from tests.loop.oracle import Oracle
-from tests.loop.services import free_port, make_model, wait_for, write_settings
+from tests.loop.harness.oracle import Oracle
+from tests.loop.harness.services import free_port, make_model, wait_for, write_settings
 from tests.trainer.factories import sample
-from trainer import snapshot
-from trainer.endpoint import RemoteTeacher
-from trainer.learner import Learner
-from trainer.sequences import TokenSequence
-from trainer.teacher import NotTaught
+from tuneloop.explorer.engines import vllm
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.settings.loader import load_settings
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.teacher.endpoint import RemoteTeacher
+from tuneloop.trainer.teacher.teacher import NotTaught
 
 pytestmark = pytest.mark.vllm
 
@@ -48,7 +48,14 @@ def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """vLLM as its users start it, on a port, but for our log-probabilities' dtype and a small memory."""
     folder = tmp_path_factory.mktemp("teacher")
     settings, port = load_settings(write_settings(folder, opinionated)), free_port()
-    command = [sys.executable, "-m", "explorer.guard", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.explorer.engines.guard",
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    ]
     options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
     place = ["--host", "127.0.0.1", "--port", str(port), "--api-key", "secret", "--max-model-len", "512"]
     name = ["--model", str(opinionated), "--served-model-name", "big"]
@@ -59,7 +66,7 @@ def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=vllm_api.environment(settings, 0),
+            env=vllm.environment(settings, 0),
         )
     assert engine.stdin is not None
 

@@ -14,14 +14,14 @@ import pytest
 import yaml
 from sqlalchemy import select
 
-from explorer.recorder import RESERVE_SHARE
-from shared import spool_files
-from shared.schema import experiences, feedback
 from tests.doubles import postgres
 from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
-from tests.loop.services import Service, alive, descendants, ledger_of, wait_for
-from tests.loop.users import Book, Failure, Users, attached_settings
+from tests.loop.harness.services import Service, alive, descendants, ledger_of, wait_for
+from tests.loop.harness.users import Book, Failure, Users, attached_settings
+from tuneloop.explorer.capture.recorder import RESERVE_SHARE
+from tuneloop.shared import spool_format
+from tuneloop.shared.ledger.storage.schema import experiences, feedback
 
 LONG, LONGER = "x" * 5000, "x" * 20_000
 
@@ -118,7 +118,7 @@ def through_a_full_disk(
 
 def test_a_disk_that_takes_no_more_in_the_middle_of_replies_costs_no_acknowledged_one(tmp_path: Path) -> None:
     with explorer_of(tmp_path) as explorer:
-        [slot] = spool_files.slots(explorer.settings.spool_dir)
+        [slot] = spool_format.slots(explorer.settings.spool_dir)
 
         def fill() -> None:
             limit(explorer, max(path.stat().st_size for path in slot.glob("*.seg")) + 100_000)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loop.kills import run
+from tests.loop.harness.kills import run
 
 
 @pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=pytest.mark.postgres)])

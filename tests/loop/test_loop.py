@@ -9,11 +9,11 @@ from sqlalchemy import Engine, make_url, select
 from sqlalchemy import create_engine as engine_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shared.database import connect
-from shared.ledger import Ledger
-from shared.schema import experiences
-from tests.loop.agent import Agent
-from tests.loop.services import Service, alive, descendants, ledger_of, wait_for, write_settings
+from tests.loop.harness.agent import Agent
+from tests.loop.harness.services import Service, alive, descendants, ledger_of, wait_for, write_settings
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.schema import experiences
 
 pytestmark = pytest.mark.vllm
 

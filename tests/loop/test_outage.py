@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from shared.database import connect
-from shared.schema import experiences, feedback
 from tests.doubles import postgres
 from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
-from tests.loop.services import Service, wait_for
-from tests.loop.users import Book, Users, attached_settings
+from tests.loop.harness.services import Service, wait_for
+from tests.loop.harness.users import Book, Users, attached_settings
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.schema import experiences, feedback
 
 DRAIN_S = 30.0
 

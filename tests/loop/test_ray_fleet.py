@@ -14,8 +14,8 @@ import openai
 import pytest
 import yaml
 
-from tests.loop.agent import PATIENCE
-from tests.loop.services import (
+from tests.loop.harness.agent import PATIENCE
+from tests.loop.harness.services import (
     GPUS,
     Service,
     alive,
@@ -37,7 +37,7 @@ ASKED = {"messages": [{"role": "user", "content": "3+4="}], "max_tokens": 16}
 
 def engines(cluster: int) -> dict[int, set[int]]:
     """All processes of each engine of a cluster, by the first of them: what runs right below a guard."""
-    guards = {pid for pid in descendants(cluster) if "explorer.guard" in " ".join(command_of(pid))}
+    guards = {pid for pid in descendants(cluster) if "tuneloop.explorer.engines.guard" in " ".join(command_of(pid))}
     first = {pid for guard in guards for pid in children(guard)} - guards
     return {pid: {pid, *descendants(pid)} for pid in first}
 

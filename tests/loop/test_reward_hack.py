@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from examples.sums.model import build, save
-from shared.ledger import Ledger, Version
-from shared.ledger_alarms import Alarm
-from tests.loop.agent import Agent
-from tests.loop.services import Service, ledger_of, wait_for, write_settings
+from tests.loop.harness.agent import Agent
+from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
 from tests.trainer.factories import points
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.versions.alarms import Alarm
 
 pytestmark = pytest.mark.vllm
 

@@ -7,10 +7,10 @@ import pytest
 from sqlalchemy import select
 
 from examples.sums.model import LONGEST
-from shared.database import connect
-from shared.schema import experiences
-from tests.loop.agent import Agent
-from tests.loop.services import Service, ledger_of, make_model, wait_for
+from tests.loop.harness.agent import Agent
+from tests.loop.harness.services import Service, ledger_of, make_model, wait_for
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.schema import experiences
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("two-engines")]
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.checkpoint import Manifest, Probe
-from tests.loop.crowd import Book, Judgement
-from tests.loop.lineage import Lineage
-from tests.loop.verdict import Verdict, judge
+from tests.loop.harness.crowd import Book, Judgement
+from tests.loop.harness.lineage import Lineage
+from tests.loop.harness.verdict import Verdict, judge
+from tuneloop.shared.checkpoint import Manifest, Probe
 
 BATCH = 2
 

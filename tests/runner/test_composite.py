@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import runner
-from runner import Composite, Reply, ToolCall, ToolResult
-from runner.components import (
+from tuneloop import runner
+from tuneloop.runner import Composite, Reply, ToolCall, ToolResult
+from tuneloop.runner.components import (
     contains,
     efficiency,
     exact_match,
@@ -34,12 +34,12 @@ from runner.components import (
     tool_reward,
     tool_success,
 )
-from runner.json_shape import fits
-from shared.config_judge import RewardRule
-from shared.experience import Kind
-from shared.reward import Event, reward_of
+from tuneloop.runner.json_shape import fits
+from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.recording.reward_rule import Event, reward_of
+from tuneloop.shared.settings.feedback import RewardRule
 
-MODULES = [each.name for each in pkgutil.iter_modules(runner.__path__, "runner.")]
+MODULES = [each.name for each in pkgutil.iter_modules(runner.__path__, "tuneloop.runner.")]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -49,8 +49,8 @@ def test_the_examples_in_the_code_are_right(name: str) -> None:
 
 def test_there_are_examples_in_the_code() -> None:
     tried = {name: doctest.testmod(importlib.import_module(name)).attempted for name in MODULES}
-    assert tried["runner.components"] >= 10
-    assert tried["runner.composite"] >= 3
+    assert tried["tuneloop.runner.components"] >= 10
+    assert tried["tuneloop.runner.composite"] >= 3
 
 
 def test_math_is_rewarded_by_its_answer_its_steps_and_its_format() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from runner import Example, Judge, JudgeAway, JudgeError, JudgeFailed, Reply, Rubric, ToolCall
-from runner.asking import MAX_WAIT_S, Endpoint
-from runner.prompts import MAX_SHOWN
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
+from tuneloop.runner import Example, Judge, JudgeAway, JudgeError, JudgeFailed, Reply, Rubric, ToolCall
+from tuneloop.runner.endpoint import MAX_WAIT_S, Endpoint
+from tuneloop.runner.prompts import MAX_SHOWN
 
 REPLY = Reply(
     text="Use pandas.read_csv().",

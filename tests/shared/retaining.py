@@ -5,10 +5,10 @@ from typing import Any
 
 from sqlalchemy import Engine, select
 
-from shared.experience import Exchange, State
-from shared.ledger import BatchPolicy, Ledger
-from shared.schema import erasures, exchanges, experiences, exports, feedback, versions
 from tests.factories import committed, exchange, experience, ids, published, rewarded
+from tuneloop.shared.experience import Exchange, State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
 
 NOW = 1e9
 OLD = NOW - 100

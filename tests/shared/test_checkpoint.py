@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.checkpoint import CheckpointStore, File, Manifest, Probe, check_files, read_manifest
-from shared.errors import CheckpointRejected
+from tuneloop.shared.checkpoint import CheckpointStore, File, Manifest, Probe, check_files, read_manifest
+from tuneloop.shared.errors import CheckpointRejected
 
 PROBE = Probe(prompt_ids=(1, 2), logprobs=(-0.5,), tolerance=0.01)
 

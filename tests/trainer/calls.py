@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.algorithms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 
 def calls(

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from shared import database
-from shared.config import Settings
-from shared.ledger import Ledger
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.settings.settings import Settings
 
 VOCABULARY = 300
 

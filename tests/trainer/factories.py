@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event
 
-from shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
-from shared.ledger import Ledger
+from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
+from tuneloop.shared.ledger.ledger import Ledger
 
 
 def sample(number: int = 0, **but: object) -> Sample:

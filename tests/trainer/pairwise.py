@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.targets import Targets, Totals
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
 
 
 def loss_of(page: ModuleType) -> Callable[..., object]:

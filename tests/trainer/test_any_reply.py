@@ -5,10 +5,10 @@ from threading import Event
 import numpy as np
 import pytest
 
-from shared.experience import Feedback, Kind, State
-from shared.ledger import BatchPolicy
 from tests.trainer.factories import commit, points, sample
-from trainer.loop import run
+from tuneloop.shared.experience import Feedback, Kind, State
+from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.trainer.loop import run
 
 
 def _algorithm(kind, **but):

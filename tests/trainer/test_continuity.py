@@ -4,11 +4,11 @@ from threading import Event
 
 import pytest
 
-from shared.checkpoint import read_manifest
-from shared.experience import State
-from shared.ledger import Ledger
 from tests.trainer.factories import commit, sample
-from trainer.loop import TrainingLoop, run
+from tuneloop.shared.checkpoint import read_manifest
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.trainer.loop import TrainingLoop, run
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from threading import Event
 import pytest
 from sqlalchemy import select
 
-from shared.errors import LedgerUnavailable, StaleEpoch
-from shared.experience import State
-from shared.ledger import BatchPolicy, Ledger
-from shared.schema import epochs, experiences
 from tests.factories import committed
 from tests.trainer.factories import commit, sample
-from trainer.heartbeat import Heartbeat
-from trainer.loop import TrainingLoop, run
+from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import epochs, experiences
+from tuneloop.trainer.heartbeat import Heartbeat
+from tuneloop.trainer.loop import TrainingLoop, run
 
 
 class Busy(Ledger):

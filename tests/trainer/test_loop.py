@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from sqlalchemy import make_url
 
-from shared import database
-from shared.checkpoint import check_files, read_manifest
-from shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
-from shared.experience import State
-from shared.ledger import Ledger
 from tests.trainer.factories import commit, points, sample
-from trainer.loop import TrainingLoop, run
+from tuneloop.shared.checkpoint import check_files, read_manifest
+from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.trainer.loop import TrainingLoop, run
 
 
 def _losses(chosen):

@@ -1,4 +1,4 @@
-"""The command: `python -m trainer --config trainer.yaml`."""
+"""The command: `python -m tuneloop.trainer --config trainer.yaml`."""
 
 import signal
 import subprocess
@@ -7,8 +7,8 @@ import sys
 import pytest
 import yaml
 
-from shared.experience import State
 from tests.trainer.factories import commit, sample
+from tuneloop.shared.experience import State
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def start(settings, tmp_path):
         tree = settings(**but).model_dump(mode="json", exclude_unset=True)
         config.write_text(yaml.safe_dump(tree))
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer", "--config", str(config)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)], stderr=subprocess.PIPE, text=True
         )
         started.append(process)
         return process

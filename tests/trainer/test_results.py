@@ -5,12 +5,12 @@ from threading import Event
 import numpy as np
 import pytest
 
-from shared import database
-from shared.checkpoint import read_manifest
-from shared.experience import State
-from shared.ledger import Ledger
 from tests.trainer.factories import commit, sample
-from trainer.loop import run
+from tuneloop.shared.checkpoint import read_manifest
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.trainer.loop import run
 
 
 def a_run(name, first, rewards):

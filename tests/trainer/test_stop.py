@@ -5,7 +5,7 @@ import sys
 
 WAITING = """
 import os, signal, sys, time
-from trainer.stop import SignalStop
+from tuneloop.trainer.stop import SignalStop
 
 stop = SignalStop(signal.SIGTERM, signal.SIGINT)
 assert not stop.is_set() and not stop.wait(0.01)

@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms import (
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms import (
     distill,
     dpo,
     grpo,
     kto,
     multi_step_grpo,
-    off_policy,
     ppo,
     reinforce,
     reinforce_pp,
     rloo,
     sft,
 )
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.policy_loss import surrogate
-from trainer.algorithms.targets import Calls, Loss, Targets, Totals
+from tuneloop.trainer.algorithms.terms import off_policy
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals
 
 Prepare = Callable[[AlgorithmSettings, Targets, Calls, Baselines], tuple[Targets, Baselines]]
 ActorLoss = Callable[[AlgorithmSettings, Targets, Tensor, Tensor, Totals], Loss]

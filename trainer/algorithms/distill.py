@@ -18,12 +18,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms import sft
-from trainer.algorithms.estimators import MAX_LOG_RATIO, token_mean
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.policy_loss import surrogate
-from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms import sft
+from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, token_mean
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, given
 
 
 def prepare(

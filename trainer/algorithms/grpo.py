@@ -17,10 +17,10 @@ DAPO's sampling of more groups in the place of constant ones.
 
 from dataclasses import replace
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.groups import Scores, advantages
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.targets import Calls, Targets
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.groups import Scores, advantages
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 
 def prepare(

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.estimators import token_mean
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.preferences import log_ratios, sequence_sums
-from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.estimators import token_mean
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, given
 
 
 def prepare(

@@ -13,10 +13,10 @@ Left out: rewards of the calls before the last; `std_threshold` (`group.drop_con
 
 from dataclasses import replace
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.groups import Scores, advantages, counts
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.targets import Calls, Targets
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.groups import Scores, advantages, counts
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 
 def prepare(

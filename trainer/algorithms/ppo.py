@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.estimators import damped, gae, token_mean, whiten
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.policy_loss import less_divergence
-from trainer.algorithms.targets import Calls, Loss, Targets, Totals, given
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.estimators import damped, gae, token_mean, whiten
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, given
 
 
 def prepare(

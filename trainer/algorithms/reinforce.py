@@ -28,12 +28,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from shared.config_algorithm import AlgorithmSettings
-from shared.config_algorithm import BaselineSettings as Options
-from trainer.algorithms.estimators import damped
-from trainer.algorithms.groups import EPSILON, less_divergences
-from trainer.algorithms.moments import Baselines, Moments, standard, updated
-from trainer.algorithms.targets import Calls, Targets
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.shared.settings.algorithm import BaselineSettings as Options
+from tuneloop.trainer.algorithms.terms.estimators import damped
+from tuneloop.trainer.algorithms.terms.groups import EPSILON, less_divergences
+from tuneloop.trainer.algorithms.terms.moments import Baselines, Moments, standard, updated
+from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 MOST_TASKS = 10_000
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import torch
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.estimators import damped, gae, whiten
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.policy_loss import less_divergence
-from trainer.algorithms.targets import Calls, Targets
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.estimators import damped, gae, whiten
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
+from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 
 def prepare(

@@ -15,10 +15,10 @@ deviation (`group.scale` is not looked at); whitening.
 
 from dataclasses import replace
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.groups import Scores, advantages
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.targets import Calls, Targets
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.groups import Scores, advantages
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 
 def prepare(

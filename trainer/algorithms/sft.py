@@ -2,7 +2,8 @@
 
     loss = -log policy(token), averaged as `loss_agg_mode` says     arXiv 2203.02155, section 3.5, without a formula
 
-at temperature 1. trainer/imitation.py chooses what is imitated: edited answers, and replies that were rewarded enough.
+at temperature 1. trainer/batches/imitation.py chooses what is imitated: edited answers, and replies that were rewarded
+enough.
 `raft` is the same loss on replies alone, of each group the best (RAFT, arXiv 2304.06767, algorithm 1).
 
 Left out: weights by reward (a reply is imitated or it is not); a divergence from the base model; label smoothing; the
@@ -11,10 +12,10 @@ prompt's own tokens.
 
 from torch import Tensor
 
-from shared.config_algorithm import AlgorithmSettings
-from trainer.algorithms.estimators import aggregate, token_mean
-from trainer.algorithms.moments import Baselines
-from trainer.algorithms.targets import Calls, Loss, Targets, Totals
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.estimators import aggregate, token_mean
+from tuneloop.trainer.algorithms.terms.moments import Baselines
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals
 
 
 def prepare(

@@ -1,0 +1,55 @@
+"""This file is `tuneloop alarms`."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.ledger.ledger import Alarm
+from tuneloop.shared.operations.diagnosis import moment
+
+app = typer.Typer(help="The alarms of the training.", invoke_without_command=True)
+
+_OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
+_AllOption = Annotated[bool, typer.Option("--all", help="Also those that are cleared.")]
+
+
+@app.callback()
+def alarms(
+    context: typer.Context, config: _OptionalConfig = None, set_: SetOption = None, every: _AllOption = False
+) -> None:
+    """List the open alarms, the oldest first."""
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        raise typer.BadParameter("say which experiment is meant", param_hint="--config")
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        found = ledger.alarms(cleared=every)
+    typer.echo("\n".join(line for alarm in found for line in _lines(alarm)) or "no alarm is open")
+
+
+@app.command()
+def clear(name: Annotated[str, typer.Argument(help="Its name.")], config: ConfigOption, set_: SetOption = None) -> None:
+    """Clear an open alarm."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        if not ledger.clear_alarm(name):
+            open_ = ", ".join(alarm.name for alarm in ledger.alarms()) or "none"
+            raise TuneloopError(f"no alarm {name} is open; open are: {open_}")
+        held = ledger.promotion_held()
+    typer.echo(f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}")
+
+
+def _lines(alarm: Alarm) -> Iterator[str]:
+    state = "open" if alarm.cleared_at is None else f"cleared {moment(alarm.cleared_at)}"
+    holds = ", no new version is served" if alarm.holds and alarm.cleared_at is None else ""
+    yield f"{alarm.name}: raised {moment(alarm.raised_at)}, {state}{holds}"
+    yield f"  {alarm.reason}"
+    told = {name: getattr(alarm, name) for name in ("step", "version", "value", "threshold")}
+    if known := ", ".join(f"{name} {value:g}" for name, value in told.items() if value is not None):
+        yield f"  {known}"

@@ -1,0 +1,238 @@
+"""The rows of an exported file, each made of a reply or of two: pure functions.
+
+A function that makes a row answers with a sentence instead where a reply makes none: why it is left out.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tuneloop.shared.experience import HELD_OUT, Kind
+from tuneloop.shared.ledger.export import NO_ANSWER, Ranked, Reply
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+
+#: What is said of a feedback event.
+EVENT = (
+    *("event_id", "call_id", "msg_id", "choice", "task_id", "run_id", "kind", "metric", "value", "text"),
+    *("other_msg_id", "other_choice", "source", "received_at", "occurred_at", "outcome"),
+)
+
+#: The reason of replies that were imported from plain conversations. They are examples: they need no reward.
+NO_TOKEN_IDS = "imported: no token ids"
+
+
+class Format(StrEnum):
+    """What an exported file is for."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    KTO = "kto"
+    EXPERIENCES = "experiences"
+
+
+def sft(reply: Reply, *, min_reward: float | None = None, everything: bool = False) -> Row | str:
+    """A conversation that ends with the answer: the reply, or what somebody made of it."""
+    if why := _unusable(reply):
+        return why
+    edited = edit_of(reply)
+    if edited is None and (why := _no_answer(reply, everything) or _not_good_enough(reply, min_reward, everything)):
+        return why
+    answer = _said_by_the_model(reply) if edited is None else _edited(edited)
+    row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
+    return row | _labels(reply) | {"said_by": _people([edited] if edited is not None else reply.said)}
+
+
+def kto(reply: Reply, *, everything: bool = False) -> Row | str:
+    """An answer and whether more people put their thumbs up than down."""
+    if why := _unusable(reply) or _no_answer(reply, everything):
+        return why
+    thumbs = {event.source: event for event in standing(reply) if event.kind == Kind.BOOLEAN}
+    votes = sum(1 if event.value else -1 for event in thumbs.values())
+    if not votes:
+        return "no thumbs" if not thumbs else "as many thumbs up as down"
+    row = {"prompt": _messages(reply), "completion": [_said_by_the_model(reply)], "label": votes > 0}
+    return row | _tools(reply) | _labels(reply) | {"said_by": _people(thumbs.values())}
+
+
+def dpo_of_edit(reply: Reply) -> Row | str:
+    """The answer as somebody edited it against the answer as it was."""
+    edited = edit_of(reply)
+    if edited is None:
+        return "no preference"
+    if why := _unusable(reply) or _no_answer(reply):
+        return why
+    if edited.text == reply.text:
+        return "edited without a change"
+    answers = {"chosen": [_edited(edited)], "rejected": [_said_by_the_model(reply)]}
+    return _pair(reply, None, answers, source="demonstration") | {"said_by": _people([edited])}
+
+
+def dpo_of_two(better: Reply, worse: Reply, *, source: str, events: Iterable[Any]) -> Row | str:
+    """One reply against another to the same prompt; `events` say which is better."""
+    if why := _unusable(better) or _unusable(worse) or _no_answer(better) or _no_answer(worse):
+        return why
+    if (_messages(better), _tools(better)) != (_messages(worse), _tools(worse)):
+        return "not the same prompt"
+    answers = {"chosen": [_said_by_the_model(better)], "rejected": [_said_by_the_model(worse)]}
+    if answers["chosen"] == answers["rejected"]:
+        return "the same answer twice"
+    return _pair(better, worse, answers, source=source) | {"said_by": _people(events)}
+
+
+def experience(reply: Reply) -> Row:
+    """Everything that the ledger knows of a reply."""
+    prompt_ids, completion_ids, logprobs = reply.numbers
+    kept = {name: getattr(reply, name) for name in Reply.__slots__ if name not in {"id", "blob", "said", "request"}}
+    return kept | {
+        "request": reply.request.decode(errors="replace"),
+        "messages": _messages(reply),
+        "tool_calls": _tool_calls(reply),
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": logprobs,
+        "feedback": [{name: getattr(event, name) for name in EVENT} for event in reply.said],
+    }
+
+
+def standing(reply: Reply) -> list[Any]:
+    """The feedback about a reply that has not been taken back, in the order in which it came."""
+    found: list[Any] = []
+    for event in reply.said:
+        if not reply.is_meant_by(event):
+            continue
+        if event.kind == Kind.RETRACTION:
+            found = [each for each in found if (each.metric, each.source) != (event.metric, event.source)]
+        else:
+            found.append(event)
+    return found
+
+
+def edit_of(reply: Reply) -> Any | None:
+    """The last edited answer."""
+    edits = [event for event in standing(reply) if event.kind == Kind.DEMONSTRATION]
+    return edits[-1] if edits else None
+
+
+def preferences(reply: Reply) -> Iterator[Any]:
+    """The events that prefer the reply to another one."""
+    return (event for event in standing(reply) if event.kind == Kind.PREFERENCE)
+
+
+def preference_between(one: Reply, other: Reply) -> Any | None:
+    """The last event that prefers either of the two to the other."""
+    found = [event for a, b in ((one, other), (other, one)) for event in preferences(a) if _is_other(event, b)]
+    return max(found, key=lambda event: (event.received_at, event.id), default=None)
+
+
+def digest(prompt_ids: bytes) -> int | None:
+    """A number for a prompt; None for a prompt that is not known."""
+    return int.from_bytes(hashlib.blake2b(prompt_ids, digest_size=8).digest()) if prompt_ids else None
+
+
+def best_and_worst(ranked: Sequence[Ranked], *, margin: float) -> Iterator[tuple[int, int]]:
+    """For each prompt with several replies: the ids of the best and of the worst, where they differ by the margin."""
+    if not ranked:
+        return
+    whole = Ranked(*(np.concatenate(parts) for parts in zip(*ranked, strict=True)))
+    order = np.lexsort((whole.ids, whole.rewards, whole.prompts))
+    ids, rewards, prompts = (each[order] for each in whole)
+    starts = np.flatnonzero(np.r_[True, prompts[1:] != prompts[:-1]][: len(prompts)])
+    ends = np.r_[starts[1:], len(prompts)] - 1
+    for worst, best in zip(starts, ends, strict=True):
+        if rewards[best] > rewards[worst] and rewards[best] - rewards[worst] >= margin:
+            yield int(ids[best]), int(ids[worst])
+
+
+def _is_other(event: Any, reply: Reply) -> bool:
+    return event.other_msg_id == reply.msg_id and event.other_choice in (None, reply.choice)
+
+
+def _unusable(reply: Reply) -> str | None:
+    if reply.reason == "opt_out":
+        return "opted out of training"
+    if reply.reason == HELD_OUT:
+        return "held out of training"
+    if not _messages(reply):
+        return "no messages in the request"
+    return None
+
+
+def _no_answer(reply: Reply, everything: bool = False) -> str | None:
+    if not reply.text and not reply.tool_calls:
+        return "empty"
+    if (reply.reason in NO_ANSWER or reply.finish_reason is None) and not everything:
+        return "cut off"
+    return None
+
+
+def _not_good_enough(reply: Reply, min_reward: float | None, everything: bool) -> str | None:
+    if reply.reward is None:
+        is_example = reply.reason == NO_TOKEN_IDS
+        return None if is_example or (everything and min_reward is None) else "no reward"
+    return "too low a reward" if min_reward is not None and reply.reward < min_reward else None
+
+
+def _pair(reply: Reply, other: Reply | None, answers: Row, *, source: str) -> Row:
+    about_the_other = {
+        "other_msg_id": other.msg_id if other else None,
+        "other_user": other.user if other else None,
+        "other_reward": other.reward if other else None,
+    }
+    row = {"prompt": _messages(reply), **answers, **_tools(reply), "source": source, "reward": reply.reward}
+    return row | _labels(reply) | about_the_other
+
+
+def _labels(reply: Reply) -> Row:
+    return {
+        "msg_id": reply.msg_id,
+        "user": reply.user,
+        "task_id": reply.task_id,
+        "run_id": reply.run_id,
+        "version": reply.version_max,
+    }
+
+
+def _people(events: Iterable[Any]) -> list[str]:
+    return sorted({event.source for event in events if event.source is not None})
+
+
+def _said_by_the_model(reply: Reply) -> Message:
+    calls = _tool_calls(reply)
+    return {"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {})
+
+
+def _edited(event: Any) -> Message:
+    return {"role": "assistant", "content": event.text}
+
+
+def _tool_calls(reply: Reply) -> list[Row] | None:
+    return orjson.loads(reply.tool_calls) if reply.tool_calls else None
+
+
+def _tools(reply: Reply) -> Row:
+    tools = _body(reply).get("tools")
+    return {"tools": tools if isinstance(tools, list) and tools else None}
+
+
+def _messages(reply: Reply) -> list[Message]:
+    """What the reply answered; a request that has its system prompt beside its messages has it first here."""
+    body = _body(reply)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return []
+    system = [{"role": "system", "content": body["system"]}] if messages and body.get("system") else []
+    return system + messages
+
+
+def _body(reply: Reply) -> Row:
+    try:
+        body = orjson.loads(reply.request)
+    except orjson.JSONDecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}

@@ -1,0 +1,258 @@
+"""Files of rows, JSON lines or Parquet, written whole or not at all, and read row by row with the place of each.
+
+pyarrow is imported only where a Parquet file is touched: it is an extra, and JSON lines do without it.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import orjson
+
+from tuneloop.cli.data.export_formats import Format, Row
+from tuneloop.shared.errors import EnvironmentRefused, FileRefused
+
+#: Rows that become one row group of a Parquet file, and are in memory at once.
+_GROUP = 1000
+
+_CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")
+
+
+class Place(NamedTuple):
+    """A row of a file; `row` None with what is `wrong` where it cannot be read."""
+
+    where: str
+    row: Row | None
+    wrong: str = ""
+
+
+class Draft:
+    """A file being written beside its place, and put there by `publish`. What is not published is deleted."""
+
+    def __init__(self, path: Path, format_: Format) -> None:
+        self.rows = 0
+        self._path = path
+        self._draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        with self._writing():
+            self._writer = _writer(path, self._draft, format_)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._writer.close()
+        finally:
+            self._draft.unlink(missing_ok=True)
+
+    def write(self, row: Row) -> None:
+        """Add a row."""
+        with self._writing():
+            self._writer.write(row)
+        self.rows += 1
+
+    def publish(self) -> None:
+        """Bring the file to disk and to its place."""
+        with self._writing():
+            self._writer.close()
+            with self._draft.open("rb") as file:
+                os.fsync(file.fileno())
+            self._draft.replace(self._path)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FileRefused(f"{self._path}: cannot be written: {error.strerror or error}") from None
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, row: Row) -> None:
+        self._file.write(orjson.dumps(row, default=_plain, option=orjson.OPT_APPEND_NEWLINE))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Groups:
+    """A Parquet file, with a schema of its format's and not of what happens to stand in its first rows."""
+
+    def __init__(self, path: Path, format_: Format) -> None:
+        self._arrow = _pyarrow()
+        self._schema = _schema(self._arrow, format_)
+        self._writer = _parquet().ParquetWriter(path, self._schema, compression="zstd")
+        self._waiting: list[Row] = []
+
+    def write(self, row: Row) -> None:
+        self._waiting.append(_as_columns(row))
+        if len(self._waiting) >= _GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        if self._writer.is_open:
+            self._flush()
+            self._writer.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._writer.write_table(self._arrow.Table.from_pylist(self._waiting, schema=self._schema))
+            self._waiting.clear()
+
+
+def read(path: Path, columns: frozenset[str]) -> Iterator[Place]:
+    """The rows of a file, of Parquet only these columns. Raises FileRefused if it is no such file."""
+    try:
+        yield from _read_parquet(path, columns) if _is_parquet(path) else _read_lines(path)
+    except OSError as error:
+        raise FileRefused(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _read_lines(path: Path) -> Iterator[Place]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                yield Place(where, None, f"no JSON: {error}")
+                continue
+            yield Place(where, row) if isinstance(row, dict) else Place(where, None, "no JSON object")
+
+
+def _read_parquet(path: Path, columns: frozenset[str]) -> Iterator[Place]:
+    arrow, parquet = _pyarrow(), _parquet()
+    try:
+        with parquet.ParquetFile(path) as file:
+            there = [name for name in file.schema_arrow.names if name in columns]
+            # One reader for all groups would keep what it has read of each.
+            batches = chain.from_iterable(
+                file.iter_batches(batch_size=_GROUP, row_groups=[group], columns=there)
+                for group in range(file.num_row_groups)
+            )
+            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+                yield Place(f"{path}:{number}", row)
+    except arrow.ArrowInvalid as error:
+        raise FileRefused(f"{path}: cannot be read as Parquet: {error}") from None
+
+
+def _writer(path: Path, draft: Path, format_: Format) -> _Lines | _Groups:
+    return _Groups(draft, format_) if _is_parquet(path) else _Lines(draft)
+
+
+def _is_parquet(path: Path) -> bool:
+    if path.suffix not in {".jsonl", ".parquet"}:
+        raise FileRefused(f"{path}: its name must end in .jsonl or .parquet")
+    return path.suffix == ".parquet"
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise EnvironmentRefused("Parquet files need pyarrow: pip install tuneloop[parquet]") from None
+    return pyarrow
+
+
+def _parquet() -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet
+
+
+def _schema(pa: Any, format_: Format) -> Any:
+    text, real, whole = pa.string(), pa.float64(), pa.int32()
+    call = pa.struct([("id", text), ("type", text), ("function", pa.struct([("name", text), ("arguments", text)]))])
+    message = [(name, text) for name in ("role", "content", "name", "tool_call_id")]
+    messages = pa.list_(pa.struct([*message, ("tool_calls", pa.list_(call))]))
+    names = [(name, text) for name in ("msg_id", "user", "task_id", "run_id")]
+    labels = [("tools", text), *names, ("version", whole), ("said_by", pa.list_(text))]
+    match format_:
+        case Format.SFT:
+            columns = [("messages", messages), ("reward", real), *labels]
+        case Format.KTO:
+            columns = [("prompt", messages), ("completion", messages), ("label", pa.bool_()), *labels]
+        case Format.DPO:
+            answers = [(name, messages) for name in ("prompt", "chosen", "rejected")]
+            other = [("other_msg_id", text), ("other_user", text), ("other_reward", real)]
+            columns = [*answers, ("source", text), ("reward", real), *labels, *other]
+        case Format.EXPERIENCES:
+            columns = [*names, *_columns_of_experiences(pa, messages)]
+    return pa.schema(columns)
+
+
+def _columns_of_experiences(pa: Any, messages: Any) -> list[tuple[str, Any]]:
+    text, real, whole = pa.string(), pa.float64(), pa.int32()
+    words = ["tenant", "endpoint", "request", "text", "tool_calls", "finish_reason", "reward_rule"]
+    words += ["state", "reason", "unsampled"]
+    numbers = ["temperature", "reward", "sampled_at", "rewarded_at", "committed_at", "latency_s", "priority"]
+    counts = ["choice", "correction", "version_min", "version_max", "trained_version"]
+    said = ["event_id", "call_id", "msg_id", "task_id", "run_id", "kind", "metric", "text", "other_msg_id", "source"]
+    event = [
+        *((name, text) for name in (*said, "outcome")),
+        *((name, real) for name in ("value", "received_at", "occurred_at")),
+        *((name, whole) for name in ("choice", "other_choice")),
+    ]
+    return [
+        *((name, text) for name in words),
+        *((name, real) for name in numbers),
+        *((name, whole) for name in counts),
+        ("messages", messages),
+        ("prompt_ids", pa.list_(whole)),
+        ("completion_ids", pa.list_(whole)),
+        ("logprobs", pa.list_(pa.float32())),
+        ("feedback", pa.list_(pa.struct(event))),
+    ]
+
+
+def _as_columns(row: Row) -> Row:
+    """A row whose values have the types of their columns; what has no fixed shape becomes JSON text."""
+    columns = dict(row)
+    for name in _CONVERSATIONS:
+        if name in row:
+            columns[name] = [_as_struct(message) for message in row[name]]
+    for name in ("tools", "tool_calls"):
+        if row.get(name) is not None:
+            columns[name] = orjson.dumps(row[name]).decode()
+    return columns
+
+
+def _as_struct(message: Row) -> Row:
+    names = ("role", "content", "name", "tool_call_id")
+    calls = message.get("tool_calls")
+    return {name: _as_text(message.get(name)) for name in names} | {
+        "tool_calls": [_as_call(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else None
+    }
+
+
+def _as_call(call: Row) -> Row:
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    told = {name: _as_text(function.get(name)) for name in ("name", "arguments")}
+    return {"id": _as_text(call.get("id")), "type": _as_text(call.get("type")), "function": told}
+
+
+def _as_text(value: Any) -> str | None:
+    """The text; of content in parts, its parts of text, one after the other."""
+    if isinstance(value, str | None):
+        return value
+    if isinstance(value, list):
+        parts = [part.get("text") for part in value if isinstance(part, dict)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return orjson.dumps(value).decode()
+
+
+def _plain(value: object) -> Any:
+    # The shortest text of a float32 would do, but only a reader that rounds once gets the same float32 from it.
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(type(value).__name__)

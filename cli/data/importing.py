@@ -1,0 +1,293 @@
+"""Reads rows of a file into a ledger: experiences exported from another one, or plain conversations.
+
+Everything goes in as a record, as if it had just been said, so the ledger's own rules apply: what is there already
+stays, rewards are reckoned anew from the feedback, and a row starts as recorded, rewarded or dropped.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import orjson
+
+from tuneloop.cli.data import files
+from tuneloop.cli.data.export_formats import NO_TOKEN_IDS
+from tuneloop.cli.data.files import Place
+from tuneloop.shared.errors import FileRefused, TuneloopError
+from tuneloop.shared.experience import (
+    MAX_NAME,
+    MAX_REWARD,
+    Exchange,
+    Experience,
+    Feedback,
+    Kind,
+    Record,
+    State,
+    pack_ids,
+)
+from tuneloop.shared.ledger.ledger import Ledger
+
+#: Mistakes of a file that are told; more would say the same.
+_TOLD = 20
+
+_PAGE = 500
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+MsgId = Annotated[str, msgspec.Meta(min_length=1, max_length=96)]
+Short = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+#: Seconds since 1970. The door takes no other times either.
+Time = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+Choice = Annotated[int, msgspec.Meta(ge=0, lt=1 << 15)]
+
+
+class Said(msgspec.Struct, kw_only=True):
+    """A feedback event of an exported experience."""
+
+    event_id: Short
+    call_id: Short
+    kind: Kind
+    metric: Name
+    received_at: Time
+    msg_id: MsgId | None = None
+    choice: Choice | None = None
+    value: Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
+    text: str | None = None
+    other_msg_id: MsgId | None = None
+    other_choice: Choice | None = None
+    task_id: Name | None = None
+    run_id: Name | None = None
+    source: Name | None = None
+    occurred_at: Time | None = None
+
+    def __post_init__(self) -> None:
+        if (self.value is not None) != (self.kind in (Kind.NUMBER, Kind.BOOLEAN)):
+            raise ValueError(f"a {self.kind} {'with' if self.value is not None else 'without'} a value")
+        if (self.text is not None) != (self.kind in (Kind.LABEL, Kind.COMMENT, Kind.DEMONSTRATION)):
+            raise ValueError(f"a {self.kind} {'with' if self.text is not None else 'without'} a text")
+        if (self.other_msg_id is not None) != (self.kind is Kind.PREFERENCE):
+            raise ValueError(f"a {self.kind} {'with' if self.other_msg_id is not None else 'without'} another reply")
+        if self.msg_id is None and None in (self.task_id, self.run_id):
+            raise ValueError("feedback about nothing: neither msg_id nor task_id and run_id")
+
+    def record(self, tenant: str) -> Feedback:
+        """The event as a record."""
+        return Feedback(tenant=tenant, **msgspec.structs.asdict(self))
+
+
+class Exported(msgspec.Struct, kw_only=True):
+    """A row of an exported file of experiences; what of it cannot travel, such as a lease, is not read."""
+
+    msg_id: MsgId
+    choice: Choice
+    tenant: Short
+    endpoint: Short
+    request: str
+    text: str
+    prompt_ids: list[Id]
+    completion_ids: list[Id]
+    logprobs: list[float | None]
+    temperature: float
+    state: State
+    version_min: Id
+    version_max: Id
+    sampled_at: Time
+    latency_s: float
+    priority: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)] = 0.0
+    tool_calls: list[Any] | str | None = None
+    finish_reason: Annotated[str, msgspec.Meta(max_length=32)] | None = None
+    reason: str | None = None
+    unsampled: str | None = None
+    reward: float | None = None
+    user: Name | None = None
+    task_id: Name | None = None
+    run_id: Name | None = None
+    feedback: list[Said] = []
+
+    def __post_init__(self) -> None:
+        if len(self.completion_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.completion_ids)} completion_ids, {len(self.logprobs)} logprobs")
+        if self.version_min > self.version_max:
+            raise ValueError("version_min is greater than version_max")
+        if not all(map(math.isfinite, (self.latency_s, self.temperature))):
+            raise ValueError("latency_s and temperature must be finite")
+
+    def records(self) -> Iterator[Record]:
+        """The reply and its feedback."""
+        calls = orjson.dumps(self.tool_calls) if isinstance(self.tool_calls, list) else self.tool_calls
+        logprobs = [math.nan if each is None else each for each in self.logprobs]
+        sampled = Experience(
+            choice=self.choice,
+            prompt_ids=pack_ids(self.prompt_ids),
+            completion_ids=pack_ids(self.completion_ids),
+            logprobs=np.asarray(logprobs, "<f4").tobytes(),
+            version_min=self.version_min,
+            version_max=self.version_max,
+            temperature=self.temperature,
+            finish_reason=self.finish_reason,
+            text=self.text,
+            tool_calls=calls.encode() if isinstance(calls, str) else calls,
+            drop_reason=(self.reason or "imported") if self.state is State.DROPPED else None,
+            unsampled=self.unsampled,
+        )
+        yield Exchange(
+            msg_id=self.msg_id,
+            tenant=self.tenant,
+            endpoint=self.endpoint,
+            request=self.request.encode(),
+            received_at=self.sampled_at,
+            latency_s=self.latency_s,
+            experiences=(sampled,),
+            task_id=self.task_id,
+            run_id=self.run_id,
+            user=self.user,
+            priority=self.priority,
+        )
+        yield from (each.record(self.tenant) for each in self.feedback)
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """A message of a plain conversation; more of its fields are kept, but not looked at."""
+
+    role: str
+    content: str | list[Any] | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    """A row of SFT data: messages that end with the answer."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=2)]
+    tools: list[Any] | str | None = None
+    msg_id: MsgId | None = None
+    user: Name | None = None
+    task_id: Name | None = None
+    run_id: Name | None = None
+
+    def __post_init__(self) -> None:
+        if self.messages[-1].role != "assistant":
+            raise ValueError("the last of the messages must be the assistant's")
+        if not isinstance(self.messages[-1].content, str | None):
+            raise ValueError("the answer's content must be a text")
+
+
+class Imported(NamedTuple):
+    """What an import came to. `reckoned_otherwise`: rows whose reward is not the file's, under this ledger's rule."""
+
+    rows: int
+    new: int
+    reckoned_otherwise: int
+
+
+class Row(NamedTuple):
+    """A row understood: what the ledger takes of it, and the reward that it had, NaN if it names none."""
+
+    msg_id: str
+    choice: int
+    reward: float | None
+    records: Sequence[Record]
+
+
+def import_file(
+    ledger: Ledger, path: Path, *, tenant: str = "default", clock: Callable[[], float] = time.time
+) -> Imported:
+    """Take in a file, from its first row to its last; a file with mistakes not at all.
+
+    Raises FileRefused with the mistakes, or with how far it came when the ledger refused.
+    """
+    columns = frozenset(Exported.__struct_fields__ + Conversation.__struct_fields__)
+    mistakes = list(islice(_mistakes(files.read(path, columns), tenant), _TOLD + 1))
+    if mistakes:
+        more = ["and more"] if len(mistakes) > _TOLD else []
+        raise FileRefused("\n".join([*mistakes[:_TOLD], *more, f"{path}: nothing was imported"]))
+    now = clock()
+    rows = (understood(place, tenant=tenant, now=now) for place in files.read(path, columns))
+    done = Imported(0, 0, 0)
+    while page := list(islice(rows, _PAGE)):
+        try:
+            done = _take(ledger, page, done)
+        except TuneloopError as error:
+            raise FileRefused(
+                f"{path}: {error}\nThe first {done.rows} rows are in; import it again to go on: what is there stays"
+            ) from error
+    return done
+
+
+def understood(place: Place, *, tenant: str, now: float) -> Row:
+    """A row of a file. Raises ValueError if it is none of ours."""
+    if place.row is None:
+        raise ValueError(place.wrong)
+    # A column that a row of Parquet has not got is null there.
+    row = {name: value for name, value in place.row.items() if value is not None}
+    if "completion_ids" in row:
+        exported = msgspec.convert(row, Exported)
+        return Row(exported.msg_id, exported.choice, exported.reward, list(exported.records()))
+    if "messages" in row:
+        return _conversation(row, msgspec.convert(row, Conversation), tenant=tenant, now=now)
+    raise ValueError("neither an exported experience (completion_ids) nor a conversation (messages)")
+
+
+def _mistakes(places: Iterable[Place], tenant: str) -> Iterator[str]:
+    for place in places:
+        try:
+            understood(place, tenant=tenant, now=0.0)
+        except ValueError as error:
+            yield f"{place.where}: {error}"
+
+
+def _take(ledger: Ledger, page: Sequence[Row], done: Imported) -> Imported:
+    msg_ids = {row.msg_id for row in page}
+    before = ledger.rewards_of(msg_ids)
+    ledger.record([record for row in page for record in row.records])
+    after = ledger.rewards_of(msg_ids)
+    new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
+    otherwise = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
+    return Imported(
+        done.rows + len(page), done.new + len(new.keys() & after.keys()), done.reckoned_otherwise + otherwise
+    )
+
+
+def _conversation(row: dict[str, Any], said: Conversation, *, tenant: str, now: float) -> Row:
+    *asked, answer = [_without_nulls(message) for message in row["messages"]]
+    tools = orjson.loads(said.tools) if isinstance(said.tools, str) else said.tools
+    request = {"messages": asked} | ({"tools": tools} if tools else {})
+    whole = orjson.dumps([request, answer, tenant], option=orjson.OPT_SORT_KEYS)
+    msg_id = said.msg_id or f"imported-{hashlib.sha256(whole).hexdigest()[:40]}"
+    calls = answer.get("tool_calls")
+    sampled = Experience(
+        choice=0,
+        prompt_ids=b"",
+        completion_ids=b"",
+        logprobs=b"",
+        version_min=0,
+        version_max=0,
+        temperature=1.0,
+        finish_reason="stop",
+        text=answer.get("content") or "",
+        tool_calls=orjson.dumps(calls) if calls else None,
+        drop_reason=NO_TOKEN_IDS,
+    )
+    exchange = Exchange(
+        msg_id=msg_id,
+        tenant=tenant,
+        endpoint="imported",
+        request=orjson.dumps(request),
+        received_at=now,
+        latency_s=0.0,
+        experiences=(sampled,),
+        task_id=said.task_id,
+        run_id=said.run_id,
+        user=said.user,
+    )
+    return Row(msg_id, 0, None, [exchange])
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of Parquet has every field that any message has."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}

@@ -1,0 +1,27 @@
+"""The command `tuneloop doctor`."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.options import ConfigOption, SetOption, understood_settings
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.operations.doctor import as_json, as_text, examine
+from tuneloop.shared.settings.loader import check
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
+
+
+def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
+    """Say whether the ledger adds up (exit code 1 if not), what waits where, and why no training step is happening."""
+    settings = understood_settings(check(config, set_ or ()))
+    report = examine(settings)
+    if for_programs:
+        typer.echo(json.dumps(as_json(report), indent=2))
+    else:
+        typer.echo("\n".join(as_text(report, settings)))
+    if report.facts.ledger is None:
+        raise EnvironmentRefused(report.facts.away)
+    if report.imbalance:
+        raise typer.Exit(1)

@@ -1,0 +1,125 @@
+"""This file is `tuneloop export` and `tuneloop import`."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export_formats import Format
+from tuneloop.cli.data.importing import import_file
+from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.export import Selection
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.settings import Settings
+
+
+def _moment(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no time; write 2026-01-31 or 2026-01-31T12:00:00+01:00") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option.")] = None
+    tenant: Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")] = (
+        "default"
+    )
+
+    def settings(self) -> Settings:
+        """The settings that the command is to use."""
+        report = check(self.config, self.set_ or ())
+        if report.settings is None:
+            raise SettingsError("\n".join(report.mistakes))
+        return report.settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Export(_Common):
+    format: Annotated[Format, typer.Option(help="What the file is for.")]
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A .jsonl or .parquet file; one that is there is replaced.")]
+    state: Annotated[list[State] | None, typer.Option(help="Only rows in this state; may be repeated.")] = None
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards as high; an edited answer needs none.")] = None
+    margin: Annotated[float, typer.Option(help="dpo: the least difference of the rewards of two replies.")] = 0.0
+    since: Annotated[float | None, typer.Option(parser=_moment, metavar="ISO", help="Sampled then or later.")] = None
+    until: Annotated[float | None, typer.Option(parser=_moment, metavar="ISO", help="Sampled then or before.")] = None
+    task: Annotated[str | None, typer.Option(help="Only this task_id.")] = None
+    all: Annotated[bool, typer.Option("--all", help="sft, kto: also replies cut off; sft: without a reward.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Import(_Common):
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command line these two commands."""
+    app.command("export")(_command(_Export, _export))
+    app.command("import")(_command(_Import, _import))
+
+
+def _command(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
+    """A function whose parameters are the fields of a dataclass, for these are more than a function should have."""
+
+    def command(**values: Any) -> None:
+        run(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    command.__doc__ = run.__doc__
+    command.__annotations__ = {each.name: hints[each.name] for each in fields(options)}
+    command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+    return command
+
+
+def _export(options: _Export) -> None:
+    """Write replies to a file, for SFT, DPO, KTO, or with everything that is known of them."""
+    if options.format is Format.KTO and options.min_reward is not None:
+        raise typer.BadParameter("kto goes by thumbs, not by rewards", param_hint="--min-reward")
+    selection = Selection(options.tenant, tuple(options.state or ()), options.task, options.since, options.until)
+    wish = Wish(options.format, selection, options.min_reward, options.margin, options.all)
+    settings = options.settings()
+    _must_be_there(settings)
+    ledger = Ledger.of(settings)
+    try:
+        done = export(ledger, wish, options.to)
+    finally:
+        ledger.close()
+    typer.echo(f"{options.to}: {done.rows} rows")
+    for why, count in sorted(done.left_out.items()):
+        typer.echo(f"  left out {count}: {why}")
+
+
+def _import(options: _Import) -> None:
+    """Take experiences of another database in, or conversations as examples for SFT."""
+    settings = options.settings()
+    upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+    ledger = Ledger.of(settings)
+    try:
+        ledger.own(settings.project, settings.name)
+        done = import_file(ledger, options.file, tenant=options.tenant)
+    finally:
+        ledger.close()
+    typer.echo(f"{options.file}: {done.rows} rows, {done.new} of them new")
+    if done.reckoned_otherwise:
+        typer.echo(f"  {done.reckoned_otherwise} have another reward by this experiment's rule than in the file")
+
+
+def _must_be_there(settings: Settings) -> None:
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    there, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+    if there is None:
+        raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
+    if there != newest:
+        raise EnvironmentRefused(f"the database has schema {there}, not {newest}: run tuneloop db upgrade")

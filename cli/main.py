@@ -1,0 +1,189 @@
+"""This file is the command `tuneloop`."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, assert_never
+
+import typer
+import yaml
+
+from tuneloop.cli import alarms, doctor, export, rewards, versions
+from tuneloop.cli.both import supervise
+from tuneloop.cli.options import ConfigOption, SetOption, understood_settings
+from tuneloop.cli.package_names import refuse_foreign_packages
+from tuneloop.cli.retention import add_to as add_retention
+from tuneloop.shared import VERSION
+from tuneloop.shared.errors import StartupError, TuneloopError
+from tuneloop.shared.ledger.facts import uncounted
+from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.settings.database_url import shown
+from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.settings import Settings
+
+app = typer.Typer(
+    name="tuneloop",
+    help="Serve a model over OpenAI's API, and train it on the feedback.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+db_app = typer.Typer(help="The database that holds the experiences.", no_args_is_help=True)
+config_app = typer.Typer(help="The settings.", no_args_is_help=True)
+app.add_typer(db_app, name="db")
+app.add_typer(config_app, name="config")
+export.add_to(app)
+app.add_typer(rewards.app, name="rewards")
+app.add_typer(alarms.app, name="alarms")
+app.add_typer(versions.app, name="versions")
+add_retention(app)
+app.command()(doctor.doctor)
+
+
+def main() -> None:
+    """Run the command line; what is wrong is told in a sentence on stderr, never as a traceback."""
+    try:
+        refuse_foreign_packages()
+        app()
+    except TuneloopError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tuneloop {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Serve a model over OpenAI's API, and train it on the feedback."""
+
+
+@app.command()
+def run(config: ConfigOption, set_: SetOption = None) -> None:
+    """Start what `mode` says: the explorer (serve), the trainer (train), or both side by side."""
+    settings = understood_settings(check(config, set_ or ()))
+    match settings.mode:
+        case "serve":
+            _become(service("explorer", config, set_ or ()))
+        case "train":
+            _become(service("trainer", config, set_ or ()))
+        case "both":
+            raise typer.Exit(supervise([service(name, config, set_ or ()) for name in ("explorer", "trainer")]))
+        case never:
+            assert_never(never)
+
+
+def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
+    """The command that starts a service. `-P`: a folder of its name where we are started must not be imported."""
+    flags = [part for override in overrides for part in ("--set", override)]
+    return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
+
+
+def _become(command: list[str]) -> None:
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+@app.command()
+def validate(config: Annotated[Path, typer.Argument(metavar="X.yaml")], set_: SetOption = None) -> None:
+    """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
+    report = check(config, set_ or ())
+    lines = understood(understood_settings(report))
+    lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
+    typer.echo(f"{config} is valid.")
+    for name, value in lines:
+        if value:
+            typer.echo(f"  {name:<18} {value}")
+
+
+def understood(settings: Settings) -> list[tuple[str, str]]:
+    """What the settings mean, for people: name and value."""
+    length = settings.model.max_model_len
+    lines = [
+        ("mode", settings.mode),
+        ("job folder", str(settings.job_dir)),
+        ("database", shown(settings.database_url)),
+        ("model", f"{settings.model.model_path}, {f'{length} tokens' if length else 'full length'}"),
+    ]
+    if settings.mode != "train":
+        lines += _understood_of_the_explorer(settings)
+    if settings.mode != "serve":
+        lines += _understood_of_the_trainer(settings)
+    notes = [uncounted(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
+    return [*lines, *(("note", note) for note in notes if note)]
+
+
+def _understood_of_the_explorer(settings: Settings) -> list[tuple[str, str]]:
+    explorer, rollout, cluster = settings.explorer, settings.explorer.rollout_model, settings.cluster
+    engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.gpu_per_node}"
+    if cluster.gpu_per_node == 0:
+        engines = f"{rollout.engine_num}, on the CPU"
+    if rollout.engine_urls:
+        engines = f"running already: {', '.join(rollout.engine_urls)}"
+    return [
+        ("served as", settings.served_model_name),
+        ("listens on", f"{explorer.listen_address}:{explorer.proxy_port}"),
+        ("engines", engines),
+        ("new versions", f"looked for every {explorer.service_status_check_interval:g} s"),
+    ]
+
+
+def _understood_of_the_trainer(settings: Settings) -> list[tuple[str, str]]:
+    keeps = settings.trainer.max_checkpoints_to_keep or "all"
+    return [
+        ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
+        ("publishes", f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}"),
+    ]
+
+
+@db_app.command("upgrade")
+def db_upgrade(config: ConfigOption, set_: SetOption = None) -> None:
+    """Bring the database to the newest schema; one that has it is left alone."""
+    settings = understood_settings(check(config, set_ or ()))
+    upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+    db_current(config, set_)
+
+
+@db_app.command("current")
+def db_current(config: ConfigOption, set_: SetOption = None) -> None:
+    """Say which schema the database has, and which is the newest."""
+    settings = understood_settings(check(config, set_ or ()))
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    there = revisions.current(settings.database_url, schema=schema)
+    typer.echo(f"{there or 'empty'} (newest: {revisions.newest()})")
+
+
+@config_app.command("show")
+def config_show(config: ConfigOption, set_: SetOption = None) -> None:
+    """Print every option as it will be used, as YAML. Secrets are hidden."""
+    values = understood_settings(check(config, set_ or ())).model_dump(mode="json")
+    typer.echo(yaml.safe_dump(_without_secrets(values), sort_keys=False, allow_unicode=True), nl=False)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of the settings file, for editors."""
+    typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
+
+
+def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
+    rollout, buffer = values["explorer"]["rollout_model"], values["buffer"]["trainer_input"]["experience_buffer"]
+    keys = (
+        (values["explorer"], "admin_key"),
+        (rollout, "engine_key"),
+        (values["judge"], "key"),
+        (values["algorithm"]["distill"], "teacher_key"),
+    )
+    for section, key in keys:
+        if section[key]:
+            section[key] = "***"
+    if buffer["path"]:
+        buffer["path"] = shown(buffer["path"])
+    return values

@@ -1,0 +1,119 @@
+"""This file is `tuneloop purge` and `tuneloop erase`."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.data.erasure import Erasure, erase
+from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.recording.retention import Purged, bounds_of
+from tuneloop.shared.settings.settings import Settings
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only say what would be.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command line these two commands."""
+    app.command("purge")(_purge)
+    app.command("erase")(_erase)
+
+
+def seconds(duration: str) -> float:
+    """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
+    if found is None:
+        raise typer.BadParameter(f"{duration!r} is no duration; write 30d, 12h, 45m or 90s")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _purge(
+    config: ConfigOption,
+    state: Annotated[State | None, typer.Option(help="Only experiences in this state.")] = None,
+    older_than: Annotated[
+        float | None, typer.Option(parser=seconds, metavar="30d", help="Only what was sampled longer ago.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    set_: SetOption = None,
+) -> None:
+    """Delete what is older than the settings' retention allows, or than you say. Services may run."""
+    if (state is None) != (older_than is None):
+        raise typer.BadParameter("--state and --older-than go together; without both, the settings' retention holds")
+    settings, ledger = existing_ledger(config, set_)
+    bounds = _bounds(settings, state, older_than)
+    with closing(ledger):
+        try:
+            done = ledger.purge(bounds, dry_run=dry_run)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--state") from None
+    if as_json:
+        typer.echo(json.dumps({"dry_run": dry_run, "experiences": done.experiences, "parked_feedback": done.parked}))
+    else:
+        typer.echo("\n".join(_told_of_purge(done, dry_run)))
+
+
+def _bounds(settings: Settings, state: State | None, older_than: float | None) -> dict[State, float]:
+    if state is not None and older_than is not None:
+        return {state: older_than}
+    return bounds_of(settings.retention)
+
+
+def _told_of_purge(done: Purged, dry_run: bool) -> Iterator[str]:
+    if not done.experiences:
+        yield "nothing is deleted: the settings' retention keeps everything; or give --state and --older-than"
+        return
+    yield "would delete" if dry_run else "deleted"
+    for state, count in done.experiences.items():
+        yield f"  {state:<10} {count} experiences"
+    if State.RECORDED in done.experiences:
+        yield f"  {'feedback':<10} {done.parked} events whose reply never came"
+
+
+def _erase(
+    config: ConfigOption,
+    user: Annotated[str, typer.Option(help="The person, as requests name them in `user`, or feedback as its source.")],
+    tenant: Annotated[str, typer.Option(help="Whose person.")] = "default",
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    set_: SetOption = None,
+) -> None:
+    """Delete a person everywhere, and list the versions that were trained on them. Services may run.
+
+    Ends with 1 if something could not be reached.
+    """
+    _, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        done = erase(ledger, tenant, user, dry_run=dry_run)
+    typer.echo(json.dumps(_as_dict(done)) if as_json else "\n".join(_told_of_erasure(done)))
+    if done.problems:
+        raise typer.Exit(1)
+
+
+def _as_dict(done: Erasure) -> dict[str, object]:
+    lists = {name: [each._asdict() for each in getattr(done, name)] for name in ("versions", "files")}
+    return done._asdict() | lists
+
+
+def _told_of_erasure(done: Erasure) -> Iterator[str]:
+    yield f"{'would delete' if done.dry_run else 'deleted'} of {done.user!r} (tenant {done.tenant})"
+    for name in ("exchanges", "experiences", "feedback"):
+        yield f"  {name:<12} {getattr(done, name)}"
+    if done.versions:
+        yield "trained on them"
+        for trained in done.versions:
+            yield f"  version {trained.version} ({trained.state}): {trained.experiences} experiences"
+        yield "  These weights and those of all later versions stay as they are: docs/privacy.md says what can be done."
+    if done.files:
+        yield "exported files"
+        for file in done.files:
+            yield f"  {file.path}: {file.removed} rows{'' if done.dry_run else ' taken out'}"
+    for problem in done.problems:
+        yield f"not reached: {problem}"

@@ -1,0 +1,31 @@
+"""This file is `tuneloop rewards`."""
+
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.shared.ledger.recording.reward_rule import definition
+
+app = typer.Typer(help="The rewards that feedback makes.", no_args_is_help=True)
+
+
+@app.callback()
+def _options() -> None:
+    """The rewards that feedback makes."""
+
+
+@app.command()
+def recompute(
+    config: ConfigOption,
+    set_: SetOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only say what would change.")] = False,
+) -> None:
+    """Make the rewards of what is not trained yet anew from the feedback, by the rule of now. Services may run."""
+    settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        done = ledger.recompute_rewards(dry_run=dry_run)
+    typer.echo(f"rule: {definition(settings.reward)}")
+    change = "would change" if dry_run else "changed"
+    typer.echo(f"{done.replies} replies looked at, {done.changed} rewards {change}")

@@ -1,0 +1,140 @@
+"""Brings exchanges and feedback to disk: when `record` returns they are safe, whatever dies next."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.experience import Exchange, Feedback, encode
+from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, since, slots
+
+log = structlog.get_logger()
+
+#: How much of the file system stays free, whichever is less: replies in flight when requests are refused need it.
+RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
+
+_LOOK_S = 0.5
+
+
+class _Waits(NamedTuple):
+    """What a slot's oldest record is, and since when it waits."""
+
+    done: Position
+    since: float
+
+
+class Room:
+    """What all slots below one root hold together: several processes, dead ones too, share the bound.
+
+    `admit` is asked for every request and reads nothing: our own bytes are counted as they are written, what others
+    hold and the disk are looked at every half a second. Between two looks all is well until we have written as much as
+    there was room for.
+    """
+
+    def __init__(
+        self,
+        own: Spool,
+        *,
+        max_bytes: int,
+        max_age_s: float,
+        disk: Callable[[Path], os.statvfs_result] = os.statvfs,
+    ) -> None:
+        self._own = own
+        self._disk = disk
+        self._root = own.folder.parent
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._waits: dict[Path, _Waits] = {}
+        self.look()
+
+    async def run(self) -> None:
+        """Look every half a second, for ever."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await asyncio.to_thread(self.look)
+            except OSError as error:
+                log.error("spool_not_looked_at", folder=str(self._root), reason=str(error))
+
+    def look(self) -> None:
+        """Bring what `admit` goes by up to date."""
+        found = slots(self._root)
+        self._elsewhere = sum(backlog_of(slot) for slot in found if slot != self._own.folder)
+        waits = {slot: waits for slot in found if (waits := self._oldest_of(slot))}
+        self._waits = waits
+        disk, self._written = self._disk(self._root), self._own.written
+        self._reserve = min(int(RESERVE_SHARE * disk.f_blocks * disk.f_frsize), RESERVE_BYTES)
+        self._free = disk.f_bavail * disk.f_frsize
+        done, left = not self._own.backlog_bytes(), self._free - self._reserve
+        # A segment goes when all of it is in the database: on a small disk that must not be when nothing else has room.
+        large = 0 < left < self._own.end.offset
+        self._fine_until = 0
+        if self._own.broken or large or (done and self._own.end.offset and self._disk_is_full()):
+            self._own.renew()
+
+    def admit(self) -> None:
+        """Raise SpoolFull when no more should be taken on, because it might not be kept."""
+        if self._own.broken:
+            raise SpoolFull(self._own.broken)
+        if self._own.written < self._fine_until:
+            return
+        if (left := self._max_bytes - self.bytes()) <= 0:
+            raise SpoolFull(f"the spool holds {self._max_bytes} bytes that the database has not taken")
+        if self._disk_is_full():
+            raise SpoolFull(f"the disk of the spool has less than {self._reserve} bytes left")
+        if (oldest_s := self.oldest_s()) > self._max_age_s:
+            raise SpoolFull(f"the database has not taken what the spool has held for {self._max_age_s:g} seconds")
+        if oldest_s + 2 * _LOOK_S < self._max_age_s:
+            self._fine_until = min(self._own.written + left, self._written + self._free - self._reserve)
+
+    def bytes(self) -> int:
+        """Bytes that wait for the database."""
+        return self._own.backlog_bytes() + self._elsewhere
+
+    def oldest_s(self) -> float:
+        """How long the oldest record has waited for the database; 0 if none waits."""
+        if not self.bytes():
+            return 0.0
+        return max((time.time() - waits.since for waits in self._waits.values()), default=0.0)
+
+    def _disk_is_full(self) -> bool:
+        return self._free - (self._own.written - self._written) < self._reserve
+
+    def _oldest_of(self, slot: Path) -> _Waits | None:
+        done = flushed_of(slot)
+        known = self._waits.get(slot)
+        if known and known.done == done:
+            return known
+        found = next_after(slot, done)
+        return _Waits(done, since(*found)) if found else None
+
+
+class Recorder:
+    """The spool, as the routes see it."""
+
+    def __init__(self, spool: Spool, room: Room, metrics: Metrics) -> None:
+        self._spool = spool
+        self._room = room
+        self._metrics = metrics
+
+    def admit(self) -> None:
+        """Raise SpoolFull if a request should not even start, because its reply could not be kept."""
+        self._room.admit()
+
+    async def record(self, exchange: Exchange) -> None:
+        """Bring an exchange to disk; it gets there even if the request's own task is cancelled meanwhile."""
+        await self._spool.append([encode(exchange)])
+        for experience in exchange.experiences:
+            self._metrics.brought_to_disk(experience.drop_reason or experience.unsampled or "")
+
+    async def take(self, events: Sequence[Feedback]) -> Position:
+        """Bring feedback to disk, all of it or none."""
+        self._room.admit()
+        return await self._spool.append([encode(event) for event in events])

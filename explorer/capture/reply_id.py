@@ -1,0 +1,126 @@
+"""The names of replies, minted by us and signed: a guess, a typo or another tenant's id is refused without a look-up.
+
+    chatcmpl-<40 characters>      every choice of a reply
+    chatcmpl-<40 characters>:<k>  its choice k
+
+Replies of other endpoints have their own prefix, as OpenAI's and Anthropic's have. The 40 characters are base32
+(sortable by time) of: 6 bytes of milliseconds since 1970, 9 random bytes, the number of choices, and 9 bytes of
+keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tuneloop.shared.checkpoint import sync_folder
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+
+PREFIX = "chatcmpl-"
+PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")
+MAX_CHOICES = 128
+
+_MAC_BYTES = 9
+_KEY_BYTES = 32
+_SIGNED, _BYTES = 40, 25
+_DIGITS = "0123456789abcdefghijklmnopqrstuv"
+_SHIFTS = range(5 * (_SIGNED - 2), -1, -10)
+_TWO_DIGITS = [high + low for high in _DIGITS for low in _DIGITS]
+_WELL_FORMED = re.compile(f"[0-9a-v]{{{_SIGNED}}}").fullmatch
+
+
+class ReplyName(NamedTuple):
+    """A msg_id that is ours, and the choice it names; None means all."""
+
+    msg_id: str
+    choice: int | None
+
+
+class Mint:
+    """Mints and recognises msg_ids under one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
+        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES); `prefix` is one of PREFIXES."""
+        name = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(9) + bytes([choices])
+        return prefix + _base32(name + self._mac(name, tenant, prefix))
+
+    def read(self, text: str, tenant: str) -> ReplyName | None:
+        """What `text` names, or None if we never minted it for this tenant."""
+        msg_id, colon, choice = text.partition(":")
+        prefix = next((each for each in PREFIXES if msg_id.startswith(each)), "")
+        signed = msg_id[len(prefix) :].lower()
+        prefix = prefix or PREFIX
+        if not _WELL_FORMED(signed):
+            return None
+        data = int(signed, 32).to_bytes(_BYTES)  # tens of times faster than b32hexdecode, whose digits these are
+        name, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(name, tenant, prefix)):
+            return None
+        msg_id = prefix + signed
+        if not colon:
+            return ReplyName(msg_id, None)
+        if not (choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < name[-1]):
+            return None
+        return ReplyName(msg_id, int(choice))
+
+    def _mac(self, name: bytes, tenant: str, prefix: str) -> bytes:
+        whose = f"{tenant}\0{prefix}" if prefix != PREFIX else tenant
+        # A MAC as HMAC is one, at a fifth of its price.
+        return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+def _base32(data: bytes) -> str:
+    """What base64.b32hexencode makes of 25 bytes, in half its time."""
+    number = int.from_bytes(data)
+    return "".join([_TWO_DIGITS[number >> shift & 1023] for shift in _SHIFTS])
+
+
+def minted_at(msg_id: str) -> float:
+    """When a msg_id was minted that is ours, in seconds since 1970."""
+    return (int(msg_id[-_SIGNED:], 32) >> 8 * (_BYTES - 6)) / 1000
+
+
+def key_path(settings: Settings) -> Path:
+    """Where the key of an experiment lies."""
+    return settings.job_dir / "secrets" / "msg_id.key"
+
+
+def load_key(path: Path) -> bytes:
+    """The signing key kept at `path`, made by whoever comes first. All explorers of an experiment share it.
+
+    Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(_KEY_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        pass
+    finally:
+        fresh.unlink()
+    sync_folder(path.parent)
+    sync_folder(path.parent.parent)
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {path} is not a key of {_KEY_BYTES} bytes: restore it from a copy, or delete it and "
+            "lose the feedback on replies given so far"
+        )
+    return key
+
+
+#: Everybody's, while there are no keys that tell tenants apart.
+TENANT = "default"

@@ -1,0 +1,118 @@
+"""Lets the explorer forget: what the settings no longer allow to keep, and what an erased person left in its spool."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import structlog
+
+from tuneloop.explorer.capture.spool import take_slot
+from tuneloop.explorer.capture.spool_erasure import clear, kept_files
+from tuneloop.explorer.capture.spool_slots import Slot, Slots
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import LedgerError
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.erasures import Person
+from tuneloop.shared.ledger.recording.retention import PURGEABLE, bounds_of
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import slots
+
+log = structlog.get_logger()
+
+#: How often the settings' retention is applied.
+PURGE_S = 3600.0
+#: How long records stay in a segment that the database has all of.
+SEGMENT_S = 300.0
+
+
+class Forgetting:
+    """Looks now and then whom to forget, and what."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        spools: Slots,
+        *,
+        metrics: Metrics,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bounds = bounds_of(settings.retention)
+        self._ledger = ledger
+        self._slots = spools
+        self._purged = {state: metrics.purged.labels(state.value) for state in PURGEABLE}
+        self._interval_s = interval_s
+        self._clock = clock
+        self._purge_at = clock()
+        self._segments: dict[Path, tuple[int, float]] = {}
+        self._erased: dict[Person, float] = {}
+        self._cleared: dict[Path, tuple[int, int, int]] = {}
+
+    async def run(self) -> None:
+        """Look every `interval_s` seconds, for ever."""
+        while True:
+            try:
+                await asyncio.to_thread(self.look)
+            except (LedgerError, OSError) as error:  # the database or the disk is away
+                log.warning("not_forgotten", reason=str(error))
+            await asyncio.sleep(self._interval_s)
+
+    def look(self) -> None:
+        """Forget what is to be forgotten by now."""
+        for slot in self._slots.ours:
+            self._leave_segment(slot)
+        self._erase()
+        if self._bounds and self._clock() >= self._purge_at:
+            self._purge()
+            self._purge_at = self._clock() + PURGE_S
+
+    def _leave_segment(self, slot: Slot) -> None:
+        """Let a segment go that the database has all of: it would stay until it is full."""
+        now, end = self._clock(), slot.end
+        segment, since = self._segments.get(slot.folder, (0, now))
+        if end.segment != segment or not end.offset:
+            self._segments[slot.folder] = end.segment, now
+        elif now - since >= SEGMENT_S and slot.flushed.position >= end:
+            slot.renew()
+
+    def _erase(self) -> None:
+        erased = self._ledger.erasures()
+        if erased != self._erased:
+            for slot in self._slots.ours:
+                slot.renew()
+            self._cleared.clear()
+        for folder in slots(self._slots.root) if erased else ():
+            self._clear(folder, erased)
+        self._erased = erased
+
+    def _clear(self, folder: Path, erased: dict[Person, float]) -> None:
+        new = [path for path in kept_files(folder) if self._cleared.get(path) != _looks(path)]
+        if not new:
+            return
+        try:
+            # Only the flusher writes to files that stay, and those of our own writers' slots are ours to change.
+            with nullcontext() if self._slots.lives(folder) else take_slot(folder):
+                for path in new:
+                    done = clear(path, erased)
+                    say = log.warning if done.unread_bytes else log.info
+                    say("records_erased", file=str(path), records=done.removed, unread_bytes=done.unread_bytes)
+                    self._cleared[path] = _looks(path)
+        except BlockingIOError:
+            pass  # its own process does it
+
+    def _purge(self) -> None:
+        for state, count in self._ledger.purge(self._bounds).experiences.items():
+            self._purged[state].inc(count)
+            if count:
+                log.info("experiences_purged", state=state.value, count=count)
+
+
+def _looks(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # nothing was left of it
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns

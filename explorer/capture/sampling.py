@@ -1,0 +1,131 @@
+"""What a request asks of the sampler, and whether its reply is a sample of the policy that is trained.
+
+The trainer recomputes log softmax(logits / temperature) of token ids. A reply that was sampled from anything else, such
+as a nucleus or a grammar, is marked with the reason: methods that learn from any reply take it, policy gradients do
+not. A reply that answers more than token ids is for none. docs/sampling.md tells it to users.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tuneloop.shared.errors import RequestRefused
+
+#: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "logits_processors": ([],),
+    "continue_final_message": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+
+#: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
+BEYOND_IDS: Mapping[str, tuple[object, ...]] = {
+    "prompt_embeds": ([],),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+
+#: Parts of a message that become token ids; vLLM takes others, such as images.
+_WORDS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+#: vLLM decodes greedily at 0, and raises what is above it to this.
+_LOWEST = 0.01
+
+
+class Sampling(NamedTuple):
+    """How a reply is sampled: its temperature, why it is no sample of the policy, and why nothing can learn from it."""
+
+    temperature: float
+    unsampled: str | None = None
+    drop_reason: str | None = None
+
+
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float) -> Sampling:
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none."""
+    temperature = _temperature(request.get("temperature"), default_temperature)
+    return Sampling(temperature, _why_unsampled(request, temperature), _why_beyond_ids(request))
+
+
+def _temperature(asked: Any, default: float) -> float:
+    """What vLLM makes of it: a number may come as a string."""
+    try:
+        temperature = default if asked is None else float(asked)
+    except (TypeError, ValueError):
+        temperature = math.nan
+    if not 0 <= temperature < math.inf:
+        raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
+    return max(temperature, _LOWEST) if temperature else 0.0
+
+
+def _why_unsampled(request: Mapping[str, Any], temperature: float) -> str | None:
+    if not temperature:
+        return "sampling:temperature=0"
+    if why := _first_that_is_not_neutral(request, NEUTRAL):
+        return why
+    if request.get("response_format") not in (None, {"type": "text"}):
+        return "sampling:response_format"
+    return _why_calls_are_forced(request)
+
+
+def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
+    if why := _first_that_is_not_neutral(request, BEYOND_IDS):
+        return why
+    return "sampling:media" if _has_media(request.get("messages")) else None
+
+
+def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
+    if parameters.keys().isdisjoint(request):
+        return None
+    for name, neutral in parameters.items():
+        value = request.get(name)
+        if value is not None and value not in neutral:
+            return f"sampling:{name}"
+    return None
+
+
+def _why_calls_are_forced(request: Mapping[str, Any]) -> str | None:
+    """vLLM holds tool calls to a grammar not only where one is required."""
+    choice, tools = request.get("tool_choice"), request.get("tools")
+    if choice not in (None, "none", "auto"):
+        return "sampling:tool_choice"
+    if choice == "none" or not tools:
+        return None
+    if request.get("parallel_tool_calls") not in (None, True):
+        return "sampling:parallel_tool_calls"
+    return "sampling:tools" if isinstance(tools, list) and any(map(_is_strict, tools)) else None
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and function.get("strict") not in (None, False)
+
+
+def _has_media(messages: Any) -> bool:
+    if not isinstance(messages, list):
+        return False
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    return any(not _is_words(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def _is_words(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)

@@ -1,0 +1,331 @@
+"""Takes down a reply as vLLM tells it, whole or in pieces, and gives the client its view, without what only we ask for.
+
+Sans-I/O: a whole reply is a stream of one piece. Only what is kept is decoded, and what the client did not ask for is
+cut out of the bytes; a reply is never written anew where bytes can pass.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+
+from tuneloop.explorer.capture.sampling import Sampling
+from tuneloop.shared.errors import EngineError
+from tuneloop.shared.experience import Experience
+
+#: Of a float32.
+_LARGEST = 3.4e38
+
+_NULL = b"null"
+_ID_BYTES = 4
+_ABSENT = msgspec.Raw(_NULL)
+
+
+class _ChatPiece(msgspec.Struct, gc=False):
+    id: str = ""
+    choices: list["_ChatChoice"] = []
+    prompt_token_ids: msgspec.Raw = _ABSENT
+    error: msgspec.Raw = _ABSENT
+
+
+class _ChatChoice(msgspec.Struct, gc=False):
+    index: int
+    message: msgspec.Raw = _ABSENT
+    delta: msgspec.Raw = _ABSENT
+    logprobs: msgspec.Raw = _ABSENT
+    token_ids: msgspec.Raw = _ABSENT
+    finish_reason: str | None = None
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Token(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _ChatLogprobs(msgspec.Struct, gc=False):
+    content: list[_Token] | None = None
+
+
+class _TextPiece(msgspec.Struct):
+    id: str = ""
+    choices: list["_TextChoice"] = []
+    error: msgspec.Raw = _ABSENT
+
+
+class _TextChoice(msgspec.Struct):
+    index: int
+    text: str = ""
+    logprobs: msgspec.Raw = _ABSENT
+    token_ids: msgspec.Raw = _ABSENT
+    prompt_token_ids: msgspec.Raw = _ABSENT
+    finish_reason: str | None = None
+
+
+class _TextLogprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+
+
+_chat_pieces = msgspec.json.Decoder(_ChatPiece)
+_text_pieces = msgspec.json.Decoder(_TextPiece)
+_said = msgspec.json.Decoder(_Said | None)
+_ids = msgspec.json.Decoder(list[int] | None)
+_chat_logprobs = msgspec.json.Decoder(_ChatLogprobs | None)
+_text_logprobs = msgspec.json.Decoder(_TextLogprobs | None)
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has been heard of one choice so far."""
+
+    prompt_ids: bytes | None = None
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    unreadable: bool = False
+
+    def take_down(self, ids: Sequence[int] | None, logprobs: Sequence[float]) -> None:
+        """Add tokens."""
+        if len(ids or ()) != len(logprobs):
+            self.unreadable = True
+        elif ids:
+            self.completion_ids += ids
+            self.logprobs += logprobs
+
+
+class Wants(NamedTuple):
+    """What the client itself asked for, of what we ask for always."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+class Transcript(ABC):
+    """One reply being heard, named `msg_id`."""
+
+    def __init__(self, msg_id: str, wants: Wants) -> None:
+        self.choices: dict[int, Choice] = {}
+        self.broken = False
+        self._msg_id = msg_id
+        self._wants = wants
+
+    def hear(self, piece: bytes) -> bytes | None:
+        """Take down one piece of JSON; what the client gets of it, None for what it would never have got.
+
+        Raises EngineError if the piece cannot be read.
+        """
+        try:
+            return self._hear(piece)
+        except (msgspec.DecodeError, orjson.JSONDecodeError, OverflowError) as error:
+            raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
+
+    @abstractmethod
+    def _hear(self, piece: bytes) -> bytes | None:
+        """The same."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice heard of has come to its end."""
+        return not self.broken and bool(self.choices) and all(each.finish_reason for each in self.choices.values())
+
+    def experiences(self, sampling: Sampling, *, versions: tuple[int, int], mixed: bool) -> tuple[Experience, ...]:
+        """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""
+        found = []
+        for index, choice in sorted(self.choices.items()):
+            ids = _packed(choice.completion_ids)
+            reason = self._why_not_trainable(choice, ids)
+            found.append(
+                Experience(
+                    choice=index,
+                    prompt_ids=choice.prompt_ids or b"",
+                    completion_ids=ids or b"",
+                    logprobs=array("f", choice.logprobs).tobytes() if ids else b"",
+                    version_min=min(versions),
+                    version_max=max(versions),
+                    temperature=sampling.temperature,
+                    finish_reason=choice.finish_reason,
+                    text="".join(choice.text),
+                    tool_calls=_as_list(choice.tool_calls),
+                    drop_reason=reason or sampling.drop_reason,
+                    unsampled="mixed_version" if mixed else sampling.unsampled,
+                )
+            )
+        return tuple(found)
+
+    def _why_not_trainable(self, choice: Choice, ids: bytes | None) -> str | None:
+        if self.broken or choice.finish_reason in {None, "abort", "error"}:
+            return "cut_off"
+        if choice.unreadable or choice.prompt_ids is None or ids is None:
+            return "no_token_ids"
+        if not ids:
+            return "no_token_ids" if any(choice.text) else "empty"
+        finite = max(choice.logprobs) <= 0 and min(choice.logprobs) >= -_LARGEST
+        return None if finite else "logprobs_not_finite"
+
+    def _view(self, piece: bytes, told_id: str, ours: Iterable[tuple[bytes, msgspec.Raw]]) -> bytes:
+        """The piece under our name, where these fields are null."""
+        if told_id == self._msg_id:
+            cut = piece
+            for key, value in ours:
+                cut = _without(cut, key, bytes(value)) if cut else cut
+            if cut:
+                return cut
+        return self._rewritten(piece)
+
+    def _rewritten(self, piece: bytes) -> bytes:
+        """The same, whatever way the engine writes its JSON."""
+        told = orjson.loads(piece)
+        told["id"] = self._msg_id
+        for holder in (told, *told.get("choices", ())):  # a chat's prompt ids stand beside its choices
+            _forget(holder, "logprobs", unless=self._wants.logprobs)
+            _forget(holder, "token_ids", unless=self._wants.token_ids)
+            _forget(holder, "prompt_token_ids", unless=self._wants.token_ids)
+        return orjson.dumps(told)
+
+
+class ChatTranscript(Transcript):
+    """The reply to a chat completion."""
+
+    def _hear(self, piece: bytes) -> bytes | None:
+        told = _chat_pieces.decode(piece)
+        if told.error != _ABSENT:
+            self.broken = True
+            return piece
+        prompt_ids = _prompt_ids(told.prompt_token_ids)
+        ours: list[tuple[bytes, msgspec.Raw]] = []
+        theirs = 0
+        for choice in told.choices:
+            theirs += self._hear_choice(choice, prompt_ids)
+            if not self._wants.logprobs:
+                ours.append((b'"logprobs":', choice.logprobs))
+            if not self._wants.token_ids:
+                ours.append((b'"token_ids":', choice.token_ids))
+        if told.choices and not theirs:
+            return None
+        if not self._wants.token_ids:
+            ours.append((b'"prompt_token_ids":', told.prompt_token_ids))
+        return self._view(piece, told.id, ours)
+
+    def _hear_choice(self, told: _ChatChoice, prompt_ids: bytes | None) -> bool:
+        """Take down one choice; False if the client would not have got this piece of it."""
+        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, Choice())
+        choice.prompt_ids = prompt_ids if prompt_ids is not None else choice.prompt_ids
+        streamed = told.message == _ABSENT
+        if said := _said.decode(told.delta if streamed else told.message):
+            if said.content:
+                choice.text.append(said.content)
+            if said.tool_calls:
+                _hear_tool_calls(choice.tool_calls, said.tool_calls)
+        choice.finish_reason = told.finish_reason or choice.finish_reason
+        try:
+            found = _chat_logprobs.decode(told.logprobs)
+            choice.take_down(_ids.decode(told.token_ids), [each.logprob for each in (found and found.content) or ()])
+        except msgspec.ValidationError:
+            choice.unreadable = True
+        only_ours = streamed and told.finish_reason is None and bytes(told.delta) == b"{}"
+        return not only_ours or any(self._wants)
+
+
+class TextTranscript(Transcript):
+    """The reply to a completion of text."""
+
+    def _hear(self, piece: bytes) -> bytes | None:
+        told = _text_pieces.decode(piece)
+        if told.error != _ABSENT:
+            self.broken = True
+            return piece
+        ours: list[tuple[bytes, msgspec.Raw]] = []
+        for choice in told.choices:
+            self._hear_choice(choice)
+            if not self._wants.logprobs:
+                ours.append((b'"logprobs":', choice.logprobs))
+            if not self._wants.token_ids:
+                ours.append((b'"token_ids":', choice.token_ids))
+                ours.append((b'"prompt_token_ids":', choice.prompt_token_ids))
+        return self._view(piece, told.id, ours)
+
+    def _hear_choice(self, told: _TextChoice) -> None:
+        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, Choice())
+        if (prompt_ids := _prompt_ids(told.prompt_token_ids)) is not None:
+            choice.prompt_ids = prompt_ids
+        if told.text:
+            choice.text.append(told.text)
+        choice.finish_reason = told.finish_reason or choice.finish_reason
+        try:
+            ids, found = _ids.decode(told.token_ids), _text_logprobs.decode(told.logprobs)
+            logprobs = found.token_logprobs if found else []
+            if ids is not None and len(logprobs) != len(ids):
+                # With `echo` the prompt's come first, and the very first has none.
+                logprobs = logprobs[len(choice.prompt_ids or b"") // _ID_BYTES :]
+            choice.take_down(ids, [each for each in logprobs if each is not None])
+        except msgspec.ValidationError:
+            choice.unreadable = True
+
+
+def _prompt_ids(ids: msgspec.Raw) -> bytes | None:
+    """Token ids as int32 bytes, None where there are none, or what cannot be any."""
+    if ids == _ABSENT:
+        return None
+    try:
+        found = orjson.loads(memoryview(ids))  # in three quarters of msgspec's time, and there may be thousands
+    except orjson.JSONDecodeError:
+        return None
+    return _packed(found) if isinstance(found, list) else None
+
+
+def _packed(ids: Sequence[Any]) -> bytes | None:
+    """Token ids as int32 bytes; None if some are none."""
+    try:
+        data = array("I", ids).tobytes()
+    except (OverflowError, TypeError):
+        return None
+    return data if data[3::4].isascii() else None  # below 2 ** 31
+
+
+def _without(piece: bytes, key: bytes, value: bytes) -> bytes:
+    """The piece with null for this value of a key; nothing if it is not written there as vLLM writes it.
+
+    No string can be taken for the key: its quotes would stand behind backslashes.
+    """
+    if value == _NULL:
+        return piece
+    at = piece.find(key)
+    while at >= 0:
+        at += len(key)
+        if piece.startswith(value, at):
+            return b"%b%b%b" % (piece[:at], _NULL, piece[at + len(value) :])
+        at = piece.find(key, at)
+    return b""
+
+
+def _forget(told: dict[str, Any], key: str, *, unless: bool) -> None:
+    if key in told and not unless:
+        told[key] = None
+
+
+def _hear_tool_calls(calls: dict[int, dict[str, Any]], told: Iterable[dict[str, Any]]) -> None:
+    """Take down tool calls, or what a piece adds to them: names and ids come once, arguments in portions."""
+    for position, piece in enumerate(told):
+        index = piece.get("index")
+        call = calls.setdefault(position if index is None else int(index), {})
+        call |= {key: value for key, value in piece.items() if key not in {"index", "function"} and value is not None}
+        function = call.setdefault("function", {})
+        for key, value in (piece.get("function") or {}).items():
+            if key == "arguments":
+                function[key] = function.get(key, "") + (value or "")
+            elif value is not None:
+                function[key] = value
+
+
+def _as_list(calls: dict[int, dict[str, Any]]) -> bytes | None:
+    """The calls as JSON, in the order of their index."""
+    return orjson.dumps([call for _, call in sorted(calls.items())]) if calls else None

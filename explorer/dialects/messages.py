@@ -1,0 +1,293 @@
+"""Anthropic's messages in terms of chat completions: requests there, replies and errors back, as vLLM itself does it.
+
+Sans-I/O. vLLM tells no token ids and no log-probabilities of messages, so they are sampled and recorded as chat
+completions. The same in pieces: `explorer/dialects/messages_stream.py`.
+"""
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from tuneloop.explorer.dialects.messages_request import (
+    Block,
+    Json,
+    MessagesRequest,
+    OutputConfig,
+    ThinkingEnabled,
+    Tool,
+    ToolDefinition,
+    Turn,
+    understood,
+)
+from tuneloop.explorer.http.bodies import wrong_type
+from tuneloop.shared.errors import RequestRefused
+
+#: Fields of the same name and meaning on both sides.
+_ALIKE = (
+    "model",
+    "temperature",
+    "top_k",
+    "top_p",
+    "cache_salt",
+    "chat_template_kwargs",
+    "ec_transfer_params",
+    "kv_transfer_params",
+    "vllm_xargs",
+    "watermarking",
+)
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+#: Claude Code's billing header carries a hash of the request; in a prompt it would make every prefix a new one.
+_BILLING = "x-anthropic-billing-header"
+
+
+def to_chat(body: Json) -> Json:
+    """The chat completions request that means the same. Raises RequestRefused for a body that vLLM would not take."""
+    request = understood(body)
+    chat: Json = {
+        **{name: getattr(request, name) for name in _ALIKE},
+        "messages": [*_system(request.system), *(each for turn in request.messages for each in _messages(turn))],
+        "max_completion_tokens": request.max_tokens,
+        "stop": request.stop_sequences,
+        "metadata": _metadata(request.metadata),
+        "store": body.get("store"),
+        **_output(request.output_config),
+        **_thinking(request),
+        **_tools(request),
+    }
+    if request.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def whole(reply: Json, *, msg_id: str) -> Json:
+    """A chat completion as a message."""
+    choice = reply["choices"][0]
+    said = choice["message"]
+    blocks: list[Json] = []
+    if said.get("reasoning"):
+        blocks.append({"type": "thinking", "thinking": said["reasoning"], "signature": signature()})
+    if said.get("content"):
+        blocks.append({"type": "text", "text": said["content"]})
+    calls = [_tool_use(call) for call in said.get("tool_calls") or ()]
+    called = any(call["type"] == "tool_use" for call in calls)
+    stop_reason, stop_sequence = stopped(
+        choice.get("finish_reason"), choice.get("stop_reason"), called=called, complete=called
+    )
+    message = {
+        "id": msg_id,
+        "type": "message",
+        "role": "assistant",
+        # Some clients take it for granted that there is a first block.
+        "content": blocks + calls or [{"type": "text", "text": ""}],
+        "model": reply.get("model"),
+        "stop_reason": stop_reason,
+        "stop_sequence": stop_sequence,
+        "usage": usage(reply.get("usage")),
+        "kv_transfer_params": reply.get("kv_transfer_params"),
+        "ec_transfer_params": reply.get("ec_transfer_params"),
+    }
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def usage(told: Json | None) -> Json:
+    """Token counts: Anthropic's input tokens are those that no cache had."""
+    told = told or {}
+    details = told.get("prompt_tokens_details") or {}
+    cached = {
+        "cache_read_input_tokens": details.get("cached_tokens"),
+        "cache_creation_input_tokens": details.get("created_cache_tokens"),
+    }
+    known = {name: count for name, count in cached.items() if count is not None}
+    fresh = (told.get("prompt_tokens") or 0) - sum(known.values())
+    return {"input_tokens": max(0, fresh), "output_tokens": told.get("completion_tokens") or 0, **known}
+
+
+def stopped(
+    finish_reason: str | None, matched: str | int | None, *, called: bool, complete: bool
+) -> tuple[str | None, str | None]:
+    """Anthropic's stop_reason and stop_sequence.
+
+    `matched` is the stop string or token that was met; `called` says whether there is a tool call, `complete` whether
+    it may be run: a stop string may have cut it short.
+    """
+    if finish_reason == "length":
+        return "max_tokens", None
+    if finish_reason not in {"stop", "tool_calls"}:
+        return None, None
+    if isinstance(matched, str) and not complete:
+        return "stop_sequence", matched
+    # A call that was forced by name ends with "stop".
+    return ("tool_use" if called or finish_reason == "tool_calls" else "end_turn"), None
+
+
+def signature() -> str:
+    """Anthropic signs thinking; nobody here checks it, but clients want one."""
+    return uuid.uuid4().hex
+
+
+def _tool_use(call: Json) -> Json:
+    function = call["function"]
+    try:
+        given = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        given = None
+    if isinstance(given, dict):
+        return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
+    # Cut short, or not what a tool can be given: shown as what was said rather than run or lost.
+    return {"type": "text", "text": function["arguments"]}
+
+
+def _metadata(told: Json | None) -> Json | None:
+    """Our labels. Anthropic's user_id is the one that we call user."""
+    if told is None or told.get("user_id") is None:
+        return told
+    rest = {name: value for name, value in told.items() if name != "user_id"}
+    return {"user": told["user_id"], **rest}
+
+
+def _system(system: str | list[Block] | None) -> list[Json]:
+    text = system if isinstance(system, str) else _system_text(system or [])
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _system_text(blocks: Iterable[Block]) -> str:
+    texts = (block.text for block in blocks if block.type == "text" and block.text)
+    return "".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _messages(turn: Turn) -> Iterator[Json]:
+    """A turn as chat messages: tool results are messages of their own, before what else it says."""
+    if turn.role == "system":
+        told = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+        yield from _system(told)
+    elif isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+    else:
+        if turn.role == "user":
+            yield from (each for block in turn.content if block.type == "tool_result" for each in _result(block))
+        message = _message(turn)
+        if "content" in message or turn.role == "assistant":
+            yield message
+
+
+def _message(turn: Turn) -> Json:
+    message: Json = {"role": turn.role}
+    thoughts = [block.thinking for block in turn.blocks if block.type == "thinking" and block.thinking is not None]
+    calls = [_call(block) for block in turn.blocks if block.type == "tool_use"]
+    parts = [part for block in turn.blocks for part in _parts(block, turn.role)]
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        alone = len(parts) == 1 and parts[0]["type"] == "text"
+        message["content"] = parts[0]["text"] if alone else parts
+    return message
+
+
+def _parts(block: Block, role: str) -> Iterator[Json]:
+    if block.type == "text" and block.text:
+        yield {"type": "text", "text": block.text}
+    elif block.type == "image" and block.source:
+        yield _image(_image_url(block.source))
+    elif block.type == "tool_result" and role == "assistant":
+        yield {"type": "text", "text": f"Tool result: {block.content or ''}"}
+
+
+def _image(url: Any) -> Json:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _image_url(source: Json) -> Any:
+    if source.get("type") == "url":
+        return source.get("url", "")
+    return f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+
+
+def _call(block: Block) -> Json:
+    function = {"name": block.name or "", "arguments": orjson.dumps(block.input or {}).decode()}
+    return {"id": block.id or "call_0", "type": "function", "function": function}
+
+
+def _result(block: Block) -> Iterator[Json]:
+    """A tool's result: its text, then its images, which only users may show, then the tools that it found."""
+    items = block.content if isinstance(block.content, list) else [{"type": "text", "text": block.content or ""}]
+    result = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
+    yield result | {"content": "\n".join(_typed(item, "text", "", str) for item in items if item.get("type") == "text")}
+    sources = [_typed(item, "source", {}, dict) for item in items if item.get("type") == "image"]
+    if images := [_image(url) for url in map(_image_url, sources) if url]:
+        yield {"role": "user", "content": images}
+    names = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
+    if found := [{"type": "tool_reference", "name": name} for name in names if name]:
+        yield result | {"content": found}
+
+
+def _typed(item: Json, name: str, default: Any, kind: type) -> Any:
+    value = item.get(name, default)
+    if not isinstance(value, kind):
+        raise wrong_type(f"tool_result.content.{name}", "a string" if kind is str else "an object")
+    return value
+
+
+def _output(config: OutputConfig | None) -> Json:
+    if config is None:
+        return {}
+    schema = config.format and config.format.json_schema
+    shape = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}} if schema else None
+    return {"reasoning_effort": config.effort, "response_format": shape}
+
+
+def _thinking(request: MessagesRequest) -> Json:
+    thinking = request.thinking
+    if isinstance(thinking, ThinkingEnabled):
+        return {"thinking_token_budget": thinking.budget_tokens}
+    return {"reasoning_effort": "none"} if thinking and thinking.type == "disabled" else {}
+
+
+def _tools(request: MessagesRequest) -> Json:
+    """The tools and which of them must be used. vLLM passes over a choice where there is nothing to choose from."""
+    tools, choice = _tools_at_the_end(request), request.tool_choice
+    if not tools:
+        return {}
+    told: Json = {"tools": [_tool(tool) for tool in tools], "tool_choice": "auto"}
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        told["tool_choice"] = _TOOL_CHOICES.get(choice.type, named)
+        told["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return told
+
+
+def _tool(tool: Tool) -> Json:
+    told = {"parameters": tool.input_schema, **tool.model_dump(exclude={"input_schema"})}
+    return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+
+
+def _tools_at_the_end(request: MessagesRequest) -> list[Tool]:
+    """The tools of the request as its system messages have changed them."""
+    changes = [block for turn in request.messages for block in turn.blocks if block.changes_tools]
+    if not changes:
+        return request.tools or []
+    tools = {tool.name: tool for tool in request.tools or ()}
+    removed: set[str] = set()
+    for block in changes:
+        if isinstance(block.tool, ToolDefinition):
+            tools[block.tool.definition.name] = block.tool.definition
+            removed.discard(block.tool.definition.name)
+        elif block.tool is not None:
+            name = block.tool.name
+            if name not in tools:
+                raise RequestRefused(
+                    f"{block.type} references tool {name!r}, which is not declared in tools",
+                    code="invalid_value",
+                    param="messages",
+                )
+            if block.type == "tool_removal":
+                removed.add(name)
+            else:
+                removed.discard(name)
+                tools[name] = tools[name].model_copy(update={"defer_loading": None})
+    return [tool for name, tool in tools.items() if name not in removed]

@@ -1,0 +1,320 @@
+"""Puts a request for OpenAI's `/v1/responses` as a chat completion, whose reply carries token ids.
+
+The prompt is the one that vLLM's own route makes of the request, which its users know. What cannot be put so is
+named by `untranslatable`; what is wrong is refused as vLLM refuses it.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tuneloop.explorer.http.bodies import wrong_type
+from tuneloop.shared.errors import RequestRefused
+
+Json = dict[str, Any]
+
+#: What `include` names when the client wants log-probabilities.
+LOGPROBS = "message.output_text.logprobs"
+
+_INCLUDABLE = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        LOGPROBS,
+        "reasoning.encrypted_content",
+    }
+)
+
+#: Fields that mean the same in a chat completion. `store`, `metadata` and the two of the user are for the explorer.
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+    *("include_stop_str_in_output", "structured_outputs", "watermarking", "vllm_xargs", "kv_transfer_params"),
+    *("ec_transfer_params", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "cache_salt"),
+    *("priority", "session_id", "store", "metadata", "user", "safety_identifier"),
+)
+
+#: The types of the fields that are not simply sent on, where vLLM would have looked at them.
+_TYPES: dict[type, tuple[str, tuple[str, ...]]] = {
+    str: (
+        "a string",
+        ("instructions", "previous_response_id", "prompt_cache_key", "user", "truncation", "service_tier"),
+    ),
+    int: ("an integer", ("max_output_tokens", "max_tool_calls", "top_logprobs")),
+    bool: ("a boolean", ("stream", "store", "background", "include_reasoning", "parallel_tool_calls")),
+    list: ("a list", ("tools", "include")),
+    dict: ("an object", ("metadata", "text", "reasoning")),
+}
+
+_VALUES = {"truncation": {"auto", "disabled"}, "service_tier": {"auto", "default", "flex", "scale", "priority"}}
+
+#: The parts that input may consist of, and what the assistant may have said.
+_HEARD = frozenset({"input_text", "input_image"})
+_SAID = frozenset({"output_text", "refusal"})
+
+
+def untranslatable(body: Json) -> str | None:
+    """Why the request cannot be put as a chat completion; None if it can, or if it is wrong anyway."""
+    for param in ("background", "enable_response_messages", "previous_input_messages"):
+        if body.get(param):
+            return param
+    for tool in _objects(body.get("tools")):
+        if tool.get("type") not in (None, "function"):
+            return f"tools: {tool['type']}"
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") != "function":
+        return f"tool_choice: {choice.get('type')}"
+    return None
+
+
+def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
+    """The chat completion that says the same.
+
+    `previous` is the `conversation` that `previous_response_id` names. Raises RequestRefused for what vLLM refuses.
+    """
+    _check(body)
+    items = body.get("input")
+    chat = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat["messages"] = [*_instructions(body), *previous, *_messages(items)]
+    if (most := body.get("max_output_tokens")) is not None:
+        chat["max_completion_tokens"] = most
+    if body.get("truncation") == "auto":
+        chat["truncate_prompt_tokens"] = -1
+    if (effort := (body.get("reasoning") or {}).get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if wants_logprobs(body):
+        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+    if isinstance(items, list) and _is_unfinished(items[-1]):
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    if body.get("stream"):
+        # The reply says at its start how long it may get, which depends on the prompt.
+        chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return chat | _format(body) | _tools(body)
+
+
+def conversation(body: Json, response: Json, previous: Sequence[Json] = ()) -> list[Json]:
+    """The messages that a request goes on from which names `response` as the previous one.
+
+    Instructions are not carried over. As in vLLM, nor are the response's reasoning and function calls: a client that
+    answers a call says the call again.
+    """
+    spoken = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
+    heard = [*previous, *_messages(body.get("input"))]
+    return [
+        *(message for message in heard if message["role"] != "system"),
+        *({"role": "assistant", "content": part["text"]} for part in spoken),
+    ]
+
+
+def wants_logprobs(body: Json) -> bool:
+    """Whether the client is to get log-probabilities."""
+    return LOGPROBS in (body.get("include") or ())
+
+
+def tool_choice(body: Json) -> Any:
+    """The tool choice in effect: none where there are no tools."""
+    return body.get("tool_choice", "auto") if body.get("tools") else "none"
+
+
+def _check(body: Json) -> None:
+    for kind, (wanted, params) in _TYPES.items():
+        for param in params:
+            value = body.get(param)
+            if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+                raise wrong_type(param, wanted)
+    for param, values in _VALUES.items():
+        if body.get(param) is not None:
+            _one_of(body[param], values, param)
+    for included in body.get("include") or ():
+        _one_of(included, _INCLUDABLE, "include")
+    if (most := body.get("max_output_tokens")) is not None and most < 1:
+        raise RequestRefused("max_output_tokens must be at least 1", code="out_of_range", param="max_output_tokens")
+    if body.get("prompt") is not None:
+        raise RequestRefused("prompt templates are not supported", code="unsupported", param="prompt")
+
+
+def _instructions(body: Json) -> list[Json]:
+    return [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+
+
+def _messages(items: Any) -> list[Json]:
+    """The input as messages; what one turn of the assistant consists of comes together in one."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise wrong_type("input", "a string or a list")
+    if not items:
+        raise RequestRefused("input must not be empty", code="invalid_value", param="input")
+    messages: list[Json] = []
+    for number, item in enumerate(items):
+        param = f"input[{number}]"
+        if not isinstance(item, dict):
+            raise wrong_type(param, "an object")
+        message = _message(item, param)
+        if not (messages and _joined(messages[-1], message)):
+            messages.append(message)
+    return messages
+
+
+def _joined(turn: Json, message: Json) -> bool:
+    """Whether the turn before could take the message up: as many calls as come, one text, one reasoning."""
+    if turn["role"] != "assistant" or message["role"] != "assistant":
+        return False
+    if "tool_calls" in message:
+        turn.setdefault("tool_calls", []).extend(message["tool_calls"])
+        return True
+    said = next(key for key in ("content", "reasoning") if key in message)
+    if turn.get(said) is not None:
+        return False
+    turn[said] = message[said]
+    return True
+
+
+def _message(item: Json, param: str) -> Json:
+    match item.get("type", "message"):
+        case "message":
+            return _said(item, param)
+        case "function_call":
+            return {"role": "assistant", "tool_calls": [_call(item, param)]}
+        case "custom_tool_call":
+            said = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
+            return {"role": "assistant", "tool_calls": [_call({**item, "arguments": said, "namespace": None}, param)]}
+        case "function_call_output" | "custom_tool_call_output":
+            content = _content(item.get("output"), f"{param}.output", _HEARD)
+            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        case "reasoning":
+            return {"role": "assistant", "reasoning": _reasoning(item, param)}
+        case other:
+            raise RequestRefused(f"{param}: items of type {other!r} are not supported", code="unsupported", param=param)
+
+
+def _said(item: Json, param: str) -> Json:
+    role = item.get("role")
+    _one_of(role, ("user", "assistant", "system", "developer"), f"{param}.role")
+    parts = _HEARD | _SAID if role == "assistant" else _HEARD
+    content = _content(item.get("content"), f"{param}.content", parts)
+    if role == "assistant" and isinstance(content, list):
+        if not content:
+            raise RequestRefused(f"{param}.content must not be empty", code="invalid_value", param=f"{param}.content")
+        # vLLM's own route reads no more than the first part of what the assistant said.
+        return {"role": role, "content": _text(content[0], "text", f"{param}.content[0]")}
+    return {"role": role, "content": content}
+
+
+def _content(content: Any, param: str, parts: Collection[str]) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong_type(param, "a string or a list")
+    for number, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise wrong_type(f"{param}[{number}]", "an object")
+        _one_of(part.get("type"), parts, f"{param}[{number}].type")
+    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
+
+
+def _part(part: Json, param: str) -> Json:
+    if part["type"] == "input_image":
+        return {"type": "image_url", "image_url": {"url": _text(part, "image_url", param), "detail": _detail(part)}}
+    return {"type": "text", "text": _text(part, "refusal" if part["type"] == "refusal" else "text", param)}
+
+
+def _detail(part: Json) -> str:
+    # vLLM does not look at it, and a chat completion knows fewer of them.
+    return "low" if part.get("detail") == "low" else "high" if part.get("detail") == "high" else "auto"
+
+
+def _call(item: Json, param: str) -> Json:
+    call_id, name, arguments = (_text(item, key, param) for key in ("call_id", "name", "arguments"))
+    if item.get("namespace"):
+        name = f"{item['namespace']}__{name}"
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(item: Json, param: str) -> str:
+    if item.get("encrypted_content"):
+        raise RequestRefused(f"{param}: encrypted reasoning cannot be read", code="unsupported", param=param)
+    summary = item.get("summary")
+    if not isinstance(summary, list):
+        raise wrong_type(f"{param}.summary", "a list")
+    told = item.get("content") or summary
+    if not isinstance(told, list) or not all(isinstance(part, dict) for part in told):
+        raise wrong_type(f"{param}.content", "a list of objects")
+    return _text(told[0], "text", param) if told else ""
+
+
+def _format(body: Json) -> Json:
+    form = (body.get("text") or {}).get("format")
+    if form is None:
+        return {}
+    if not isinstance(form, dict):
+        raise wrong_type("text.format", "an object")
+    _one_of(form.get("type"), ("text", "json_object", "json_schema"), "text.format.type")
+    if body.get("structured_outputs") is not None:
+        message = "structured_outputs and text.format exclude each other"
+        raise RequestRefused(message, code="invalid_value", param="structured_outputs")
+    if form["type"] == "json_schema":
+        _text(form, "name", "text.format")
+        if not isinstance(form.get("schema"), dict):
+            raise wrong_type("text.format.schema", "an object")
+        said = {key: form[key] for key in ("name", "description", "schema", "strict") if form.get(key) is not None}
+        return {"response_format": {"type": "json_schema", "json_schema": said}}
+    return {"response_format": {"type": form["type"]}}
+
+
+def _tools(body: Json) -> Json:
+    tools = body.get("tools") or []
+    asked = body.get("tool_choice", "auto")
+    if isinstance(asked, dict):
+        names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
+        if asked.get("type") != "function" or not asked.get("name") or asked["name"] not in names:
+            raise RequestRefused("tool_choice must name one of tools", code="invalid_value", param="tool_choice")
+    else:
+        _one_of(asked, ("none", "auto", "required"), "tool_choice")
+    if not tools:
+        if asked == "required":
+            raise RequestRefused("tool_choice needs tools", code="invalid_value", param="tool_choice")
+        return {}
+    functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    choice = {"type": "function", "function": {"name": asked["name"]}} if isinstance(asked, dict) else asked
+    chat: Json = {"tools": functions, "tool_choice": choice}
+    if body.get("parallel_tool_calls") is not None:
+        chat["parallel_tool_calls"] = body["parallel_tool_calls"]
+    return chat
+
+
+def _function(tool: Any, param: str) -> Json:
+    if not isinstance(tool, dict):
+        raise wrong_type(param, "an object")
+    _one_of(tool.get("type"), ("function",), f"{param}.type")
+    _text(tool, "name", param)
+    if not isinstance(tool.get("parameters"), dict | None):
+        raise wrong_type(f"{param}.parameters", "an object")
+    known = ("name", "description", "parameters", "strict", "defer_loading")
+    return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+
+
+def _text(holder: Json, key: str, param: str) -> str:
+    value = holder.get(key)
+    if not isinstance(value, str):
+        raise wrong_type(f"{param}.{key}", "a string")
+    return value
+
+
+def _one_of(value: object, values: Collection[str], param: str) -> None:
+    if not isinstance(value, str) or value not in values:
+        raise RequestRefused(f"{param} must be one of {', '.join(sorted(values))}", code="invalid_value", param=param)
+
+
+def _is_unfinished(item: Any) -> bool:
+    """Whether the model is to go on with this item rather than to answer it."""
+    return item.get("type", "message") in ("message", "reasoning") and item.get("status") in (
+        "in_progress",
+        "incomplete",
+    )
+
+
+def _objects(values: Any) -> list[Json]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

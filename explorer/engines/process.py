@@ -1,0 +1,111 @@
+"""An engine of our own: a subprocess under a guard, which is vLLM, or runs vLLM wherever a Ray cluster has room."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.engines.ray_engine import ORDER, Order
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+_STOP_S = 15.0
+
+
+class EngineProcess:
+    """The process behind one engine."""
+
+    def __init__(self, settings: Settings, engine: Engine, *, socket: Path) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._socket = socket
+        self._log = settings.job_dir / "logs" / f"engine-{engine.number}.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, model: Path) -> None:
+        """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._socket.unlink(missing_ok=True)
+        command, environment = self.what(model)
+        with self._log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tuneloop.explorer.engines.guard",
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                # A signal to our whole group must not kill the guard: nobody would end the engine's own children.
+                start_new_session=True,
+            )
+        log.info("engine_starting", engine=self._engine.number, model=str(model), log=str(self._log))
+        try:
+            async with asyncio.timeout(self._settings.explorer.rollout_model.startup_timeout):
+                await self._healthy()
+        except TimeoutError:
+            await self.stop()
+            raise EnvironmentRefused(
+                f"explorer.rollout_model.startup_timeout: engine {self._engine.number} was not ready in time; "
+                f"raise it, or see why in {self._log}"
+            ) from None
+
+    def what(self, model: Path) -> tuple[list[str], dict[str, str]]:
+        """The command to run, and its environment."""
+        settings, number = self._settings, self._engine.number
+        command = vllm.command(settings, model=model, socket=self._socket)
+        if settings.cluster.node_num == 1:
+            return command, vllm.environment(settings, number)
+        order = Order(
+            ray_address=settings.cluster.ray_address,
+            gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
+            socket=str(self._socket),
+            log=str(self._log),
+            command=command,
+            environment=vllm.marks(settings),
+        )
+        environment = {**os.environ, ORDER: msgspec.json.encode(order).decode()}
+        return [sys.executable, "-m", "tuneloop.explorer.engines.ray_engine"], environment
+
+    async def _healthy(self) -> None:
+        assert self._process is not None
+        while not await self._engine.control.healthy():
+            if self._process.returncode is not None:
+                raise EnvironmentRefused(
+                    f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
+                    f"{self._process.returncode}): {_last_error(self._log)} - the whole story is in {self._log}"
+                )
+            await asyncio.sleep(0.25)
+
+    async def ended(self) -> int:
+        """Wait until the process is no more."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process and everything it started."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the guard takes this for our death
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _STOP_S)
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+def _last_error(path: Path) -> str:
+    """The line of an engine's log that most likely says why it died."""
+    lines = path.read_text(errors="replace").splitlines()[-200:]
+    telling = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
+    return telling[-1].strip()[-300:]

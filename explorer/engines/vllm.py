@@ -1,0 +1,361 @@
+"""All that is known here of vLLM 0.26 to 0.33: how it is started and which of its routes swap weights.
+
+The weight routes exist only with VLLM_SERVER_DEV_MODE and ask for no key, so an engine of ours listens on a private
+socket.
+"""
+
+import importlib.metadata
+import json
+import os
+import random
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import orjson
+
+from tuneloop.explorer.engines.adapter_names import Renaming, is_adapter
+from tuneloop.explorer.engines.vllm_plugin import SLEEPS
+from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
+from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+
+#: Asked of every reply, and taken out again where the client did not ask.
+CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
+
+#: The same of a completion of text.
+CAPTURE_TEXT: dict[str, object] = {"logprobs": 0, "return_token_ids": True}
+
+#: Sampling that leaves the policy's distribution alone.
+NEUTRAL: dict[str, object] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
+#: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was seen on an H200.
+_TOLERANCE_OF_TF32 = 1e-2
+
+#: An engine that takes longer to swap its weights is given up, in seconds.
+_PATIENCE_S = 600.0
+#: A log-probability so near to 0 is one of a token that had no other beside it.
+_CERTAIN = 1e-3
+
+#: The ranks that vLLM reserves room for.
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+#: Adapters that may sample at the same time: the newest, and those with which older replies are brought to their end.
+_ADAPTERS = 4
+
+#: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
+_SAMPLED = PROBE_ROOM // 2
+
+#: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
+_KEEP_S = 4.0
+
+#: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
+BREAKS_CPU_ENGINES = frozenset({"seed"})
+
+
+def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
+    """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
+    wanted, rollout = settings.model, settings.explorer.rollout_model
+    rank = wanted.lora.rank
+    options: dict[str, object] = {
+        "--model": model,
+        "--served-model-name": settings.served_model_name,
+        "--uds": socket,
+        "--dtype": rollout.dtype,
+        "--seed": rollout.seed,
+        "--tensor-parallel-size": rollout.tensor_parallel_size,
+        "--max-model-len": wanted.max_model_len,
+        # The model's own generation_config.json may set top_p or top_k, which would make every reply untrainable.
+        "--generation-config": "vllm",
+        "--override-generation-config": json.dumps({"temperature": wanted.temperature}),
+        "--logprobs-mode": "processed_logprobs",
+        "--tool-call-parser": rollout.tool_call_parser,
+        "--reasoning-parser": rollout.reasoning_parser,
+        "--kv-cache-memory-bytes": rollout.kv_cache_memory_bytes,
+        "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
+        "--distributed-executor-backend": "uni" if rollout.single_process else None,
+        "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
+        "--max-loras": _ADAPTERS if rank else None,
+    }
+    flags = {
+        "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
+        "--enforce-eager": rollout.enforce_eager,
+        "--enable-lora": bool(rank),
+        "--trust-remote-code": wanted.trust_remote_code,
+        "--disable-uvicorn-access-log": True,
+    }
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *(part for option, value in options.items() if value is not None for part in (option, str(value))),
+        # Without them the head is made ready for adapters too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
+        # requests at once: "einsum(): subscript b has size 2".
+        *(("--lora-target-modules", *wanted.lora.targets) if rank else ()),
+        *(flag for flag, wanted in flags.items() if wanted),
+        *rollout.engine_args,
+    ]
+
+
+def tolerance(settings: Settings) -> float:
+    """How far an engine's log-probabilities may lie from exact ones, on average, in nats."""
+    dtype = settings.explorer.rollout_model.dtype
+    return _TOLERANCE_OF_TF32 if dtype == "float32" and settings.cluster.gpu_per_node else _TOLERANCE[dtype]
+
+
+def environment(settings: Settings, number: int) -> dict[str, str]:
+    """The environment of engine `number` on this machine, counted from 0."""
+    ours, size = marks(settings), settings.explorer.rollout_model.tensor_parallel_size
+    if settings.cluster.gpu_per_node:
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
+    return {**os.environ, **ours}
+
+
+def marks(settings: Settings) -> dict[str, str]:
+    """What an engine's environment has more than others, wherever it runs."""
+    rollout = settings.explorer.rollout_model
+    ours = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Longer than we keep an idle connection: the engine never closes one that is just being used.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
+    }
+    if not settings.cluster.gpu_per_node:
+        unless_given = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1"}
+        ours |= {name: os.environ.get(name, value) for name, value in unless_given.items()} | {"OMP_NUM_THREADS": "1"}
+    return ours
+
+
+def _gpus_from(first: int, size: int) -> list[str]:
+    """`size` of the GPUs that we were given: all of this machine, or what CUDA_VISIBLE_DEVICES names."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(first + each) for each in range(size)]
+    named = [each.strip() for each in given.split(",") if each.strip()]
+    if len(named) < first + size:
+        raise EnvironmentRefused(
+            f"cluster.gpu_per_node: the engines need {first + size} GPUs or more, CUDA_VISIBLE_DEVICES names "
+            f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
+        )
+    return named[first : first + size]
+
+
+def priority_of(settings: Settings) -> dict[str, object]:
+    """What makes the engine answer a request of ours after those of clients, where it was started to heed that."""
+    args = settings.explorer.rollout_model.engine_args
+    heeds = "--scheduling-policy=priority" in args or ("--scheduling-policy", "priority") in pairwise(args)
+    return {"priority": 1} if heeds else {}
+
+
+def installed() -> str | None:
+    """Which vLLM this environment has, under either of its names; None if it has none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def open_session(*, url: str | None, socket: str | None, key: str | None) -> aiohttp.ClientSession:
+    """A session for the weight routes of one engine, at a URL or on a Unix socket."""
+    return aiohttp.ClientSession(
+        url or "http://engine",
+        connector=aiohttp.UnixConnector(socket, keepalive_timeout=_KEEP_S) if socket else None,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+        timeout=aiohttp.ClientTimeout(sock_connect=10),
+    )
+
+
+class Findings(NamedTuple):
+    """How far an engine's log-probabilities are from what they should be (mean absolute difference, nats).
+
+    `weights`: from those of the probe. `cache`: those that it finds with its prefix cache from those without.
+    """
+
+    weights: float
+    cache: float
+    allowed: float
+
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong, None if nothing is."""
+        if not self.weights <= self.allowed:
+            off = f"{self.weights:.2g} nats from the trainer's"
+        elif not self.cache <= self.allowed:
+            off = f"{self.cache:.2g} nats apart with and without its prefix cache"
+        else:
+            return None
+        return f"the engine's log-probabilities are {off}; allowed: {self.allowed:.2g}"
+
+
+class Control:
+    """The weight routes of one engine, over a session of its own."""
+
+    #: Whether `load` changes the weights under what is in flight.
+    in_place = True
+    renaming: Renaming | None = None
+
+    def __init__(self, session: aiohttp.ClientSession, *, model_name: str, tolerance: float = 0.0) -> None:
+        """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
+        self._session = session
+        self._model_name = model_name
+        self._tolerance = tolerance
+
+    async def healthy(self, within_s: float = 5.0) -> bool:
+        """Whether the engine answers in time and is fit to serve."""
+        try:
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=within_s)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
+        await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
+
+    def begin_anew(self) -> None:
+        """Forget what was loaded: the engine may have been started again since."""
+
+    def starts_with(self, actor: Path) -> Path:
+        """The weights that an engine is started with in order to serve `actor`."""
+        return actor
+
+    async def complete(self, actor: Path) -> None:
+        """Bring an engine that was started so to `actor`."""
+
+    async def load(self, actor: Path) -> None:
+        """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
+        if is_adapter(actor):
+            raise CheckpointRejected("it is an adapter, and model.lora.rank is 0 here")
+        await self._post("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
+
+    async def forget_prefixes(self) -> None:
+        """Drop all keys and values of the old weights; frozen requests recompute theirs with the new ones."""
+        answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if answer.replace(b" ", b"") == b'{"success":false}':
+            raise EngineError("the engine kept its prefix cache")
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._post("/resume")
+
+    async def prove(self, probe: Probe) -> None:
+        """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too."""
+        if complaint := (await self.examine(probe)).complaint:
+            raise CheckpointRejected(complaint)
+
+    async def examine(self, probe: Probe) -> Findings:
+        """How far the engine is from what the probe says. Raises CheckpointRejected if its answer cannot be read."""
+        try:
+            found = await self._logprobs(list(probe.prompt_ids))
+            return Findings(
+                weights=_mean_distance(found, probe.logprobs),
+                cache=await self._distance_by_cache(list(probe.prompt_ids)),
+                allowed=max(probe.tolerance, self._tolerance),
+            )
+        except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
+
+    async def remember(self, probe: Probe) -> None:
+        """Have it keep the probe's prompt in its prefix cache, so that it shows if the cache outlives its weights."""
+        body = {"model": self._model_name, "prompt": list(probe.prompt_ids), "max_tokens": 1}
+        await self._post("/v1/completions", json=body)
+
+    async def describe(self) -> Probe:
+        """What the engine says of a fixed text: by this, others of the same weights are known, and it itself later."""
+        try:
+            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": _text()}))
+            ids = told["tokens"][: min(PROBE_LENGTH, told["max_model_len"] - PROBE_ROOM)]
+            return Probe(prompt_ids=tuple(ids), logprobs=tuple(await self._logprobs(ids)), tolerance=0.0)
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
+
+    async def longest(self) -> int:
+        """How many tokens a request and the reply to it may have. Raises EngineError."""
+        try:
+            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": "a"}))
+            return int(told["max_model_len"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
+
+    async def require_processed_logprobs(self) -> None:
+        """Raise EngineError if it tells log-probabilities of another distribution than it samples from.
+
+        With `top_k` 1 there is but one token to sample, with log-probability 0; the raw logits know of others.
+        """
+        body = {
+            "model": self._model_name,
+            "prompt": "a",
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_k": 1,
+            "logprobs": 1,
+        }
+        try:
+            answer = orjson.loads(await self._post("/v1/completions", json=body))
+            [told] = answer["choices"][0]["logprobs"]["token_logprobs"]
+            processed = told > -_CERTAIN
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"its log-probabilities cannot be read: {error!r}") from error
+        if not processed:
+            raise EngineError(
+                "its log-probabilities are not those of the distribution that it samples from; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+
+    async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
+        """Of each id but the first, after those before it. vLLM reads no cached prefix for this."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=1, prompt_logprobs=0)
+        rows = choice["prompt_logprobs"][1:]
+        return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
+
+    async def _distance_by_cache(self, prompt_ids: list[int]) -> float:
+        """How far apart it is from itself when it reads the prompt from its prefix cache and when it does not."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=_SAMPLED, ignore_eos=True, **CAPTURE_TEXT)
+        ids, told = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        without = await self._logprobs([*prompt_ids, *ids])
+        return _mean_distance(told, without[-len(ids) :])
+
+    async def _complete(self, **asked: object) -> dict[str, Any]:
+        body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL, **asked}
+        choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", json=body))["choices"][0]
+        return choice
+
+    async def ask(self, path: str, **asked: object) -> dict[str, Any]:
+        """What the engine answers to a request of ours, which nobody records. Raises EngineError."""
+        try:
+            said: dict[str, Any] = orjson.loads(await self._post(path, json={"model": self._model_name, **asked}))
+        except ValueError as error:
+            raise EngineError(f"{path}: its answer is no JSON") from error
+        return said
+
+    async def _post(
+        self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
+    ) -> bytes:
+        try:
+            timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+            async with self._session.post(path, params=params, json=json, timeout=timeout) as reply:
+                body = await reply.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"{path}: {error or type(error).__name__}") from error
+        if reply.status >= 300:
+            raise EngineError(f"{path}: {reply.status} {body[:300].decode(errors='replace')}")
+        return body
+
+
+def _mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def _text() -> str:
+    """Words that nobody has ever said, always the same: what a model expects after them, its weights alone decide."""
+    chance = random.Random(PROBE_LENGTH)
+    return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))

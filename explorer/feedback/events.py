@@ -1,0 +1,100 @@
+"""Makes events of remarks: one for each thing that is said of each reply, the same for the same call repeated."""
+
+import hashlib
+import itertools
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import orjson
+
+from tuneloop.explorer.capture.reply_id import Mint, ReplyName
+from tuneloop.explorer.feedback.request import Remark, Saying
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import Feedback, Kind
+
+
+class Heard(NamedTuple):
+    """An event, and what it is about in the client's words; `event` None: about no reply of ours."""
+
+    about: str
+    kind: Kind
+    event: Feedback | None
+
+
+class Hearing:
+    """One call. Its ids are read by `mint` as the tenant's."""
+
+    def __init__(self, mint: Mint, tenant: str) -> None:
+        self._mint = mint
+        self._tenant = tenant
+        self._call_id = uuid.uuid4().hex
+        self._now = time.time()
+        self._numbers = itertools.count()
+
+    def hear(self, remarks: Sequence[Remark]) -> list[Heard]:
+        """What the remarks say, in their order. Of two names of one reply both have the same event."""
+        return [each for number, remark in enumerate(remarks) for each in self._heard(remark, number)]
+
+    def _heard(self, remark: Remark, number: int) -> Iterator[Heard]:
+        if remark.msg_ids is None:
+            for saying in remark.sayings:
+                yield Heard(f"{remark.task_id}/{remark.run_id}", saying.kind, self._event(remark, saying, number))
+            return
+        other = self._mint.read(remark.preferred_over, self._tenant) if remark.preferred_over else None
+        events: dict[ReplyName, list[Feedback | None]] = {}
+        for about in dict.fromkeys(remark.msg_ids):
+            reply = self._mint.read(about, self._tenant)
+            if reply is not None and reply not in events:
+                _must_differ(reply, other)
+                events[reply] = [self._about(remark, saying, number, reply, other) for saying in remark.sayings]
+            said = events[reply] if reply is not None else [None] * len(remark.sayings)
+            for saying, event in zip(remark.sayings, said, strict=True):
+                yield Heard(about, saying.kind, event)
+
+    def _about(
+        self, remark: Remark, saying: Saying, number: int, reply: ReplyName, other: ReplyName | None
+    ) -> Feedback | None:
+        if saying.kind is not Kind.PREFERENCE:
+            return self._event(remark, saying, number, reply)
+        return None if other is None else self._event(remark, saying, number, reply, other)
+
+    def _event(
+        self,
+        remark: Remark,
+        saying: Saying,
+        number: int,
+        reply: ReplyName | None = None,
+        other: ReplyName | None = None,
+    ) -> Feedback:
+        return Feedback(
+            event_id=self._event_id(remark, saying, number, reply),
+            call_id=self._call_id,
+            tenant=self._tenant,
+            msg_id=reply.msg_id if reply else None,
+            choice=reply.choice if reply else None,
+            received_at=self._now,
+            kind=saying.kind,
+            metric=saying.metric,
+            value=saying.value,
+            text=saying.text,
+            other_msg_id=other.msg_id if other else None,
+            other_choice=other.choice if other else None,
+            task_id=remark.task_id,
+            run_id=remark.run_id,
+            source=remark.source,
+            occurred_at=remark.occurred_at,
+        )
+
+    def _event_id(self, remark: Remark, saying: Saying, number: int, reply: ReplyName | None) -> str:
+        """The entry's place in its call counts, too: two entries under one key are not the same for that."""
+        if remark.key is None:
+            return f"{self._call_id}-{next(self._numbers)}"
+        same = [self._tenant, remark.key, number, *(reply or (None, None)), remark.task_id, remark.run_id]
+        return hashlib.sha256(orjson.dumps([*same, remark.source, saying.metric, saying.kind])).hexdigest()
+
+
+def _must_differ(reply: ReplyName, other: ReplyName | None) -> None:
+    if other is not None and reply.msg_id == other.msg_id and (None in (reply.choice, other.choice) or reply == other):
+        raise RequestRefused("a reply cannot be preferred over itself", code="invalid_value", param="preferred_over")

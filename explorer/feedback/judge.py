@@ -1,0 +1,249 @@
+"""Lets a judge score what is recorded: its verdicts are feedback events like any other, and go the same way to disk.
+
+Runs in the control process, away from the requests. Replies are looked at in the order of their ids, and again from the
+first that is not too old, every SWEEP_S: for some database hands out ids in another order than it shows the rows. Which
+are judged already the ledger knows, by ids of events that are the same each time: a restart judges none twice.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.feedback.judge_input import Conversation, reading_of
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
+from tuneloop.runner.judge import Judge, Verdict
+from tuneloop.runner.rubric import Rubric
+from tuneloop.shared.errors import EnvironmentRefused, LedgerError, LedgerUnavailable, RequestRefused, SpoolFull
+from tuneloop.shared.experience import Feedback, Kind, State, encode
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.judging import JUDGED, Said, Standing
+from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
+
+log = structlog.get_logger()
+
+#: The metric of a verdict's total; a criterion's own is METRIC/<criterion>.
+METRIC = "judge"
+
+#: How often everything that is not too old is looked at again.
+SWEEP_S = 3600.0
+
+#: By how much the clock of another explorer may be ahead: what is later still would hold up all that follows.
+_SKEW_S = 60.0
+
+_PAGE = 500
+_CATCH_UP_S = 10.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
+_MAX_COMMENT = 4000
+
+
+class Candidate(NamedTuple):
+    """A reply to be judged, and the id of the event that its verdict's total will be."""
+
+    reply: Standing
+    event_id: str
+
+
+class Judging:
+    """Looks for replies to judge, has them judged, and brings the verdicts to disk.
+
+    `caught_up` waits until all that is on disk is in the database.
+    """
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        ledger: Ledger,
+        spool: Spool,
+        *,
+        metrics: Metrics,
+        conversation: Conversation,
+        caught_up: Callable[[float], Awaitable[bool]],
+    ) -> None:
+        self._settings = settings
+        self._judge = judge_of(settings)
+        self._ledger = ledger
+        self._spool = spool
+        self._metrics = metrics
+        self._conversation = conversation
+        self._caught_up = caught_up
+        self._last = 0
+        self._sweep_at = 0.0
+        self._failed: set[int] = set()
+        self._done: set[int] = set()
+        self._pause_s = _SHORTEST_PAUSE_S
+        self._away = False
+
+    async def run(self, interval_s: float) -> None:
+        """Look every `interval_s` seconds, and at once again while there is more, for ever."""
+        try:
+            while True:
+                pause_s = await self.look()
+                await asyncio.sleep(pause_s or interval_s)
+        finally:
+            await self._judge.close_async()
+
+    async def look(self) -> float:
+        """Judge some replies; how many seconds to wait then, 0 if there is nothing more to judge now."""
+        try:
+            if not await self._swept():
+                return _SHORTEST_PAUSE_S
+            found, last = await asyncio.to_thread(self._next)
+            said = await asyncio.to_thread(self._ledger.said_in, [each.reply.id for each in found])
+        except LedgerError as error:
+            log.warning("nothing_judged", reason=str(error))
+            return self._longer_pause()
+        outcomes = await asyncio.gather(*(self._judged(each, said.get(each.reply.id)) for each in found))
+        waits = [outcome for outcome in outcomes if outcome is not None]
+        if waits:
+            return max(self._longer_pause(), *waits)  # those are found again
+        self._away, self._pause_s = False, _SHORTEST_PAUSE_S
+        more, self._last = last > self._last, last
+        return _NOW if more else 0.0
+
+    async def _swept(self) -> bool:
+        """Go back to the first reply that is not too old if it is time; False if that cannot be yet."""
+        now = time.monotonic()
+        if now < self._sweep_at:
+            return True
+        if not await self._caught_up(_CATCH_UP_S):
+            return False  # or verdicts on their way would be asked for again
+        since = time.time() - self._settings.max_age
+        first = await asyncio.to_thread(self._ledger.first_sampled_since, since)
+        self._last = first - 1
+        self._failed = {each for each in self._failed if each >= first}
+        self._done.clear()  # the ledger knows of them by now
+        self._sweep_at = now + SWEEP_S
+        return True
+
+    def _next(self) -> tuple[Sequence[Candidate], int]:
+        """The next replies to judge, and the id up to which that are all."""
+        now, last, found = time.time(), self._last, []
+        most = 1 if self._away else 4 * self._settings.concurrency
+        for reply in self._ledger.replies_after(last, limit=_PAGE):
+            wanted = self._wanted(reply, now)
+            if wanted and reply.sampled_at + self._settings.after > now:
+                break
+            last = reply.id
+            if wanted:
+                found.append(Candidate(reply, event_id(self._settings.source, reply, METRIC)))
+        there = self._ledger.events_there([each.event_id for each in found])
+        left = [each for each in found if each.event_id not in there]
+        return left[:most], left[most].reply.id - 1 if len(left) > most else last
+
+    def _wanted(self, reply: Standing, now: float) -> bool:
+        settings = self._settings
+        states = JUDGED if settings.which == "all" else (State.RECORDED,)
+        return (
+            reply.correction == 0
+            and reply.state in states
+            and reply.id not in self._failed
+            and reply.id not in self._done
+            and now - settings.max_age <= reply.sampled_at <= now + _SKEW_S
+            and in_share(reply.msg_id, settings.share)
+        )
+
+    async def _judged(self, candidate: Candidate, said: Said | None) -> float | None:
+        """Judge one; None if that is settled, else for how many seconds at least the judge is not to be asked."""
+        if said is None:
+            return None  # deleted meanwhile
+        started = time.monotonic()
+        try:
+            verdict = await self._judge.score_async(await reading_of(said, self._conversation))
+            await self._spool.append([encode(each) for each in events_of(self._settings.source, candidate, verdict)])
+        except (JudgeFailed, RequestRefused) as error:
+            self._failed.add(candidate.reply.id)
+            self._count("failed", candidate, error)
+            return None
+        except JudgeAway as error:
+            self._away = True
+            self._count("away", candidate, error)
+            return min(error.retry_after_s or 0.0, SWEEP_S)
+        except (SpoolFull, LedgerUnavailable) as error:
+            self._count("not_kept", candidate, error)
+            return 0.0
+        self._done.add(candidate.reply.id)
+        self._metrics.judged.labels("judged").inc()
+        self._metrics.judge_seconds.observe(time.monotonic() - started)
+        self._metrics.judge_tokens.labels("prompt").inc(verdict.prompt_tokens)
+        self._metrics.judge_tokens.labels("completion").inc(verdict.completion_tokens)
+        return None
+
+    def _count(self, outcome: str, candidate: Candidate, error: Exception) -> None:
+        self._metrics.judged.labels(outcome).inc()
+        # Not all that an error says: it may quote what a user wrote.
+        reason = error.reason if isinstance(error, JudgeError) else type(error).__name__
+        log.warning(f"judge_{outcome}", msg_id=candidate.reply.msg_id, reason=reason)
+
+    def _longer_pause(self) -> float:
+        pause, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause
+
+
+#: Seconds after which there is more to do: at once, but others come first.
+_NOW = 0.001
+
+
+def judge_of(settings: JudgeSettings) -> Judge:
+    """The judge that the settings name. Raises EnvironmentRefused if its rubric cannot be read, or its key sent."""
+    rubric = Rubric(criteria=settings.criteria, weights=settings.weights, scale=settings.scale)
+    if settings.rubric is not None:
+        try:
+            rubric = Rubric.load(settings.rubric)
+        except (OSError, ValueError) as error:
+            raise EnvironmentRefused(f"judge.rubric: {error}; write it with runner.Rubric.save") from None
+    try:
+        return Judge(
+            base_url=settings.url or "",
+            model=settings.model or "",
+            api_key=settings.key,
+            criteria=rubric.criteria,
+            weights=rubric.weights,
+            scale=rubric.scale,
+            samples=settings.samples,
+            temperature=settings.temperature,
+            timeout=settings.timeout,
+            retries=settings.retries,
+            concurrency=settings.concurrency,
+        )
+    except ValueError as error:  # such as a key that no header can hold
+        raise EnvironmentRefused(f"judge: {error}") from None
+
+
+def in_share(msg_id: str, share: float) -> bool:
+    """Whether a reply is one of that share of all; always the same for the same reply."""
+    return int.from_bytes(hashlib.sha256(msg_id.encode()).digest()[:8]) < share * 2**64
+
+
+def event_id(source: str, reply: Standing, metric: str) -> str:
+    """The name of what a judge says of a reply under a metric: the same each time, so that only one is stored."""
+    said = "\0".join(("judge", source, reply.tenant, reply.msg_id, str(reply.choice), metric))
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def events_of(source: str, candidate: Candidate, verdict: Verdict) -> list[Feedback]:
+    """The verdict as feedback: its total and each criterion, from 0 to 1, and its reason as a comment."""
+    reply, now = candidate.reply, time.time()
+    common = {
+        "call_id": uuid.uuid4().hex,
+        "tenant": reply.tenant,
+        "msg_id": reply.msg_id,
+        "choice": reply.choice,
+        "received_at": now,
+        "source": source,
+    }
+    values = {METRIC: verdict.normalised} | {f"{METRIC}/{name}": share for name, share in verdict.shares.items()}
+    events = [
+        Feedback(event_id=event_id(source, reply, metric), metric=metric, value=value, **common)  # type: ignore[arg-type]
+        for metric, value in values.items()
+    ]
+    if verdict.reason:
+        words = {"kind": Kind.COMMENT, "metric": "comment", "text": verdict.reason[:_MAX_COMMENT]}
+        events.append(Feedback(event_id=event_id(source, reply, "comment"), **words, **common))  # type: ignore[arg-type]
+    return events

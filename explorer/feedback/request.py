@@ -1,0 +1,207 @@
+"""Understands what a client says of replies: every kind of feedback, several at once, one entry or a list of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from tuneloop.explorer.http.bodies import finite, flag, moment, name, text_or_number, words, wrong_type
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import MAX_REWARD, Kind
+
+#: Ids in one call. More get a 413, and nothing of the call is stored.
+MAX_IDS = 100_000
+
+#: Characters that one call may bring to disk: what is said of many replies is stored with each of them.
+MAX_CHARACTERS = 32 << 20
+
+_SAYS = ("reward", "value", "label", "comment", "demonstration", "preferred_over", "retract")
+_ABOUT = ("msg_ids", "task_id", "run_id")
+
+
+class Saying(NamedTuple):
+    """One thing that is said; it becomes one event for each reply it is said of."""
+
+    kind: Kind
+    metric: str
+    value: float | None = None
+    text: str | None = None
+
+
+class Remark(NamedTuple):
+    """An entry of a feedback body: what is said, of what, and by whom.
+
+    `msg_ids` are as the client wrote them; None: the remark is about all of `task_id` and `run_id`.
+    """
+
+    sayings: tuple[Saying, ...]
+    msg_ids: tuple[str, ...] | None
+    preferred_over: str | None
+    task_id: str | None
+    run_id: str | None
+    source: str | None
+    occurred_at: float | None
+    key: str | None
+
+
+def remarks_of(body: dict[str, Any], key_header: str | None) -> list[Remark]:
+    """The entries of a body, of which there is one unless it has a list under `feedback`."""
+    key = _key(body, key_header)
+    entries = body.get("feedback")
+    remarks = [_remark(body, key)] if entries is None else list(_listed(body, entries, key))
+    if (count := sum(len(remark.msg_ids or "1") for remark in remarks)) > MAX_IDS:
+        raise RequestRefused(
+            f"msg_ids has {count} ids, {MAX_IDS} are allowed in one call",
+            status=413,
+            code="too_many_ids",
+            param="msg_ids",
+        )
+    if sum(map(_characters, remarks)) > MAX_CHARACTERS:
+        raise RequestRefused(
+            f"so long a text for so many ids: {MAX_CHARACTERS} characters, counted once for each id, are allowed in"
+            " one call",
+            status=413,
+            code="body_too_large",
+        )
+    return remarks
+
+
+def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[Remark]:
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise wrong_type("feedback", "a list of at least one object")
+    if misplaced := [param for param in (*_ABOUT, *_SAYS) if body.get(param) is not None]:
+        raise RequestRefused(
+            f"{misplaced[0]} stands beside feedback: write it into the entries",
+            code="invalid_value",
+            param=misplaced[0],
+        )
+    for number, entry in enumerate(entries):
+        try:
+            yield _remark(entry, name(entry, "idempotency_key") or key)
+        except RequestRefused as error:
+            place = f"feedback[{number}]"
+            param = f"{place}.{error.param}" if error.param else place
+            raise RequestRefused(f"{place}: {error}", status=error.status, code=error.code, param=param) from None
+
+
+def _remark(entry: dict[str, Any], key: str | None) -> Remark:
+    task_id, run_id = text_or_number(entry, "task_id"), text_or_number(entry, "run_id")
+    msg_ids = _msg_ids(entry, whole_run=None not in (task_id, run_id))
+    sayings = tuple(_sayings(entry))
+    preferred_over = name(entry, "preferred_over")
+    if preferred_over and (msg_ids is None or len(set(msg_ids)) != 1):
+        raise RequestRefused(
+            "preferred_over compares two replies: msg_ids must name exactly one", code="invalid_value", param="msg_ids"
+        )
+    return Remark(
+        sayings=sayings,
+        msg_ids=msg_ids,
+        preferred_over=preferred_over,
+        task_id=task_id,
+        run_id=run_id,
+        source=name(entry, "source"),
+        occurred_at=moment(entry, "time"),
+        key=key,
+    )
+
+
+def _msg_ids(entry: dict[str, Any], *, whole_run: bool) -> tuple[str, ...] | None:
+    ids = entry.get("msg_ids")
+    if ids is None:
+        if whole_run:
+            return None
+        raise RequestRefused(
+            "msg_ids and reward are required; without msg_ids, task_id and run_id name a whole trajectory",
+            code="missing",
+            param="msg_ids",
+        )
+    if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+        raise wrong_type("msg_ids", "a list of strings")
+    # Not the whole trajectory: a client that collected no ids did not mean that.
+    if not ids:
+        raise RequestRefused("msg_ids must name at least one reply", code="missing", param="msg_ids")
+    return tuple(ids)
+
+
+def _sayings(entry: dict[str, Any]) -> Sequence[Saying]:
+    """What an entry says. `metric` names what its first part is about; the others keep their own."""
+    said = list(_said(entry))
+    if not said:
+        raise RequestRefused(
+            f"msg_ids and reward are required; in the place of reward may stand {', '.join(_SAYS[1:])}",
+            code="missing",
+            param="reward",
+        )
+    if said[0].kind is Kind.RETRACTION and len(said) > 1:
+        raise RequestRefused("retract takes back; say the rest in another call", code="invalid_value", param="retract")
+    if (metric := name(entry, "metric")) is not None:
+        said[0] = said[0]._replace(metric=metric)
+    if len({each.metric for each in said}) < len(said):
+        raise RequestRefused(
+            f"only one thing can be said under the metric {metric}", code="invalid_value", param="metric"
+        )
+    return said
+
+
+def _said(entry: dict[str, Any]) -> Iterator[Saying]:
+    if flag(entry, "retract"):
+        yield Saying(Kind.RETRACTION, "reward")
+    rating = _rating(entry)
+    if rating is not None:
+        yield rating
+    if label := name(entry, "label"):
+        if rating is not None and rating.kind is Kind.LABEL:
+            raise RequestRefused("value is a label already: leave out label", code="invalid_value", param="label")
+        yield Saying(Kind.LABEL, "reward" if rating is None else "label", text=label)
+    if name(entry, "preferred_over"):
+        yield Saying(Kind.PREFERENCE, "preference")
+    if answer := _demonstration(entry):
+        yield Saying(Kind.DEMONSTRATION, "demonstration", text=answer)
+    if comment := words(entry, "comment"):
+        yield Saying(Kind.COMMENT, "comment", text=comment)
+
+
+def _rating(entry: dict[str, Any]) -> Saying | None:
+    """The number, the thumb or the label of `reward` or `value`."""
+    if entry.get("reward") is not None:
+        if entry.get("value") is not None:
+            raise RequestRefused("reward and value are two names of one thing: write one", code="invalid_value")
+        return Saying(Kind.NUMBER, "reward", value=finite(entry["reward"], "reward", bound=MAX_REWARD))
+    match entry.get("value"):
+        case None | "":
+            return None
+        case bool(thumb):
+            return Saying(Kind.BOOLEAN, "reward", value=float(thumb))
+        case str():
+            return Saying(Kind.LABEL, "reward", text=name(entry, "value"))
+        case number if isinstance(number, int | float):
+            return Saying(Kind.NUMBER, "reward", value=finite(number, "value", bound=MAX_REWARD))
+    raise wrong_type("value", "a number, a boolean or a string")
+
+
+def _demonstration(entry: dict[str, Any]) -> str | None:
+    """The answer as it should have been: its text, or its message as JSON."""
+    answer = entry.get("demonstration")
+    if not isinstance(answer, dict):
+        return words(entry, "demonstration")
+    if answer.get("role", "assistant") != "assistant" or not (answer.get("content") or answer.get("tool_calls")):
+        raise wrong_type("demonstration", "a string, or a message of the assistant with content or tool_calls")
+    return orjson.dumps({"role": "assistant"} | answer).decode()
+
+
+def _key(body: dict[str, Any], header: str | None) -> str | None:
+    """The idempotency key of the body or of the header, where it stands in quotes by the book."""
+    key = name(body, "idempotency_key")
+    of_header = name({"Idempotency-Key": (header or "").strip().strip('"')}, "Idempotency-Key")
+    if key and of_header and key != of_header:
+        raise RequestRefused(
+            "idempotency_key and the header Idempotency-Key differ", code="invalid_value", param="idempotency_key"
+        )
+    return key or of_header
+
+
+def _characters(remark: Remark) -> int:
+    names = (remark.task_id, remark.run_id, remark.source)
+    each = sum(len(text or "") for text in names) * len(remark.sayings)
+    each += sum(len(saying.metric) + len(saying.text or "") for saying in remark.sayings)
+    return each * len(remark.msg_ids or "1")

@@ -1,0 +1,116 @@
+"""Takes feedback and commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import structlog
+from fastapi import Request
+
+from tuneloop.explorer.capture.control_client import Backstage
+from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.capture.reply_id import TENANT, Mint
+from tuneloop.explorer.feedback.events import Heard, Hearing
+from tuneloop.explorer.feedback.request import remarks_of
+from tuneloop.explorer.http.bodies import moment, read_object, text_or_number
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.experience import Feedback, Outcome
+from tuneloop.shared.ledger.ledger import Ledger
+
+log = structlog.get_logger()
+
+#: Bytes of the largest body: room for MAX_IDS ids, and for some words.
+MAX_BODY_BYTES = 8 << 20
+
+#: Of several outcomes about one id, the first of these is told: what the client should know soonest.
+WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
+
+_PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
+_COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
+
+
+class FeedbackDesk:
+    """The feedback and commit routes."""
+
+    def __init__(
+        self, *, mint: Mint, recorder: Recorder, backstage: Backstage, ledger: Ledger, metrics: Metrics
+    ) -> None:
+        self._mint = mint
+        self._recorder = recorder
+        self._backstage = backstage
+        self._ledger = ledger
+        self._metrics = metrics
+
+    async def feedback(self, request: Request) -> dict[str, object]:
+        """Store what is said of the replies named, and tell what became of it."""
+        body = await read_object(request, max_bytes=MAX_BODY_BYTES)
+        # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
+        heard = await asyncio.to_thread(self._hear, body, request.headers.get("idempotency-key"))
+        events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
+        outcomes = await self._store(events) if events else {}
+        told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
+        pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
+        for (kind, outcome), count in pairs.items():
+            self._metrics.feedback.labels(kind, outcome).inc(count)
+        answer = _answer(heard, told)
+        if not events:
+            raise RequestRefused(
+                "none of them is an id of our replies; nothing was stored",
+                status=404,
+                code="unknown_msg_id",
+                param="msg_ids",
+                extra=answer,
+            )
+        return {"status": "success", **answer}
+
+    async def commit(self, request: Request) -> dict[str, object]:
+        """Release what has been rewarded until now to the trainer, and say how much that was."""
+        body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
+        task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
+        until = moment(body, "time_threshold")
+        try:
+            if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
+                raise LedgerUnavailable(
+                    "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+                )
+            release = partial(self._ledger.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
+            committed = await asyncio.to_thread(release)
+        except LedgerUnavailable as error:
+            log.warning("commit_put_off", reason=str(error))
+            raise
+        return {"status": "success", "committed": committed}
+
+    def _hear(self, body: dict[str, object], key: str | None) -> list[Heard]:
+        return Hearing(self._mint, TENANT).hear(remarks_of(body, key))
+
+    async def _store(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
+        """Bring events to disk, and say what became of each as far as that is known soon."""
+        await self._recorder.take(events)
+        ids = [event.event_id for event in events]
+        if await self._backstage.caught_up(_PATIENCE_S):
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    return await asyncio.to_thread(self._outcomes, events)
+            except (LedgerUnavailable, TimeoutError):
+                pass  # it went away again; the events are on disk all the same
+        return dict.fromkeys(ids, Outcome.PENDING)
+
+    def _outcomes(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
+        told = self._ledger.outcomes(events[0].call_id, [event.event_id for event in events])
+        absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
+        return told | dict.fromkeys(self._ledger.about_deleted(absent), Outcome.UNKNOWN)
+
+
+def _answer(heard: Sequence[Heard], told: Sequence[Outcome]) -> dict[str, object]:
+    """The outcome by what the client named, and how many there are of each."""
+    outcomes: dict[str, Outcome] = {}
+    for each, outcome in zip(heard, told, strict=True):
+        outcomes[each.about] = min(outcome, outcomes.get(each.about, outcome), key=WEAKEST_FIRST.index)
+    counts = Counter(outcomes.values())
+    return {
+        "accepted": counts[Outcome.ACCEPTED],
+        "outcomes": outcomes,
+        "counts": {outcome.value: counts[outcome] for outcome in Outcome},
+    }

@@ -1,0 +1,222 @@
+"""How the control process and a worker talk: questions and answers, both ways, over one Unix socket.
+
+A frame is its length and a msgpack array. Each side takes up the other's questions in the order they were asked in.
+"""
+
+import asyncio
+import itertools
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+import structlog
+
+from tuneloop.explorer.capture.control_client import Copied
+from tuneloop.explorer.engines.adapter_names import Renaming
+from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.explorer.metrics import Sample
+from tuneloop.shared.errors import TuneloopError
+
+log = structlog.get_logger()
+
+_LENGTH = struct.Struct("<I")
+
+
+class ChannelLost(TuneloopError):
+    """The other process is gone, or does not answer."""
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """An engine as the workers know it: where it is, and what it does."""
+
+    number: int
+    url: str | None
+    socket: str | None
+    state: EngineState
+    version: int
+    loads: int
+    renaming: Renaming | None = None
+
+
+class Question(msgspec.Struct, frozen=True, tag=True):
+    """Something that one side asks of the other."""
+
+
+class Begin(Question, frozen=True):
+    """A worker: here I am. The answer is a Beginning."""
+
+
+class FleetView(msgspec.Struct, frozen=True):
+    """All engines, and how the requests are divided between them."""
+
+    engines: list[EngineView]
+    split: Split | None
+
+
+class Writes(Question, frozen=True):
+    """A worker: this is my slot. It serves when that is known. The answer is a FleetView."""
+
+    folder: str
+
+
+class CaughtUp(Question, frozen=True):
+    """A worker: wait until what is on disk, in all slots, is in the database. The answer is whether it is."""
+
+    timeout_s: float
+
+
+class Expose(Question, frozen=True):
+    """A worker: what does the whole service's /metrics say?"""
+
+
+class Tried(Question, frozen=True):
+    """A worker: this became of the copy of a request."""
+
+    copied: Copied
+
+
+class Failed(Question, frozen=True):
+    """A worker: I must end, for this reason."""
+
+    reason: str
+
+
+class Counted(Question, frozen=True):
+    """A worker: this is what I have counted."""
+
+    samples: list[Sample]
+
+
+class Learn(Question, frozen=True):
+    """The control process: an engine has changed."""
+
+    engine: EngineView
+
+
+class Divide(Question, frozen=True):
+    """The control process: divide the requests so from now on."""
+
+    split: Split | None
+
+
+class UntilIdle(Question, frozen=True):
+    """The control process: wait until you have no request in flight at this engine."""
+
+    number: int
+
+
+class Count(Question, frozen=True):
+    """The control process: what have you counted? The answer is a list of samples."""
+
+
+class Renew(Question, frozen=True):
+    """The control process: begin a new segment of your slot."""
+
+
+class Mind(Question, frozen=True):
+    """The control process: take in those who come to this listening socket too; its own worker is no more, or back."""
+
+    socket: int
+    yours: bool
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What a worker needs to begin."""
+
+    settings: bytes
+    engines: list[EngineView]
+
+
+_Any = Begin | Writes | CaughtUp | Expose | Failed | Counted | Tried | Learn | Divide | UntilIdle | Count | Renew | Mind
+
+
+class _Frame(msgspec.Struct, array_like=True, frozen=True):
+    """A question, or the answer to the one of that number."""
+
+    number: int
+    question: _Any | None = None
+    answer: msgspec.Raw = msgspec.Raw(b"\xc0")
+    failed: bool = False
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Frame).decode
+
+Answering = Callable[[Any], Awaitable[Any]]
+
+
+class Channel:
+    """One end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: Answering) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._answering = answering
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Future[_Frame]] = {}
+        self.lost = False
+
+    @classmethod
+    async def over(cls, end: socket.socket, answering: Answering) -> "Channel":
+        """A channel over one end of a socket pair. `answering` answers the other side's questions."""
+        reader, writer = await asyncio.open_connection(sock=end)
+        return cls(reader, writer, answering)
+
+    async def ask(self, question: Question, kind: Any = None, *, timeout_s: float | None = None) -> Any:
+        """The answer, of that type. Raises ChannelLost if none comes."""
+        if self.lost:
+            raise ChannelLost("the other process is gone")
+        number = next(self._numbers)
+        answered = self._open[number] = asyncio.get_running_loop().create_future()
+        self._send(_Frame(number, cast(_Any, question)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                frame = await answered
+        except TimeoutError:
+            raise ChannelLost("the other process does not answer") from None
+        finally:
+            self._open.pop(number, None)
+        if frame.failed:
+            raise ChannelLost("the other process could not answer")
+        return msgspec.msgpack.decode(frame.answer, type=kind)
+
+    async def run(self) -> None:
+        """Hear the other side until it is gone."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                    frame = _decode(await self._reader.readexactly(length))
+                    if frame.question is not None:
+                        group.create_task(self._answer(frame.number, frame.question))
+                    elif (answered := self._open.get(frame.number)) is not None and not answered.done():
+                        answered.set_result(frame)
+        except* (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Hear and say no more."""
+        self.lost = True
+        for answered in self._open.values():
+            if not answered.done():
+                answered.set_exception(ChannelLost("the other process is gone"))
+        self._writer.close()
+
+    async def _answer(self, number: int, question: _Any) -> None:
+        try:
+            answer = msgspec.Raw(_encode(await self._answering(question)))
+        except Exception:
+            log.exception("question_not_answered", question=type(question).__name__)
+            self._send(_Frame(number, failed=True))
+        else:
+            self._send(_Frame(number, answer=answer))
+
+    def _send(self, frame: _Frame) -> None:
+        if not self._writer.is_closing():
+            data = _encode(frame)
+            self._writer.write(_LENGTH.pack(len(data)) + data)

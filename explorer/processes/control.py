@@ -1,0 +1,332 @@
+"""The control process: binds the port, keeps the workers running, and does for all of them what is done once.
+
+Requests do not pass here, so nothing done here, such as moving the spool into the database, keeps them waiting.
+"""
+
+import asyncio
+import itertools
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from tuneloop.explorer.capture.control_client import report
+from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
+from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.explorer.metrics import Sample
+from tuneloop.explorer.processes.channel import (
+    Answering,
+    Begin,
+    Beginning,
+    CaughtUp,
+    Channel,
+    ChannelLost,
+    Count,
+    Counted,
+    Divide,
+    EngineView,
+    Expose,
+    Failed,
+    FleetView,
+    Learn,
+    Mind,
+    Question,
+    Renew,
+    Tried,
+    UntilIdle,
+    Writes,
+)
+from tuneloop.explorer.processes.patient_ledger import open_ledger
+from tuneloop.explorer.processes.services import Upkeep, open_upkeep
+from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: How long a worker may take to learn of an engine's change; then it is killed, for it could mark replies wrongly.
+_LEARN_S = 10.0
+_COUNT_S = 1.0
+#: A worker gets thirty seconds to end its streams, and then some.
+_STOP_S = 45.0
+
+#: How long a worker may take from its last word to its end.
+_EXIT_S = 5.0
+
+#: Between a worker's end and its next start; twice as long each time, unless it lived for _LIVED_S.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_LIVED_S = 60.0
+
+
+class WorkerProcess:
+    """One worker, from its start to its end. It has a `slot` once it serves."""
+
+    def __init__(self, serial: int, number: int) -> None:
+        self.serial = serial
+        self.number = number
+        self.slot: RemoteSlot | None = None
+        self.reason = ""
+        self._told_to_stop = False
+        self._process: Process | None = None
+        self._channel: Channel
+
+    async def run(self, sockets: Sequence[socket.socket], answering: Answering) -> int:
+        """Start it and wait for its end; the exit code."""
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), *(each.fileno() for each in sockets)]
+        arguments = [inherited[0], self.number, *inherited[1:]]
+        with theirs:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
+                stdin=DEVNULL,
+                pass_fds=inherited,
+                # Ctrl-C is for us, who let the workers end what they have begun.
+                start_new_session=True,
+            )
+        try:
+            self._channel = await Channel.over(ours, answering)
+            if self._told_to_stop:
+                process.terminate()
+            await self._channel.run()  # to its end: nobody else has the other one
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _EXIT_S)
+        finally:
+            self.kill()
+            code = await process.wait()
+        return code
+
+    async def ask(self, question: Question, kind: Any = None, *, timeout_s: float | None = None) -> Any:
+        """What it answers. Raises ChannelLost if nothing."""
+        return await self._channel.ask(question, kind, timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        """Let it end what it has begun."""
+        self._told_to_stop = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+class Workers:
+    """All workers. They are the audience of the fleet: no weights change before each of them knows."""
+
+    def __init__(self, settings: Settings, sockets: Sequence[socket.socket], slots: Slots) -> None:
+        self._settings = settings
+        self._sockets = sockets
+        self._slots = slots
+        self._serials = itertools.count()
+        self._running: dict[int, WorkerProcess] = {}
+        self._stopping = asyncio.Event()
+        self._upkeep: Upkeep
+        self._begun = asyncio.Event()
+
+    def serve_with(self, upkeep: Upkeep) -> None:
+        """Let the workers begin, which have only been started until now."""
+        self._upkeep = upkeep
+        self._begun.set()
+
+    async def keep_running(self, number: int) -> None:
+        """Run one worker for ever, until `stop`. Raises TuneloopError if it never serves in the first place."""
+        pause, has_served, loop = _PAUSE_S, False, asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            started = loop.time()
+            self._running[number] = worker = WorkerProcess(next(self._serials), number)
+            code = await worker.run(self._sockets, partial(self._answer, worker))
+            has_served = has_served or worker.slot is not None
+            self._leave(worker)
+            if self._stopping.is_set():
+                return
+            if not has_served:
+                raise EnvironmentRefused(worker.reason or f"explorer.workers: a worker died at start ({code})")
+            log.error("worker_down", worker=number, exit_code=code, reason=worker.reason)
+            await self._share_out()
+            pause = _PAUSE_S if loop.time() - started > _LIVED_S else min(2 * pause, _LONGEST_PAUSE_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def stop(self) -> None:
+        """Let the workers end what they have begun."""
+        self._stopping.set()
+        for worker in self._running.values():
+            worker.stop()
+
+    def kill(self) -> None:
+        """End those that have not ended."""
+        for worker in self._running.values():
+            worker.kill()
+
+    async def tell(self, engine: Engine) -> None:
+        """Return when all workers know the engine as it is now, or are no more."""
+        await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
+
+    async def divide(self, split: Split | None) -> None:
+        """Return when all workers divide their requests so, or are no more."""
+        await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
+
+    async def until_idle(self, engine: Engine) -> None:
+        """Return when no worker has a request in flight there."""
+        await self._ask_all(UntilIdle(engine.number))
+
+    @property
+    def _serving(self) -> list[WorkerProcess]:
+        return [worker for worker in self._running.values() if worker.slot is not None]
+
+    async def _ask_all(self, question: Question, *, kill: bool = False, timeout_s: float | None = None) -> None:
+        async def ask(worker: WorkerProcess) -> None:
+            try:
+                await worker.ask(question, timeout_s=timeout_s)
+            except ChannelLost as error:
+                log.error("worker_not_told", worker=worker.number, reason=str(error))
+                if kill:
+                    worker.kill()
+
+        await asyncio.gather(*map(ask, self._serving))
+
+    def _leave(self, worker: WorkerProcess) -> None:
+        self._running.pop(worker.number)
+        if worker.slot is not None:
+            self._slots.leave(worker.slot)
+        if self._begun.is_set():
+            self._upkeep.tally.bury(worker.serial)
+
+    async def _share_out(self) -> None:
+        """Have the others take in whom the kernel sends to workers that are no more."""
+        serving = self._serving
+        for number in set(range(len(self._sockets))) - {worker.number for worker in serving}:
+            if serving:
+                with suppress(ChannelLost):
+                    await serving[number % len(serving)].ask(Mind(number, yours=True), timeout_s=_LEARN_S)
+
+    async def _take_back(self, number: int) -> None:
+        for other in self._serving:
+            with suppress(ChannelLost):
+                await other.ask(Mind(number, yours=False), timeout_s=_LEARN_S)
+
+    async def _answer(self, worker: WorkerProcess, question: Question) -> object:
+        """What a worker asks."""
+        await self._begun.wait()
+        upkeep = self._upkeep
+        match question:
+            case Begin():
+                return Beginning(_share(self._settings).model_dump_json().encode(), _views(upkeep))
+            case Writes(folder):
+                return await self._let_serve(worker, Path(folder))
+            case CaughtUp(timeout_s):
+                return await upkeep.caught_up(timeout_s)
+            case Tried(copied):
+                await upkeep.copied(copied)
+            case Expose():
+                return await self._exposition()
+            case Counted(samples):
+                upkeep.tally.note(worker.serial, samples)
+            case Failed(reason):
+                worker.reason = reason
+            case _:
+                raise TypeError(question)
+        return None
+
+    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> FleetView:
+        loop = asyncio.get_running_loop()
+
+        def renew() -> None:
+            asyncio.run_coroutine_threadsafe(worker.ask(Renew()), loop)
+
+        await self._take_back(worker.number)
+        slot = RemoteSlot(folder, renew)
+        self._slots.add(slot)
+        worker.slot = slot  # from now on it learns of every change
+        return FleetView(_views(self._upkeep), self._upkeep.fleet.split)
+
+    async def _exposition(self) -> bytes:
+        async def count(worker: WorkerProcess) -> None:
+            with suppress(ChannelLost):
+                samples = await worker.ask(Count(), list[Sample], timeout_s=_COUNT_S)
+                if self._running.get(worker.number) is worker:
+                    self._upkeep.tally.note(worker.serial, samples)
+
+        await asyncio.gather(*map(count, self._serving))
+        return await self._upkeep.exposition()
+
+
+async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
+    """Serve until SIGTERM or SIGINT. Raises TuneloopError if it cannot."""
+    failures: list[TuneloopError] = []
+    loop, ending = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+
+    def fail(error: TuneloopError) -> None:
+        failures.append(error)
+        loop.call_soon_threadsafe(ending.set)
+
+    workers = Workers(settings, sockets, slots := Slots(settings.spool_dir))
+    async with AsyncExitStack() as stack:
+        # They import what they need while the database is opened.
+        serving = [loop.create_task(report(workers.keep_running(each), fail)) for each in range(len(sockets))]
+        stack.push_async_callback(_end, workers, serving)
+        ledger = await asyncio.to_thread(open_ledger, settings)
+        stack.callback(ledger.close)
+        upkeep, tasks = await open_upkeep(settings, ledger, slots, stack, on_failure=fail, audience=workers)
+        _say(settings, sockets)
+        workers.serve_with(upkeep)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(report(task, fail)) for task in tasks]
+            await ending.wait()
+            for each in sockets:
+                each.close()
+            await _end(workers, serving)
+            for task in running:
+                task.cancel()
+    if failures:
+        raise failures[0]
+
+
+async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> None:
+    """Let the workers end what they have begun, and end those that do not."""
+    workers.stop()
+    _, still = await asyncio.wait(serving, timeout=_STOP_S)
+    if still:
+        workers.kill()
+        await asyncio.wait(still)
+
+
+def _say(settings: Settings, sockets: Sequence[socket.socket]) -> None:
+    host, port = sockets[0].getsockname()[:2]
+    log.info("explorer_listening", url=f"http://{host}:{port}", model=settings.served_model_name, workers=len(sockets))
+    if host not in {"127.0.0.1", "::1"}:
+        log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
+
+
+def _views(upkeep: Upkeep) -> list[EngineView]:
+    return [_view(engine, upkeep) for engine in upkeep.fleet.engines]
+
+
+def _view(engine: Engine, upkeep: Upkeep) -> EngineView:
+    address = upkeep.addresses[engine.number]
+    return EngineView(
+        number=engine.number,
+        url=address.url,
+        socket=address.socket,
+        state=engine.state,
+        version=engine.version,
+        loads=engine.loads,
+        renaming=engine.renaming,
+    )
+
+
+def _share(settings: Settings) -> Settings:
+    """The settings as one of the workers has them: a share of what all of them may have in flight."""
+    explorer, count = settings.explorer, settings.explorer.workers
+    shares = {"max_in_flight": -(-explorer.max_in_flight // count), "max_waiting": -(-explorer.max_waiting // count)}
+    return settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})

@@ -1,0 +1,96 @@
+"""Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
+
+import asyncio
+import time
+
+import structlog
+
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import LedgerError
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
+from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import spooled
+from tuneloop.shared.tensorboard import Curves
+
+log = structlog.get_logger()
+
+
+class Watch:
+    """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
+
+    `reached` says whether the database answered the last time.
+    """
+
+    def __init__(self, ledger: Ledger, metrics: Metrics, settings: Settings, *, interval_s: float) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._settings = settings
+        self._curves = Curves(settings.tensorboard_dir / "explorer")
+        self._interval_s = interval_s
+        self.reached = True
+        self._written: dict[int, tuple[int, int, float]] = {}
+        self._alarmed: set[str] = set()
+
+    async def run(self) -> None:
+        """Look every `interval_s` seconds, for ever."""
+        while True:
+            await asyncio.to_thread(self.look_or_say_why_not)
+            await asyncio.sleep(self._interval_s)
+
+    def look_or_say_why_not(self) -> None:
+        """Look, if the database answers."""
+        try:
+            self.look()
+            self.reached = True
+        except LedgerError as error:  # the database is away
+            self.reached = False
+            self._tell(None, away=str(error))
+            log.warning("not_looked", reason=str(error))
+
+    def look(self) -> None:
+        """Bring gauges and curves up to date."""
+        self._tell(self._ledger.facts(BatchPolicy.of(self._settings)))
+        imbalance = self._ledger.imbalance()
+        for sentence in imbalance:
+            log.error("ledger_imbalance", sentence=sentence)
+        self._metrics.ledger_imbalance.set(len(imbalance))
+        for served in self._ledger.rewards():
+            now = (served.replies, served.rewarded, served.reward_sum)
+            if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
+                self._written[served.version] = now
+
+    def _tell(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
+        """Bring the gauges up to date that say what waits where, and why no step is happening."""
+        now, metrics = time.time(), self._metrics
+        spool = spooled(self._settings.spool_dir)
+        facts = Facts(now=now, rules=Rules.of(self._settings), spool=spool, ledger=ledger, away=away)
+        holds = {reason.code for reason in diagnose(facts)}
+        for code in Code:
+            metrics.no_step.labels(code.value).set(code in holds)
+        if ledger is None:
+            return
+        for state in State:
+            metrics.experiences.labels(state.value).set(ledger.pile(state).rows)
+        for state in WAITING:
+            oldest = ledger.pile(state).oldest
+            metrics.waiting_seconds.labels(state.value).set(0.0 if oldest is None else max(0.0, now - oldest))
+        metrics.trainer_up.set(ledger.trainer is not None and ledger.trainer.up(now))
+        metrics.feedback_pending.set(ledger.pending)
+        open_ = {alarm.name for alarm in ledger.alarms}
+        self._alarmed |= open_
+        for name in self._alarmed:
+            metrics.alarm.labels(name).set(name in open_)
+
+    def close(self) -> None:
+        """Close the curves."""
+        self._curves.close()
+
+
+def _points(served: VersionReward) -> dict[str, float]:
+    points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
+    if served.rewarded:
+        points["served/reward_mean"] = served.reward_sum / served.rewarded
+    return points

@@ -1,0 +1,204 @@
+"""The ledger of a service that must get up, and serve what it served before, while its database is away.
+
+{job_dir}/served.json    what was served last: a copy for the time until the database answers, never the truth
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import structlog
+from sqlalchemy import Connection, Engine, Executable
+
+from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.ledger.versions.events import Details
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: How long a verb waits for another that is opening the database.
+_PATIENCE_S = 5.0
+
+
+class Served(msgspec.Struct, frozen=True):
+    """The champion and the newest version, as an explorer last saw them, and the model that they come from."""
+
+    base: str
+    champion: Version
+    newest: Version
+
+
+class PatientLedger(Ledger):
+    """A ledger that brings its database up to date at the first verb that reaches it; until then it is unavailable."""
+
+    _settings: Settings
+
+    def __init__(self, engine: Engine, **rules: Any) -> None:
+        super().__init__(engine, **rules)
+        self._opening, self._remembering = threading.Lock(), threading.Lock()
+        self._opened, self._failures = False, 0
+        self._served: Served | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The ledger of an experiment, not opened yet."""
+        ledger = super().of(settings)
+        ledger._settings = settings
+        ledger._served = recalled(ledger._path, ledger._base)
+        return ledger
+
+    @property
+    def _path(self) -> Path:
+        return self._settings.job_dir / "served.json"
+
+    @property
+    def _base(self) -> Path:
+        return self._settings.model.model_path.absolute()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it is known what was served last."""
+        return self._served is not None
+
+    def open(self) -> None:
+        """Bring the schema up to date and the base model in. Raises LedgerUnavailable if that may go well later."""
+        if self._opened:
+            return
+        before = self._failures
+        if not self._opening.acquire(timeout=_PATIENCE_S):
+            raise LedgerUnavailable("the database is still being opened")
+        try:
+            if self._opened:
+                return
+            if self._failures != before:  # each who waited would find the same, one after the other
+                raise LedgerUnavailable("the database could not be opened just now")
+            try:
+                self._open()
+            except TuneloopError:
+                self._failures += 1
+                raise
+            self._opened = True
+        finally:
+            self._opening.release()
+
+    def _open(self) -> None:
+        schema = self._settings.buffer.trainer_input.experience_buffer.name
+        try:
+            upgrade(self._settings.database_url, schema=schema)
+        except DatabaseAway as error:
+            raise LedgerUnavailable(str(error)) from None
+        ledger = Ledger(self._engine)
+        ledger.own(self._settings.project, self._settings.name)
+        ledger.ensure_base(self._base)
+
+    def champion(self) -> Version:
+        """The version that is served; while the database is away, the one that was."""
+        try:
+            champion = super().champion()
+        except (LedgerUnavailable, EnvironmentRefused):
+            if self._served is None:
+                raise
+            return self._served.champion
+        self._remember(champion, champion)
+        return champion
+
+    def candidate(self) -> Version | None:
+        """The newest candidate, if any. It is remembered before an engine can get it."""
+        candidate = super().candidate()
+        if candidate is not None and self._served is not None:
+            self._remember(self._served.champion, candidate)
+        return candidate
+
+    def promote(self, version: int, *, by: str = "explorer", reason: str = "", details: Details | None = None) -> None:
+        """Make `version` the champion."""
+        super().promote(version, by=by, reason=reason, details=details)
+        self.champion()
+
+    def versions(self) -> list[Version]:
+        """All versions, oldest first; while the database is away, the two that are remembered."""
+        try:
+            versions = super().versions()
+        except LedgerUnavailable:
+            if self._served is None:
+                raise
+            known = {each.version: each for each in (self._served.champion, self._served.newest)}
+            return [known[version] for version in sorted(known)]
+        if self._served is not None:
+            self._remember(self._served.champion, versions[-1])
+        return versions
+
+    def _remember(self, champion: Version, newest: Version) -> None:
+        with self._remembering:
+            if self._served is not None:
+                newest = max(newest, self._served.newest, key=lambda each: each.version)
+            served = Served(str(self._base), champion, newest)
+            if self._served is None or _numbers(served) != _numbers(self._served):
+                self._served = served
+                remember(self._path, served)
+
+    def _read(self, query: Executable) -> Sequence[Any]:
+        self.open()
+        return super()._read(query)
+
+    def _read_together(self, *queries: Executable) -> list[Sequence[Any]]:
+        self.open()
+        return super()._read_together(*queries)
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[Connection]:
+        self.open()
+        with super()._write() as connection:
+            yield connection
+
+
+def open_ledger(settings: Settings) -> PatientLedger:
+    """The ledger of this experiment, its schema up to date and the base model registered.
+
+    Where something was served before, a database that is away is waited for; a first start is refused without one.
+    """
+    ledger = PatientLedger.of(settings)
+    try:
+        ledger.open()
+        ledger.champion()
+    except LedgerUnavailable as error:
+        if not ledger.remembers:
+            raise EnvironmentRefused(str(error)) from None
+        log.warning(
+            "started_without_the_database",
+            serving=ledger.champion().version,
+            sentence="what was served last is served again, and exchanges and feedback wait in the spool",
+            reason=str(error),
+        )
+    return ledger
+
+
+def _numbers(served: Served) -> tuple[int, int]:
+    return served.champion.version, served.newest.version
+
+
+def recalled(path: Path, base: Path) -> Served | None:
+    """What was served last; None if that is not known, or was trained from another base model."""
+    try:
+        served = msgspec.json.decode(path.read_bytes(), type=Served, dec_hook=lambda kind, value: kind(value))
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return served if served.base == str(base) else None
+
+
+def remember(path: Path, served: Served) -> None:
+    """Note what is served. A disk that refuses it costs no more than the next start without a database."""
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(msgspec.json.encode(served, enc_hook=str))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError as error:
+        log.error("served_not_remembered", path=str(path), reason=error.strerror)

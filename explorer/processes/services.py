@@ -1,0 +1,181 @@
+"""What runs beside the requests, once for the whole service: engines and their weights, the database, the gauges."""
+
+import asyncio
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client import generate_latest
+
+from tuneloop.explorer.capture.control_client import Copied, OnFailure, Task
+from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.reply_id import Mint, key_path, load_key
+from tuneloop.explorer.capture.retention import Forgetting
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.spool_slots import Slots
+from tuneloop.explorer.dialects.conversations import Conversations
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Audience, Engine, EngineState, Fleet
+from tuneloop.explorer.engines.process import EngineProcess
+from tuneloop.explorer.engines.vllm_adapters import control_of
+from tuneloop.explorer.feedback.judge import Judging
+from tuneloop.explorer.metrics import Metrics, Tally
+from tuneloop.explorer.processes.engine_supervisor import keep_running, stay_attached
+from tuneloop.explorer.processes.ledger_gauges import Watch
+from tuneloop.explorer.versions.attestation import Attestation
+from tuneloop.explorer.versions.canary import Rollout
+from tuneloop.explorer.versions.evaluation import Examination
+from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import spooled
+
+#: How often the gauges are brought up to date, at most.
+_WATCH_S = 10.0
+
+
+class Address(NamedTuple):
+    """Where an engine answers: at a URL, or on a Unix socket."""
+
+    url: str | None
+    socket: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """All of it. It is a Backstage for routes in the same process."""
+
+    fleet: Fleet
+    addresses: list[Address]
+    metrics: Metrics
+    tally: Tally
+    settings: Settings
+    flusher: Flusher
+    watch: Watch
+    rollout: Rollout
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
+        return await self.flusher.caught_up(timeout_s)
+
+    async def copied(self, copy: Copied) -> None:
+        """Take down what became of the copy of a request."""
+        self.rollout.copied(copy)
+
+    async def exposition(self) -> bytes:
+        """The metrics of the whole service."""
+        metrics, spool = self.metrics, await asyncio.to_thread(spooled, self.settings.spool_dir)
+        metrics.spool_bytes.set(spool.bytes)
+        metrics.spool_oldest_seconds.set(0.0 if spool.since is None else max(0.0, time.time() - spool.since))
+        metrics.database_up.set(self.watch.reached and not self.flusher.away)
+        for state in EngineState:
+            metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
+        return generate_latest(self.tally)
+
+
+async def open_upkeep(
+    settings: Settings,
+    ledger: Ledger,
+    slots: Slots,
+    stack: AsyncExitStack,
+    *,
+    on_failure: OnFailure,
+    audience: Audience | None = None,
+) -> tuple[Upkeep, list[Task]]:
+    """Upkeep, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
+    metrics = Metrics()
+    own = _own_spool(settings, slots, stack)
+    flusher = Flusher(slots, ledger, quarantined=metrics.quarantined.inc, failed=on_failure)
+    flusher.start()
+    stack.push_async_callback(asyncio.to_thread, flusher.stop)
+    interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
+    watch = Watch(ledger, metrics, settings, interval_s=interval_s)
+    stack.callback(watch.close)
+    forgetting = Forgetting(settings, ledger, slots, metrics=metrics, interval_s=interval_s)
+    fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
+    reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
+    examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
+    attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
+    tally = Tally(metrics.registry)
+    rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
+    upkeep = Upkeep(
+        fleet=fleet,
+        addresses=addresses,
+        metrics=metrics,
+        tally=tally,
+        rollout=rollout,
+        settings=settings,
+        flusher=flusher,
+        watch=watch,
+    )
+    judging = [_judging(upkeep, ledger, own).run(interval_s)] if own else []
+    return upkeep, [
+        watch.run(),
+        forgetting.run(),
+        reloader.run(),
+        examination.run(),
+        rollout.run(),
+        attestation.run(),
+        *judging,
+        *runs,
+    ]
+
+
+def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:
+    """Where verdicts are brought to disk, if there is a judge. The flusher must not outlive it."""
+    if settings.judge.url is None:
+        return None
+    spool = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
+    stack.callback(spool.close)
+    slots.add(spool)
+    return spool
+
+
+def _judging(upkeep: Upkeep, ledger: Ledger, spool: Spool) -> Judging:
+    mint = Mint(load_key(key_path(upkeep.settings)))
+    return Judging(
+        upkeep.settings.judge,
+        ledger,
+        spool,
+        metrics=upkeep.metrics,
+        conversation=Conversations(mint, backstage=upkeep, ledger=ledger).of,
+        caught_up=upkeep.caught_up,
+    )
+
+
+async def _open_fleet(
+    settings: Settings, ledger: Ledger, stack: AsyncExitStack, audience: Audience | None
+) -> tuple[Fleet, list[Address], list[Task]]:
+    explorer, base = settings.explorer, settings.model.model_path.absolute()
+    urls = explorer.rollout_model.engine_urls
+    sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
+    own = [sockets / f"{number}.sock" for number in range(0 if urls else explorer.rollout_model.engine_num)]
+    addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
+    # One that holds two adapters is two engines at one address.
+    addresses += addresses * (settings.engine_places - len(addresses))
+    engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
+    fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
+    timeout_s = explorer.rollout_model.health_timeout
+    runs: list[Task] = []
+    for engine, socket in zip(engines, own, strict=False):
+        process = EngineProcess(settings, engine, socket=socket)
+        run = keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
+        runs.append(run)
+    host = engines[0] if own else None
+    for engine in engines[len(own) :]:
+        runs.append(stay_attached(engine, fleet=fleet, ledger=ledger, health_timeout_s=timeout_s, host=host))
+    return fleet, addresses, runs
+
+
+async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:
+    rollout = settings.explorer.rollout_model
+    session = vllm.open_session(url=address.url, socket=address.socket, key=rollout.engine_key)
+    await stack.enter_async_context(session)
+    control = control_of(settings, session, tolerance=vllm.tolerance(settings))
+    http = EngineHttp(url=address.url, socket=address.socket, key=rollout.engine_key)
+    stack.push_async_callback(http.close)
+    return Engine(number, http, control)

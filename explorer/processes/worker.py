@@ -1,0 +1,254 @@
+"""`python -m tuneloop.explorer.processes.worker CHANNEL NUMBER SOCKET…`: answers requests.
+
+The control process starts it.
+
+The arguments but one are inherited file descriptors: its end of the channel, and every worker's listening socket, of
+which the one of that number is its own.
+"""
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import structlog
+import uvicorn
+import uvloop
+
+from tuneloop.explorer.app import Road, create_app, open_road, open_spool
+from tuneloop.explorer.capture.control_client import Copied, Task
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.http.server import Door
+from tuneloop.explorer.metrics import Metrics, counted
+from tuneloop.explorer.processes.channel import (
+    Begin,
+    Beginning,
+    CaughtUp,
+    Channel,
+    ChannelLost,
+    Count,
+    Counted,
+    Divide,
+    EngineView,
+    Expose,
+    Failed,
+    FleetView,
+    Learn,
+    Mind,
+    Renew,
+    Tried,
+    UntilIdle,
+    Writes,
+)
+from tuneloop.explorer.processes.patient_ledger import PatientLedger
+from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+DRAIN_S = 30
+#: Longer than clients keep idle connections (httpx: 5 s), or a request could meet one that is just being closed.
+_KEEP_ALIVE_S = 75
+#: How often the control process hears what was counted here: so much may be missing when this process is killed.
+_COUNT_S = 5.0
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Remote:
+    """The control process, as the routes see it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
+        return bool(await self._channel.ask(CaughtUp(timeout_s), bool))
+
+    async def copied(self, copy: Copied) -> None:
+        """Let those hear of a copy who decide about the version that it went to."""
+        with suppress(ChannelLost):
+            await self._channel.ask(Tried(copy))
+
+    async def exposition(self) -> bytes:
+        """The metrics of the whole service."""
+        return bytes(await self._channel.ask(Expose(), bytes))
+
+
+class _Server(uvicorn.Server):
+    """Ends cleanly on SIGTERM and SIGINT, with exit code 0; uvicorn itself dies of the signal in the end."""
+
+    def __init__(self, config: uvicorn.Config, sockets: Sequence[socket.socket]) -> None:
+        super().__init__(config)
+        self._sockets = sockets
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let a signal begin the shutdown."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, and leave no socket open where others could wait for us in vain."""
+        await super().shutdown([*self._sockets])
+
+
+class Worker:
+    """One process of those that answer requests."""
+
+    def __init__(self, number: int, sockets: Sequence[socket.socket]) -> None:
+        self._number = number
+        self._sockets = sockets
+        self._metrics = Metrics()
+        self._minded: dict[int, asyncio.Server] = {}
+        self._served = self._failed = self._ended = False
+        self._channel: Channel
+        self._settings: Settings
+        self._server: _Server
+        self._fleet: Fleet
+        self._spool: Spool
+
+    async def run(self, end: socket.socket) -> int:
+        """Serve until told to stop; the exit code."""
+        self._channel = await Channel.over(end, self._answer)
+        hearing = asyncio.create_task(self._hear())
+        beginning: Beginning = await self._channel.ask(Begin(), Beginning)
+        self._settings = settings = Settings.model_validate_json(beginning.settings)
+        async with AsyncExitStack() as stack:
+            try:
+                self._spool = open_spool(settings, stack)
+            except OSError as error:
+                await self._channel.ask(Failed(f"explorer.spool_dir: {error}; make room, or choose another folder"))
+            else:
+                await self._serve(settings, beginning)
+        self._ended = True
+        hearing.cancel()
+        return 0 if self._served else 1
+
+    async def _serve(self, settings: Settings, beginning: Beginning) -> None:
+        ledger = PatientLedger.of(settings)
+        app = create_app(settings, ledger, opening=partial(self._open, ledger, beginning), on_failure=self._fail)
+        config = uvicorn.Config(
+            app,
+            http=Door,
+            lifespan="on",
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=DRAIN_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            server_header=False,
+        )
+        self._server = server = _Server(config, self._sockets)
+        await server.serve(sockets=[self._sockets[self._number]])
+        self._served = server.started and not self._failed
+        ledger.close()
+
+    async def _hear(self) -> None:
+        try:
+            await self._channel.run()
+        finally:
+            if not self._ended:
+                # Nobody moves the spool, swaps weights or starts us again: what was acknowledged is on disk.
+                log.error("control_process_gone", worker=self._number)
+                os._exit(1)
+
+    async def _open(
+        self, ledger: PatientLedger, beginning: Beginning, stack: AsyncExitStack
+    ) -> tuple[Road, list[Task]]:
+        engines = [await self._open_engine(each, stack) for each in beginning.engines]
+        self._fleet = Fleet(engines, patience_s=self._settings.explorer.request_timeout)
+        road, tasks = open_road(
+            self._settings,
+            ledger,
+            spool=self._spool,
+            fleet=self._fleet,
+            metrics=self._metrics,
+            backstage=Remote(self._channel),
+        )
+        known: FleetView = await self._channel.ask(Writes(str(self._spool.folder)), FleetView)
+        await self._fleet.divide(known.split)
+        await self._fleet.learn(known.engines)
+        stack.push_async_callback(self._count)
+        return road, [*tasks, self._count_for_ever()]
+
+    async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
+        key = self._settings.explorer.rollout_model.engine_key
+        http = EngineHttp(url=view.url, socket=view.socket, key=key)
+        stack.push_async_callback(http.close)
+        return Engine(view.number, http)
+
+    def _fail(self, error: TuneloopError) -> None:
+        log.error("worker_failed", worker=self._number, reason=str(error))
+        self._failed = True
+        self._server.should_exit = True
+
+    async def _count_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_COUNT_S)
+            await self._count()
+
+    async def _count(self) -> None:
+        with suppress(ChannelLost):
+            await self._channel.ask(Counted(counted(self._metrics.registry)))
+
+    async def _answer(self, question: Any) -> object:
+        """What the control process asks; none of it before it has been told what is written to."""
+        match question:
+            case Learn(engine):
+                await self._fleet.learn([engine])
+            case Divide(split):
+                await self._fleet.divide(split)
+            case UntilIdle(number):
+                await self._fleet.engines[number].idle.wait()
+            case Count():
+                return counted(self._metrics.registry)
+            case Renew():
+                self._spool.renew()
+            case Mind(number, yours):
+                await self._mind(number, yours)
+            case _:
+                raise TypeError(question)
+        return None
+
+    async def _mind(self, number: int, yours: bool) -> None:
+        """Take in, or no more, those who come to the socket of a worker that is being started again."""
+        server = self._server
+        if not yours and (minded := self._minded.pop(number, None)):
+            minded.close()
+            server.servers.remove(minded)
+        elif yours and number not in self._minded and not server.should_exit:
+            config = server.config
+            door = partial(Door, config=config, server_state=server.server_state, app_state=server.lifespan.state)
+            # A copy: a server closes its socket.
+            copy = self._sockets[number].dup()
+            minded = await asyncio.get_running_loop().create_server(door, sock=copy, backlog=config.backlog)
+            self._minded[number] = minded
+            server.servers.append(minded)
+
+
+def main() -> None:
+    """Serve until told to stop, or the control process dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    configure_logging()
+    # What is imported stays: it need not be looked through for garbage. What a reply is made of goes without that.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    channel, number, *sockets = map(int, sys.argv[1:])
+    worker = Worker(number, [socket.socket(fileno=each) for each in sockets])
+    sys.exit(uvloop.run(worker.run(socket.socket(fileno=channel))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Proves again and again that each engine has the weights that it should have, and acts when one has not.
+
+Such an engine is taken out of rotation, what it sampled since it was last found right is taken out of training, and it
+gets its weights once more. A version is known by the trainer's probe; the base model, which has none, by what the first
+engine that has it says of a text.
+"""
+
+import asyncio
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared.checkpoint import Probe, read_manifest
+from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
+from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
+from tuneloop.shared.ledger.recording.attestation import Mismatch
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+ALARM = "engine_mismatch"
+
+#: How often it is looked whether an engine has new weights, which are probed at once, in seconds.
+_LOOK_S = 1.0
+
+#: Two explorers would put their own weights back again and again.
+_NOT_ALONE = (
+    "; it was right before, and this explorer has loaded nothing since: somebody else has, such as another explorer"
+    " with the same explorer.rollout_model.engine_urls"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """When a probe that found an engine right began, by both clocks, and how often its weights had changed by then."""
+
+    at: float
+    monotonic: float
+    loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What is wrong with an engine."""
+
+    reason: str
+    figures: dict[str, float]
+
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether it has other weights, rather than a wrong cache or nothing to say; infinities are no figures."""
+        return bool(self.figures) and not self.figures.get("weights", math.inf) <= self.figures["allowed"]
+
+
+class Attestation:
+    """Probes every engine that is in rotation."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics, reloader: Reloader
+    ) -> None:
+        self._interval_s = settings.explorer.probe_interval
+        self._of_others = bool(settings.explorer.rollout_model.engine_urls)
+        self._fleet = fleet
+        self._ledger = ledger
+        self._metrics = metrics
+        self._reloader = reloader
+        self._began = time.time()
+        self._proofs: dict[int, _Proof] = {}
+        self._known: dict[int, tuple[Version, Probe]] = {}
+        self._describing = asyncio.Lock()
+        self._untold: list[Mismatch] = []
+
+    async def run(self) -> None:
+        """Probe each engine when it has new weights, and every `probe_interval` seconds, for ever."""
+        async with asyncio.TaskGroup() as group:
+            for engine in self._fleet.engines:
+                group.create_task(self._watch(engine))
+
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            try:
+                await self._tell()
+                if self._due(engine):
+                    await self.attest(engine)
+            except LedgerUnavailable as error:
+                log.warning("database_away", reason=str(error))
+            except Exception:
+                log.exception("attestation_failed", engine=engine.number)
+            await asyncio.sleep(min(_LOOK_S, self._interval_s))
+
+    def _due(self, engine: Engine) -> bool:
+        if engine.state is not EngineState.READY:
+            return False
+        proof = self._proofs.get(engine.number)
+        return proof is None or proof.loads != engine.loads or time.monotonic() - proof.monotonic >= self._interval_s
+
+    async def attest(self, engine: Engine) -> None:
+        """Probe an engine that is in rotation; if it is not what it should be, set it right."""
+        loads, proof = engine.loads, _Proof(time.time(), time.monotonic(), engine.loads)
+        try:
+            version, probe = await self._of(engine)
+            # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
+            fault = await _fault_of(engine, probe) and await _fault_of(engine, probe)
+        except (EngineError, CheckpointRejected, LedgerError) as error:
+            self._metrics.probes.labels("failed").inc()
+            log.warning("engine_not_probed", engine=engine.number, version=engine.version, reason=str(error))
+            return
+        # Where weights were swapped meanwhile, this was said by either.
+        if engine.state is not EngineState.READY or engine.loads != loads:
+            return
+        if fault is None:
+            self._note(engine, proof)
+        else:
+            await self._set_right(engine, version, probe, fault)
+
+    async def _of(self, engine: Engine) -> tuple[Version, Probe]:
+        """The version that an engine should have, and what it is known by."""
+        number = engine.version
+        async with self._describing:
+            if number not in self._known:
+                version = await asyncio.to_thread(self._ledger.version, number)
+                if version is None:
+                    raise LedgerError(f"version {number} is unknown")
+                self._known[number] = version, await _probe_of(version, engine)
+            return self._known[number]
+
+    def _note(self, engine: Engine, proof: _Proof) -> None:
+        self._proofs[engine.number] = proof
+        self._metrics.probes.labels("matched").inc()
+        self._metrics.last_good_probe.labels(str(engine.number)).set(proof.at)
+
+    async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
+        """To be called in the same breath as the engine is seen to be ready: then nobody else swaps its weights."""
+        await self._fleet.set(engine, EngineState.RELOADING)
+        await self._doubt(engine, version, fault)
+        await self._reloader.put_back(engine, version)
+        if engine.state is not EngineState.READY:
+            return
+        proof, again = _Proof(time.time(), time.monotonic(), engine.loads), None
+        with suppress(EngineError):
+            again = await _fault_of(engine, probe)
+            if again is None:
+                self._note(engine, proof)
+        if again is not None and engine.state is EngineState.READY:
+            await self._fleet.set(engine, EngineState.DOWN)  # its supervisor starts it anew
+            await self._doubt(engine, version, again)
+
+    async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
+        """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
+        proof = self._proofs.get(engine.number)
+        since = proof.at if proof else self._began
+        alone = not (self._of_others and proof and proof.loads == engine.loads and fault.is_of_weights)
+        reason = fault.reason if alone else fault.reason + _NOT_ALONE
+        log.error("engine_mismatch", engine=engine.number, version=version.version, reason=reason, since=since)
+        self._metrics.probes.labels("mismatched").inc()
+        found = Mismatch(engine.number, version.version, since, time.time(), reason, fault.figures)
+        self._untold.append(found)
+        try:
+            await self._tell()
+        except LedgerUnavailable as error:  # said later: until then the engine must not wait for it
+            log.warning("database_away", reason=str(error))
+
+    async def _tell(self) -> None:
+        """Tell the ledger what it has not been told."""
+        while self._untold:
+            found = self._untold[0]
+            done = await asyncio.to_thread(self._ledger.distrust, found)
+            reason = f"engine {found.engine} did not answer with the weights of version {found.version}: {found.reason}"
+            await asyncio.to_thread(self._ledger.raise_alarm, Alarm(ALARM, reason, version=found.version))
+            log.warning("experiences_distrusted", engine=found.engine, dropped=done.dropped, trained=done.trained)
+            if found in self._untold:
+                self._untold.remove(found)
+
+
+async def _probe_of(version: Version, engine: Engine) -> Probe:
+    if not version.version:
+        return await engine.control.describe()
+    manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
+    return manifest.probe
+
+
+async def _fault_of(engine: Engine, probe: Probe) -> _Fault | None:
+    try:
+        found = await engine.control.examine(probe)
+    except CheckpointRejected as error:  # no answer that can be read
+        return _Fault(str(error), {})
+    if found.complaint is None:
+        return None
+    finite = {name: value for name, value in found._asdict().items() if abs(value) < float("inf")}
+    return _Fault(found.complaint, finite)

@@ -1,0 +1,195 @@
+"""Ends what was begun: decides, as long as a version is being tried, whether it is promoted, rolled back or tried on.
+
+Rewards, lengths and refusals come from the ledger, and so they outlive a restart; what was counted of failed requests
+and of copies begins anew with the explorer.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import structlog
+
+from tuneloop.explorer.capture.control_client import Copied
+from tuneloop.explorer.engines.fleet import Engine, EngineState
+from tuneloop.explorer.engines.version_routing import Split, split_of
+from tuneloop.explorer.metrics import Metrics, Tally
+from tuneloop.explorer.versions.comparison import Decision, decide
+from tuneloop.shared.errors import LedgerError, LedgerUnavailable
+from tuneloop.shared.evaluation.samples import Figures, Sample, Share
+from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import RolloutSettings
+
+
+class Trial(NamedTuple):
+    """A version that is being tried since `began`, and what it gets."""
+
+    version: Version
+    mode: str
+    share: float
+    began: float
+
+    @property
+    def split(self) -> Split:
+        """How the requests are divided."""
+        return split_of(self.mode, self.version.version, self.share)
+
+
+def trial_of(ledger: Ledger, rollout: RolloutSettings) -> Trial | None:
+    """The trial that is under way, on the terms that it was begun with, if there is one."""
+    canary = ledger.canary()
+    if canary is None:
+        return None
+    begun = [each for each in ledger.version_events(canary.version) if each.action is VersionAction.CANARY][-1]
+    mode, share = begun.details.get("mode", rollout.mode), begun.details.get("share", rollout.tried_share)
+    return Trial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
+
+
+log = structlog.get_logger()
+
+#: How long to wait from one look to the next, at most.
+_LOOK_S = 5.0
+
+#: So many of the newest copies are compared.
+_COPIES = 5000
+
+_REPLIES = "tuneloop_replies"
+
+_BY = "explorer"
+
+
+class Rollout:
+    """The trial that is under way, if there is one."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, *, tally: Tally, metrics: Metrics) -> None:
+        self._rollout = settings.rollout
+        self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
+        self._refusals = settings.monitor.drift.refusals_found
+        self._ledger = ledger
+        self._tally = tally
+        self._metrics = metrics
+        self._tried: int | None = None
+        self._before: Mapping[str, Share] = {}
+        self._copies: deque[Copied] = deque(maxlen=_COPIES)
+
+    async def run(self) -> None:
+        """Look again and again, for ever."""
+        while True:
+            try:
+                await self.turn()
+            except LedgerUnavailable as error:
+                log.warning("database_away", reason=str(error))
+            except LedgerError as error:  # somebody else has decided meanwhile
+                log.warning("rollout_not_decided", reason=str(error))
+            except Exception:
+                log.exception("rollout_failed")
+            await asyncio.sleep(self._interval_s)
+
+    def copied(self, copy: Copied) -> None:
+        """Take down what became of the copy of a request."""
+        if copy.version == self._tried:
+            self._copies.append(copy)
+
+    async def turn(self) -> None:
+        """Decide once."""
+        trial = await asyncio.to_thread(trial_of, self._ledger, self._rollout)
+        number = trial.version.version if trial else None
+        if number != self._tried:
+            self._tried, self._before = number, asked(self._tally)
+            self._copies.clear()
+        if trial is not None:
+            await self._decide(trial)
+
+    async def _decide(self, trial: Trial) -> None:
+        champion = await asyncio.to_thread(self._ledger.champion)
+        rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
+        failures = asked(self._tally)
+        figures = [
+            (await asyncio.to_thread(self._ledger.figures, number, trial.began, refusals=self._refusals))._replace(
+                failures=_since(failures, self._before, number)
+            )
+            for number in (champion.version, trial.version.version)
+        ]
+        if trial.mode == "shadow":
+            figures[1] = figures_of(self._copies)
+        champions, tried = figures
+        decision = decide(rollout, champions, tried, elapsed_s=time.time() - trial.began)
+        await self._act(trial.version.version, decision)
+
+    async def _act(self, version: int, decision: Decision) -> None:
+        if decision.action == "roll_back":
+            roll_back = partial(self._ledger.roll_back, only_as=VersionState.CANARY)
+            await asyncio.to_thread(roll_back, version, by=_BY, reason=decision.reason, details=decision.details)
+        elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.promotion_held):
+            promote = self._ledger.promote
+            await asyncio.to_thread(promote, version, by=_BY, reason=decision.reason, details=decision.details)
+        else:
+            return
+        self._metrics.rollouts.labels(decision.action).inc()
+        log.info("rollout_decided", version=version, action=decision.action, reason=decision.reason)
+
+
+def asked(tally: Tally) -> dict[str, Share]:
+    """How many requests each version's engines were asked, and how many of them failed there, in all processes."""
+    whole: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    for family in tally.collect():
+        for sample in family.samples if family.name == _REPLIES else ():
+            if sample.name == f"{_REPLIES}_total":
+                version, outcome = sample.labels["version"], sample.labels["outcome"]
+                into = {"failed": failed, "whole": whole}.get(outcome)
+                if into is not None:  # what an engine refuses is the request's own fault
+                    into[version] = into.get(version, 0) + int(sample.value)
+    return {each: Share(failed.get(each, 0), failed.get(each, 0) + whole.get(each, 0)) for each in whole | failed}
+
+
+def figures_of(copies: Collection[Copied]) -> Figures:
+    """How a version did that only got copies."""
+    whole = [each for each in copies if not each.failed]
+    return Figures(
+        failures=Share(len(copies) - len(whole), len(copies)),
+        refusals=Share(sum(each.refused for each in whole), len(whole)),
+        latency=Sample.ratio([(each.seconds, each.tokens) for each in whole]),
+        length=Sample.of([float(each.tokens) for each in whole]),
+    )
+
+
+def _since(now: Mapping[str, Share], before: Mapping[str, Share], version: int) -> Share:
+    name = str(version)
+    asked_now, then = now.get(name, Share()), before.get(name, Share())
+    return Share(asked_now.found - then.found, asked_now.of - then.of)
+
+
+def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:
+    """The engines that get a version which is being tried: about its share of those that are up, but at least one.
+
+    At least one is left to the champion, which comes first where there is but one. Who has the version keeps it.
+    """
+    up = _up(engines)
+    count = min(max(1, round(share * len(up))), len(up) - 1)
+    by_preference = sorted(up, key=lambda engine: (engine.version != version, -engine.number))
+    return by_preference[: max(count, 0)]
+
+
+def division(engines: Sequence[Engine], now: Split | None, champion: int, trial: Trial | None) -> Split | None:
+    """How the requests are to be divided, after `now`.
+
+    Engines of a version that is tried no more, and did not become the champion, get nothing as long as they have it.
+    """
+    if now is None or now.version in {champion, trial and trial.version.version}:
+        left = False
+    else:
+        left = any(each.version == now.version for each in _up(engines))
+    if now is not None and left:
+        return now.withdrawn()
+    return trial.split if trial else None
+
+
+def _up(engines: Sequence[Engine]) -> list[Engine]:
+    """Those that answer, or will in a moment, with the version that they have."""
+    return [engine for engine in engines if engine.state in {EngineState.READY, EngineState.RELOADING}]

@@ -1,0 +1,199 @@
+"""Whether a version that is being tried is better than the champion, worse, or neither yet."""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+from tuneloop.explorer.versions.sequential_tests import (
+    LEAST_REPLIES,
+    LEAST_UNITS,
+    Contrast,
+    allowed,
+    contrast,
+    exceeds,
+    scaled,
+    standard_error,
+)
+from tuneloop.shared.evaluation.samples import Figures, Sample, Share
+from tuneloop.shared.ledger.versions.comparison import MOST_SLICES
+from tuneloop.shared.settings.versions import RolloutSettings
+
+_Action = Literal["promote", "roll_back", "wait"]
+
+#: The part of `rollout.error` that the slices share; a slice can only be shown to be worse.
+_FOR_SLICES = 0.25
+
+#: A slice may be compared with so many times fewer rewards than the whole.
+_FEWER = 4
+
+#: A slice with at least this part of the champion's rewards is waited for before a version is promoted.
+_WEIGHTY = 0.02
+
+#: It is waited for until there are so many times the rewards that it takes to be rolled back: luck hides little then.
+_TWICE = 2
+
+#: A slice that lies so many standard errors below the champion's is in doubt, though not shown to be worse.
+_DOUBT = 2.0
+
+#: Fewer units than that raise no doubt.
+_FEWEST = 3
+
+
+class Decision(NamedTuple):
+    """What becomes of the version that is tried; `details` are the figures behind the reason, fit for JSON."""
+
+    action: _Action
+    reason: str
+    details: Mapping[str, Any]
+
+
+def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elapsed_s: float) -> Decision:
+    """What is to be done now, `elapsed_s` after the rollout began. It may be asked as often as one likes.
+
+    A version that breaks a guard or earns less is rolled back at once; one that earns more is promoted once none of its
+    slices is in doubt; the end of the window decides about the others.
+    """
+    details = {"elapsed_s": elapsed_s, "champion": _plain(champion), "tried": _plain(tried)}
+    overall = contrast(tried.reward, champion.reward, least=rollout.rewards, error=_overall_error(rollout))
+    if overall is not None:
+        details["reward"] = _told(overall)
+    worse = _worse(overall, champion, tried), _slices(rollout, champion, tried)
+    faults = [*_guards(rollout, champion, tried), *chain(*worse)]
+    if faults:
+        return Decision("roll_back", "; ".join(faults), details)
+    ended = elapsed_s >= rollout.window
+    if rollout.mode == "shadow":
+        return Decision(*_of_a_shadow(rollout, tried, ended=ended), details)
+    if overall is None or not overall.higher:
+        return Decision(*_undecided(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details)
+    better = _sentence("it earns more", overall, tried.reward, champion.reward)
+    if doubt := next(_doubts(rollout, champion, tried), None):
+        return Decision(*_undecided(rollout, f"{better}, but {doubt}", ended=ended), details)
+    if not ended and (unknown := next(_unknown(rollout, champion, tried), None)):
+        return Decision("wait", f"{better}, but {unknown}", details)
+    return Decision("promote", better, details)
+
+
+def _overall_error(rollout: RolloutSettings) -> float:
+    """The error on either side of the comparison of all rewards."""
+    return rollout.error * (1 - _FOR_SLICES) / 2
+
+
+def _worse(overall: Contrast | None, champion: Figures, tried: Figures) -> Iterator[str]:
+    if overall is not None and overall.lower:
+        yield _sentence("it earns less", overall, tried.reward, champion.reward)
+
+
+def _slices(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
+    """The slices that are shown to be worse. Together, however many, they have the error that is left for them."""
+    error = rollout.error * _FOR_SLICES / MOST_SLICES
+    for name, found in _pairs(champion, tried):
+        told = contrast(*found, least=_least(rollout), error=error)
+        if told is not None and told.lower:
+            yield _sentence(f"it earns less on the tasks {name!r}", told, *found)
+
+
+def _doubts(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
+    """The slices that do not look well."""
+    for name, (mine, other) in _pairs(champion, tried):
+        if min(mine.units, other.units) < _FEWEST:
+            continue
+        if mine.mean - other.mean < -_DOUBT * standard_error(mine, other):
+            yield f"less so far on the tasks {name!r}: {mine.mean:.4g} against {other.mean:.4g}"
+
+
+def _unknown(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
+    """The slices that are too large for so few rewards to be enough."""
+    for name, (mine, other) in _pairs(champion, tried):
+        # A lone task of nobody's cannot be on both sides.
+        weighty = other.units > 1 and other.replies >= _WEIGHTY * champion.reward.replies
+        fewest = min(mine.replies, other.replies)
+        enough = _TWICE * _least(rollout)
+        if weighty and fewest < enough:
+            yield f"there are only {fewest} of {enough} rewarded replies of each on the tasks {name!r}"
+
+
+def _pairs(champion: Figures, tried: Figures) -> Iterator[tuple[str, tuple[Sample, Sample]]]:
+    for name, sample in champion.slices.items():
+        yield name, (tried.slices.get(name, Sample()), sample)
+
+
+def _least(rollout: RolloutSettings) -> int:
+    return max(LEAST_UNITS, rollout.rewards // _FEWER)
+
+
+def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
+    """What must not be, whatever the rewards."""
+    error = rollout.error
+    yield from _risen("failed requests", tried.failures, champion.failures, rollout.failures, error)
+    yield from _risen("refusals", tried.refusals, champion.refusals, rollout.refusals, error)
+    yield from _grown("seconds per token", tried.latency, champion.latency, rollout.latency, error)
+    yield from _grown("tokens per reply", tried.length, champion.length, rollout.reply_length, error)
+    if rollout.reply_length is not None and _larger(champion.length, tried.length, rollout.reply_length, error):
+        yield (
+            f"its replies are shorter by more than {rollout.reply_length:.4g} times: "
+            f"{tried.length.mean:.4g} tokens against {champion.length.mean:.4g}"
+        )
+
+
+def _risen(what: str, mine: Share, other: Share, margin: float | None, error: float) -> Iterator[str]:
+    if margin is None or other.of < LEAST_REPLIES:
+        return
+    if exceeds(mine, allowed(other, margin, error=error), error=error):
+        counts = f"{mine.found} of {mine.of} against {other.found} of {other.of}"
+        yield f"more {what}: {counts}, a share higher by {margin:.4g} is allowed"
+
+
+def _grown(what: str, mine: Sample, other: Sample, times: float | None, error: float) -> Iterator[str]:
+    if times is not None and _larger(mine, other, times, error):
+        yield f"more {what}: {mine.mean:.4g} against {other.mean:.4g}, {times:.4g} times as many are allowed"
+
+
+def _larger(one: Sample, other: Sample, times: float, error: float) -> bool:
+    told = contrast(one, scaled(other, times), least=LEAST_REPLIES, error=error)
+    return told is not None and told.higher
+
+
+def _of_a_shadow(rollout: RolloutSettings, tried: Figures, *, ended: bool) -> tuple[_Action, str]:
+    """Users do not reward what they do not see."""
+    if not ended:
+        return "wait", "no guard has been broken; the window has not ended"
+    if max(tried.failures.of, tried.length.replies) < LEAST_REPLIES:
+        return rollout.undecided, f"the window has ended with fewer than {LEAST_REPLIES} replies"
+    return "promote", "the window has ended, and no guard was broken"
+
+
+def _undecided(rollout: RolloutSettings, why: str, *, ended: bool) -> tuple[_Action, str]:
+    return (rollout.undecided, f"the window has ended: {why}") if ended else ("wait", why)
+
+
+def _why_not(rollout: RolloutSettings, overall: Contrast | None, champion: Figures, tried: Figures) -> str:
+    if overall is not None:
+        return _sentence("it earns neither more nor less", overall, tried.reward, champion.reward)
+    for whose, sample in (("it", tried.reward), ("the champion", champion.reward)):
+        if sample.replies < rollout.rewards:
+            return f"{whose} has only {sample.replies} of {rollout.rewards} rewarded replies"
+    return f"the rewarded replies of one of the two are to fewer than {LEAST_UNITS} users or tasks"
+
+
+def _sentence(what: str, told: Contrast, mine: Sample, other: Sample) -> str:
+    low, high = told.interval
+    return (
+        f"{what}: {mine.mean:.4g} in {mine.replies} replies against {other.mean:.4g} in {other.replies}, "
+        f"the difference lies between {low:.4g} and {high:.4g}"
+    )
+
+
+def _told(told: Contrast) -> dict[str, Any]:
+    return {"difference": told.difference, "interval": list(told.interval), "standard_error": told.error}
+
+
+def _plain(figures: Figures) -> dict[str, Any]:
+    """The figures as JSON has them; None for what is no number."""
+    plain = {name: _values(value) for name, value in figures._asdict().items() if name != "slices"}
+    return plain | {"slices": {name: _values(sample) for name, sample in figures.slices.items()}}
+
+
+def _values(of: Sample | Share) -> dict[str, Any]:
+    return {name: value if math.isfinite(value) else None for name, value in of._asdict().items()}

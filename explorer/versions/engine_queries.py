@@ -1,0 +1,147 @@
+"""Asks an engine questions of ours, past the proxy: nobody records them, so they never become training data."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
+
+from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.engines.vllm import Control, priority_of
+from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
+from tuneloop.runner.errors import JudgeAway, JudgeFailed
+from tuneloop.runner.reply import Reply
+from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
+from tuneloop.shared.evaluation.off_policy import HeldOutReply
+from tuneloop.shared.evaluation.scores import KL, Answered, Figure, mean
+from tuneloop.shared.evaluation.tasks import Task, judge_of, without_reasoning
+from tuneloop.shared.settings.settings import Settings
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+Judge = Callable[[Task, str], Awaitable[float | None]]
+
+
+#: Of the distribution whose log-probabilities an engine tells of a prompt.
+TEMPERATURE = 1.0
+
+
+class Sample(NamedTuple):
+    """A reply as the champion sampled it: what it answers, its tokens and their log-probabilities."""
+
+    prompt_ids: list[int]
+    reply_ids: list[int]
+    logprobs: list[float]
+
+
+class Asking:
+    """Asks the tasks, `at_once` at a time. Raises EngineError if the engine does not answer."""
+
+    def __init__(self, settings: Settings, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._most_tokens = settings.monitor.evaluation.most_tokens
+        self._priority = priority_of(settings)
+
+    async def answers(self, engine: Engine, judge: Judge, *, at_once: int) -> list[Answered]:
+        """Greedy replies and their scores. Raises NotEvaluated if the judge cannot say."""
+
+        async def one(task: Task) -> Answered:
+            said = await self._asked(engine.control, task, temperature=0.0)
+            choice, usage = said["choices"][0], said["usage"]
+            reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
+            whole = choice["finish_reason"] != "length"
+            return Answered(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
+
+        return await _each(one, self._tasks, at_once)
+
+    async def samples(self, engine: Engine, *, at_once: int) -> list[Sample]:
+        """Replies as the engine samples them, to be shown to another version."""
+
+        async def one(task: Task) -> Sample:
+            wants = {"logprobs": 0} if isinstance(task.question, str) else {"logprobs": True}
+            said = await self._asked(engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants)
+            choice = said["choices"][0]
+            told = choice["logprobs"]
+            logprobs = told["token_logprobs"] if "text" in choice else [each["logprob"] for each in told["content"]]
+            prompt_ids = choice["prompt_token_ids"] if "text" in choice else said["prompt_token_ids"]
+            return Sample(prompt_ids, choice["token_ids"], logprobs)
+
+        return await _each(one, self._tasks, at_once)
+
+    async def distance(self, engine: Engine, samples: Sequence[Sample], *, at_once: int) -> Figure:
+        """How far the engine is from who sampled the replies, in nats a token of theirs, as they show it."""
+
+        async def one(sample: Sample) -> float:
+            ours = await self._logprobs(engine, sample.prompt_ids, sample.reply_ids)
+            return fmean(then - now for then, now in zip(sample.logprobs, ours, strict=True))
+
+        return mean(KL, await _each(one, samples, at_once))
+
+    async def likelihoods(self, engine: Engine, replies: Sequence[HeldOutReply], *, at_once: int) -> list[float]:
+        """The log-probability of each reply, whole."""
+
+        async def one(reply: HeldOutReply) -> float:
+            return sum(await self._logprobs(engine, reply.prompt_ids.tolist(), reply.completion_ids.tolist()))
+
+        return await _each(one, replies, at_once)
+
+    async def _logprobs(self, engine: Engine, prompt_ids: list[int], reply_ids: list[int]) -> list[float]:
+        """The log-probability of each token of a reply that was sampled by somebody else."""
+        asked = {"max_tokens": 1, "temperature": TEMPERATURE, "prompt_logprobs": 0, **self._priority}
+        said = await engine.control.ask("/v1/completions", prompt=[*prompt_ids, *reply_ids], **asked)
+        rows = said["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
+        return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
+
+    async def _asked(self, control: Control, task: Task, **how: Any) -> dict[str, Any]:
+        how |= {"max_tokens": self._most_tokens, **self._priority}
+        if isinstance(task.question, str):
+            return await control.ask("/v1/completions", prompt=task.question, **how)
+        return await control.ask("/v1/chat/completions", messages=task.question, **how)
+
+
+@asynccontextmanager
+async def judging(settings: Settings) -> AsyncIterator[Judge]:
+    """How replies are judged, for one evaluation. Raises EnvironmentRefused if who judges is not there."""
+    known = judge_of(settings.monitor.evaluation)
+    if known is not None:
+        judge = known
+
+        async def by_itself(task: Task, reply: str) -> float | None:
+            return await asyncio.to_thread(judge, task, reply)
+
+        yield by_itself
+        return
+    if settings.judge.url is None:
+        raise EnvironmentRefused("monitor.evaluation.judge: model needs judge.url and judge.model: which model judges")
+    model = model_judge_of(settings.judge)
+
+    async def by_model(task: Task, reply: str) -> float | None:
+        asked = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
+        try:
+            return (await model.score_async(asked)).normalised
+        except JudgeFailed:
+            return None
+        except JudgeAway as error:
+            raise NotEvaluated(f"the judge is away: {error.reason}") from None
+
+    try:
+        yield by_model
+    finally:
+        await model.close_async()
+
+
+async def _each(ask: Callable[[_T], Awaitable[_R]], asked: Sequence[_T], at_once: int) -> list[_R]:
+    """All answers, in order; where one raises, the others are not waited for."""
+    places = asyncio.Semaphore(at_once)
+
+    async def placed(each: _T) -> _R:
+        async with places:
+            return await ask(each)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(placed(each)) for each in asked]
+    except* (TuneloopError, LookupError, TypeError, ValueError) as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

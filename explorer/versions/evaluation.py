@@ -1,0 +1,231 @@
+"""Tries candidates for the gate on an engine that is out of rotation, so that none answers anybody before it may.
+
+The champion is asked on an engine that answers clients, a few questions at a time, and only once.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.versions.engine_queries import TEMPERATURE, Asking, Judge, Sample, judging
+from tuneloop.explorer.versions.loading import load, verified
+from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared.errors import (
+    CheckpointRejected,
+    CheckpointUnreadable,
+    EngineError,
+    LedgerUnavailable,
+    NotEvaluated,
+)
+from tuneloop.shared.evaluation.off_policy import HeldOutReply, replayed
+from tuneloop.shared.evaluation.scores import Figure, figures_of
+from tuneloop.shared.evaluation.tasks import fingerprint
+from tuneloop.shared.experience import VersionAction
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: Questions at once: to an engine that nobody else asks, and to one that answers clients.
+_APART, _BESIDE = 8, 2
+
+#: How often a candidate may take the engine down that it is tried on.
+_DEATHS = 2
+
+AGAIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Champion:
+    """What the champion samples, and the held-out replies with the log-probability that it gives to each, by its id."""
+
+    version: int
+    samples: Sequence[Sample] = ()
+    replies: Sequence[HeldOutReply] = ()
+    likelihoods: Mapping[int, float] = field(default_factory=dict)
+
+
+class Examination:
+    """Evaluates what waits at the gate, where there is an engine to spare. Raises EnvironmentRefused as Gate does."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, *, ledger: Ledger, reloader: Reloader, again_s: float = AGAIN_S
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._ledger = ledger
+        self._reloader = reloader
+        self._gate = reloader.gate
+        self._asking = Asking(settings, self._gate.tasks)
+        self._refusals = settings.monitor.drift.refusals_found
+        self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation)
+        self._again_s = again_s
+        self._not_before: dict[int, float] = {}
+        self._deaths: Counter[int] = Counter()
+        self._champion = _Champion(version=-1)
+
+    async def run(self) -> None:
+        """Look for a candidate every `service_status_check_interval` seconds, for ever."""
+        while self._gate.on_engine:
+            try:
+                await self.turn()
+            except LedgerUnavailable as error:
+                log.warning("database_away", reason=str(error))
+            except Exception:
+                log.exception("evaluation_failed")
+            await asyncio.sleep(self._settings.explorer.service_status_check_interval)
+
+    async def turn(self) -> None:
+        """Evaluate the newest candidate, unless somebody has, or another version is being tried."""
+        champion = await asyncio.to_thread(self._ledger.champion)  # First: what is promoted meanwhile is no candidate.
+        candidate = await asyncio.to_thread(self._ledger.candidate)
+        busy = self._fleet.split is not None or await asyncio.to_thread(self._ledger.canary) is not None
+        if candidate is None or busy or time.monotonic() < self._not_before.get(candidate.version, 0.0):
+            return
+        if await self._gate.verdict(candidate, champion) is not None:
+            return
+        try:
+            await self._evaluate(candidate, champion)
+        except NotEvaluated as error:
+            self._gate.give_up(candidate, str(error))
+            self._not_before[candidate.version] = time.monotonic() + self._again_s
+
+    async def _evaluate(self, candidate: Version, champion: Version) -> None:
+        started = time.monotonic()
+        async with judging(self._settings) as judge:
+            await self._know(champion, judge)
+            figures = await self._try(candidate, champion, judge)
+        if figures is None:
+            return
+        verdict = await self._gate.judged(figures, champion)
+        assert verdict is not None
+        reason = verdict.reason(champion.version)
+        details = verdict.details(champion.version)
+        note = self._ledger.note_version
+        await asyncio.to_thread(
+            note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason, details=details
+        )
+        # Only now: with them in the ledger the version may be rejected, or served, at once.
+        await self._gate.record(candidate.version, figures)
+        seconds = round(time.monotonic() - started, 3)
+        log.info("version_evaluated", version=candidate.version, passed=verdict.passed, reason=reason, seconds=seconds)
+
+    async def _know(self, champion: Version, judge: Judge) -> None:
+        """Have the champion's figures, and its part of what the candidate is compared on beside them."""
+        known, gate = await self._gate.figures(champion.version), self._settings.gate
+        last = self._champion if self._champion.version == champion.version else _Champion(version=champion.version)
+        lacks_samples = gate.kl is not None and not last.samples
+        if known and not lacks_samples and not gate.replays:
+            return
+        engine = self._one_of(champion)
+        if engine is None:
+            raise NotEvaluated(f"no engine is ready with version {champion.version}, to compare it with")
+        loads = engine.loads
+        try:
+            figures = known or await self._figures(engine, judge, at_once=_BESIDE)
+            if lacks_samples:
+                last = replace(last, samples=await self._asking.samples(engine, at_once=_BESIDE))
+            if gate.replays:
+                last = await self._replay(engine, last)
+        except (EngineError, LookupError, TypeError, ValueError) as error:
+            raise NotEvaluated(f"engine {engine.number} cannot be asked: {error!r}") from error
+        if engine.loads != loads:
+            raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
+        await self._gate.record(champion.version, figures)
+        self._champion = last
+
+    async def _replay(self, engine: Engine, champion: _Champion) -> _Champion:
+        """The champion with the newest held-out replies; it is asked about those that it has not been asked about."""
+        longest, rows = await engine.control.longest(), self._settings.gate.replay.rows
+        newest = await asyncio.to_thread(self._ledger.held_out, rows, temperature=TEMPERATURE)
+        replies = [each for each in newest if each.tokens < longest]  # The engine wants room to go on.
+        new = [each for each in replies if each.id not in champion.likelihoods]
+        told = await self._asking.likelihoods(engine, new, at_once=_BESIDE)
+        known = {**champion.likelihoods, **{each.id: value for each, value in zip(new, told, strict=True)}}
+        return replace(champion, replies=replies, likelihoods={each.id: known[each.id] for each in replies})
+
+    async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
+        """The candidate's figures; None if it was rejected on the way."""
+        engine = await self._lent(champion)
+        try:
+            return await self._tried(engine, candidate, judge)
+        except CheckpointUnreadable as error:
+            raise NotEvaluated(str(error)) from error
+        except CheckpointRejected as error:
+            await self._gate.reject(candidate, str(error))
+            return None
+        except EngineError as error:
+            self._deaths[candidate.version] += 1
+            if self._deaths[candidate.version] < _DEATHS:
+                raise NotEvaluated(f"engine {engine.number}: {error}") from error
+            await self._gate.reject(candidate, f"engines die of it: {error}")
+            return None
+        finally:
+            await self._returned(engine, champion)
+
+    async def _lent(self, champion: Version) -> Engine:
+        """An engine taken out of rotation, with nothing in flight. At least one other stays in it."""
+        async with self._reloader.swapping:
+            engine = self._one_of(champion)
+            others = [each for each in self._fleet.engines if each.state is EngineState.READY and each is not engine]
+            if engine is None or not others:
+                raise NotEvaluated("no engine can be spared")
+            await self._fleet.set(engine, EngineState.RELOADING)
+        try:
+            await asyncio.wait_for(self._fleet.until_idle(engine), self._settings.explorer.request_timeout)
+        except TimeoutError:
+            await self._returned(engine, champion)
+            raise NotEvaluated(f"engine {engine.number} does not come to an end with what it has in flight") from None
+        return engine
+
+    async def _tried(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
+        probe = await verified(candidate, self._settings.model.model_path.absolute())
+        async with self._reloader.swapping:
+            await load(engine, candidate, fleet=self._fleet)
+            await engine.control.prove(probe)
+        loads = engine.loads
+        try:
+            figures = await self._figures(engine, judge, at_once=_APART)
+            if self._settings.gate.kl is not None:
+                distance = await self._asking.distance(engine, self._champion.samples, at_once=_APART)
+                figures = (*figures, distance)
+            if self._settings.gate.replays:
+                figures = (*figures, *await self._replayed(engine))
+        except (LookupError, TypeError, ValueError) as error:
+            raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
+        if engine.loads != loads or engine.state is not EngineState.RELOADING:
+            raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
+        return figures
+
+    async def _replayed(self, engine: Engine) -> tuple[Figure, ...]:
+        champion = self._champion
+        told = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
+        before = [champion.likelihoods[each.id] for each in champion.replies]
+        return replayed(champion.replies, told, before, of=champion.version)
+
+    async def _returned(self, engine: Engine, champion: Version) -> None:
+        """Put the engine into rotation again with the champion, unless its supervisor has begun to."""
+        async with self._reloader.swapping:
+            with suppress(LedgerUnavailable):  # If there is another by now, the reloader sees to it.
+                champion = await asyncio.to_thread(self._ledger.champion)
+            if engine.state is EngineState.RELOADING:
+                await self._reloader.put_back(engine, champion)
+
+    async def _figures(self, engine: Engine, judge: Judge, *, at_once: int) -> tuple[Figure, ...]:
+        answered = await self._asking.answers(engine, judge, at_once=at_once)
+        return figures_of(answered, fingerprint=self._fingerprint, refusals=self._refusals)
+
+    def _one_of(self, version: Version) -> Engine | None:
+        """The ready engine of the version with the least in flight; of several the last, which is shared least."""
+        ready = [
+            each
+            for each in reversed(self._fleet.engines)
+            if each.state is EngineState.READY and each.version == version.version
+        ]
+        return min(ready, key=lambda engine: engine.in_flight, default=None)

@@ -1,0 +1,100 @@
+"""The gate: lets a candidate pass to be served once its evaluation says that it may; decided from the ledger alone."""
+
+import asyncio
+import time
+
+import structlog
+
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.evaluation.gate import Verdict, evaluator_of, judge
+from tuneloop.shared.evaluation.off_policy import is_beside
+from tuneloop.shared.evaluation.scores import Figure, if_of
+from tuneloop.shared.evaluation.tasks import fingerprint, judge_of, tasks_of
+from tuneloop.shared.experience import Evaluator, VersionAction
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: A candidate that has waited longer for its evaluation is told of, in seconds.
+PATIENCE_S = 300.0
+
+
+class Gate:
+    """Stands between a candidate and whoever would serve it.
+
+    Raises EnvironmentRefused if the tasks cannot be read, or the function that judges is not there.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger, metrics: Metrics, *, patience_s: float = PATIENCE_S) -> None:
+        self.mode = settings.gate.mode
+        self.tasks = tasks_of(settings.monitor.evaluation) if self.mode != "off" else []
+        self.on_engine = self.mode != "off" and evaluator_of(settings) is Evaluator.ENGINE
+        self._options = settings.gate
+        if self.tasks:
+            judge_of(settings.monitor.evaluation)  # What is refused is so now.
+        self._evaluator = evaluator_of(settings)
+        self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation)
+        self._ledger = ledger
+        self._metrics = metrics
+        self._patience_s = patience_s
+        self._unanswered: dict[int, str] = {}
+        self._told: set[int] = set()
+
+    async def admits(self, candidate: Version, champion: Version) -> bool:
+        """Whether the candidate may be served now. One that is blocked is rejected."""
+        if self.mode == "off":
+            return True
+        verdict = await self.verdict(candidate, champion)
+        if verdict is None:
+            return await self._without_figures(candidate)
+        if verdict.passed or self.mode == "report":
+            return True
+        reason = f"it did not pass the gate: {'; '.join(verdict.reasons)}"
+        await self.reject(candidate, reason, verdict.figures | {"instead_of": champion.version})
+        return False
+
+    async def verdict(self, candidate: Version, champion: Version) -> Verdict | None:
+        """What comes of the figures of both; None as long as some are not there."""
+        return await self.judged(await self.figures(candidate.version), champion)
+
+    async def judged(self, new: tuple[Figure, ...], champion: Version) -> Verdict | None:
+        """What comes of a candidate's figures and the champion's; None as long as some are not there."""
+        old = await self.figures(champion.version)
+        beside = not self._options.replays or is_beside(new, champion.version)
+        return judge(self._options, new, old) if new and old and beside else None
+
+    async def figures(self, version: int) -> tuple[Figure, ...]:
+        """What is known of a version, if it is of these tasks."""
+        found = await asyncio.to_thread(self._ledger.evaluation, version, self._evaluator)
+        return if_of(found, self._fingerprint)
+
+    async def record(self, version: int, figures: tuple[Figure, ...]) -> None:
+        """Keep the figures of a version."""
+        await asyncio.to_thread(self._ledger.record_evaluation, version, self._evaluator, figures)
+
+    def give_up(self, candidate: Version, reason: str) -> None:
+        """Say that the candidate cannot be evaluated for now."""
+        if candidate.version not in self._unanswered:
+            log.warning("version_not_evaluated", version=candidate.version, reason=reason)
+        self._unanswered[candidate.version] = reason
+
+    async def reject(self, version: Version, reason: str, figures: dict[str, object] | None = None) -> None:
+        """The candidate must not be served."""
+        log.error("version_rejected", version=version.version, reason=reason)
+        self._metrics.rejected.inc()
+        await asyncio.to_thread(self._ledger.reject, version.version, reason, details=figures)
+
+    async def _without_figures(self, candidate: Version) -> bool:
+        if self.mode == "report":
+            # The trainer reports by itself, whenever it is done.
+            return not self.on_engine or candidate.version in self._unanswered
+        if candidate.version not in self._told and time.time() - candidate.created_at > self._patience_s:
+            self._told.add(candidate.version)
+            whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
+            why = self._unanswered.get(candidate.version, "there is none yet")
+            reason = f"waits for {whose} before it may be served: {why}"
+            log.warning("version_waits_at_the_gate", version=candidate.version, reason=reason)
+            note = self._ledger.note_version
+            await asyncio.to_thread(note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason)
+        return False

@@ -1,0 +1,328 @@
+"""Takes up new versions while requests are in flight: verify, then engine by engine pause, load, forget, resume, prove.
+
+When anything fails the engine gets its old weights back and serves on, and the version is rejected with the reason. An
+engine that has died is started again by its own supervisor, with the champion. Whatever is decided in the ledger, the
+engines follow in the next turn.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+
+import structlog
+
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.version_routing import split_of
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions.canary import Trial, division, to_try_on, trial_of
+from tuneloop.explorer.versions.gate import Gate
+from tuneloop.explorer.versions.loading import _load_paused, load, verified
+from tuneloop.shared.checkpoint import Probe, read_manifest
+from tuneloop.shared.errors import (
+    CheckpointRejected,
+    CheckpointUnreadable,
+    EngineError,
+    LedgerError,
+    LedgerUnavailable,
+    VersionRefused,
+)
+from tuneloop.shared.experience import VersionState
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: How often a version may take an engine down with it, or be unreadable, before it is rejected.
+_DEATHS, _UNREADABLE = 2, 5
+
+
+class Swaps:
+    """Swaps the weights of one engine at a time."""
+
+    def __init__(self, fleet: Fleet, *, metrics: Metrics, drain_s: float, least_running: int) -> None:
+        """An engine is waited for at most `drain_s` to end what it has in flight, where that is wanted.
+
+        `least_running` others must be ready before one leaves the rotation, where there are so many.
+        """
+        self._fleet = fleet
+        self._metrics = metrics
+        self._drain_s = drain_s
+        self._least_running = least_running
+        #: Held while versions are taken up. Who sets an engine's state in the same breath as he sees that it is ready
+        #: has that engine to himself without it.
+        self.swapping = asyncio.Lock()
+
+    async def _swap(
+        self,
+        engine: Engine,
+        version: Version,
+        probe: Probe,
+        *,
+        back_to: Version,
+        drain: bool,
+        entering: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Give an engine a version. `entering` is called with the proven engine before it is in rotation again."""
+        await self._fleet.set(engine, EngineState.RELOADING)
+        started = time.monotonic()
+        if drain:
+            await self._drain(engine)
+        try:
+            await engine.control.remember(probe)
+            await engine.control.pause("keep")
+        except EngineError as error:
+            # It has not seen the version yet, so this is none of the version's doing.
+            log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
+            await self._fleet.set(engine, EngineState.DOWN)
+            return
+        try:
+            await _load_paused(engine, version, self._fleet)
+            await engine.control.prove(probe)
+            if entering:
+                await entering()
+        except LedgerError:
+            await self.put_back(engine, back_to)
+            raise
+        except (EngineError, CheckpointRejected) as error:
+            await self.put_back(engine, back_to)
+            if engine.state is EngineState.READY:
+                raise CheckpointRejected(str(error)) from error
+            raise EngineError(str(error)) from error
+        await self._fleet.set(engine, EngineState.READY)
+        self._metrics.reload_seconds.observe(time.monotonic() - started)
+
+    async def put_back(self, engine: Engine, champion: Version) -> None:
+        """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
+
+        To be called by whoever has taken the engine out of rotation.
+        """
+        try:
+            await load(engine, champion, fleet=self._fleet)
+            if champion.version:
+                await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
+        except (EngineError, CheckpointRejected) as error:
+            log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
+            await self._fleet.set(engine, EngineState.DOWN)
+        else:
+            await self._fleet.set(engine, EngineState.READY)
+
+    def _without(self, version: Version) -> Iterator[Engine]:
+        """The engines that are ready with another version, when it is their turn."""
+        for engine in self._fleet.engines:
+            if engine.state is EngineState.READY and engine.version != version.version:
+                yield engine
+
+    def _may_leave(self, engine: Engine) -> bool:
+        """Whether an engine may leave the rotation: not if too few others would answer, where there are so many."""
+        others = [each.state is EngineState.READY for each in self._fleet.engines if each is not engine]
+        return sum(others) >= min(self._least_running, len(others))
+
+    async def _drain(self, engine: Engine) -> None:
+        if not engine.control.in_place:  # nothing changes under what is in flight
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._fleet.until_idle(engine), self._drain_s)
+
+
+class Reloader(Swaps):
+    """Follows the versions that the trainer registers."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics) -> None:
+        least = settings.explorer.min_running_model_num
+        super().__init__(
+            fleet,
+            metrics=metrics,
+            drain_s=settings.explorer.request_timeout,
+            least_running=int(settings.rollout.mode == "rolling") if least is None else least,
+        )
+        self._interval_s = settings.explorer.service_status_check_interval
+        self._drain_first = settings.explorer.on_reload == "wait"
+        self._base = settings.model.model_path.absolute()
+        self._rollout = settings.rollout
+        self._ledger = ledger
+        self._deaths: Counter[int] = Counter()
+        self._unreadable: Counter[int] = Counter()
+        self._held: int | None = None
+        self._champion: int | None = None
+        #: The champion whose files were found whole when engines began to follow it.
+        self._whole: int | None = None
+        self.gate = Gate(settings, ledger, metrics)
+
+    async def run(self) -> None:
+        """Look for a new version every `service_status_check_interval` seconds, for ever."""
+        while True:
+            try:
+                await self.turn()
+            except LedgerUnavailable as error:
+                log.warning("database_away", reason=str(error))
+            except VersionRefused as error:  # somebody else has decided meanwhile
+                log.warning("version_not_taken_up", reason=str(error))
+            except Exception:
+                log.exception("reload_failed")
+            await asyncio.sleep(self._interval_s)
+
+    async def turn(self) -> None:
+        """Take up the newest candidate, if there is one; bring engines that missed a turn to what they should serve.
+
+        While an alarm holds, a version is pinned or another one is being tried, candidates are left as they are.
+        """
+        async with self.swapping:
+            champion = await asyncio.to_thread(self._ledger.champion)
+            await self._see(champion)
+            trial = await asyncio.to_thread(trial_of, self._ledger, self._rollout)
+            pinned = await asyncio.to_thread(self._ledger.pinned)
+            await self._divide(champion, trial)
+            candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.candidate)
+            ready = any(engine.state is EngineState.READY for engine in self._fleet.engines)
+            waits = not ready or self._fleet.split or (candidate is not None and await self._is_held(candidate))
+            if candidate is None or waits or not await self.gate.admits(candidate, champion):
+                await self._align(champion, trial)
+            elif self._rollout.tries:
+                await self._align(champion)
+                await self._try(candidate, champion)
+            else:
+                await self._take_up(candidate, champion)
+
+    async def _see(self, champion: Version) -> None:
+        """Note which version is served; of one that came from a trial, how long its feedback took to get there."""
+        self._metrics.version_served.set(champion.version)
+        if self._champion is not None and champion.version > self._champion:
+            for seconds in await asyncio.to_thread(self._ledger.feedback_to_served, champion.version):
+                self._metrics.feedback_to_served.observe(seconds)
+            log.info("version_served", version=champion.version, step=champion.step)
+        self._champion = champion.version
+
+    async def _divide(self, champion: Version, trial: Trial | None) -> None:
+        split = division(self._fleet.engines, self._fleet.split, champion.version, trial)
+        if split != self._fleet.split:
+            await self._fleet.divide(split)
+        self._metrics.canary_version.set(trial.version.version if trial else 0)
+        self._metrics.canary_share.set(split.share if split else 0)
+
+    async def _is_held(self, candidate: Version) -> bool:
+        """Whether an alarm forbids that a new version is served; said once, and once when it is over."""
+        held = await asyncio.to_thread(self._ledger.promotion_held)
+        if held and self._held is None:
+            names = [alarm.name for alarm in await asyncio.to_thread(self._ledger.alarms) if alarm.holds]
+            log.warning("promotion_held", version=candidate.version, alarms=names)
+        elif not held and self._held is not None:
+            log.info("promotion_released", version=candidate.version, held_since_version=self._held)
+        self._held = (self._held or candidate.version) if held else None
+        return held
+
+    async def _align(self, champion: Version, trial: Trial | None = None) -> None:
+        """Bring every engine that is ready to the champion, or to the version that is tried on it."""
+        split = self._fleet.split
+        tried = []
+        if trial and split and split.version == trial.version.version:
+            tried = to_try_on(self._fleet.engines, split.version, trial.share)
+        for engine in self._fleet.engines:
+            if engine.state is not EngineState.READY or engine.version == champion.version or engine in tried:
+                continue
+            if not await self._is_whole(champion):
+                return
+            fit = await self._is_fit(engine.version)
+            if engine.state is EngineState.READY and (self._may_leave(engine) or not fit):
+                await self._fleet.set(engine, EngineState.RELOADING)
+                if self._drain_first and fit:
+                    await self._drain(engine)
+                await self.put_back(engine, champion)
+        for engine in tried:
+            if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
+                await self._try_on(engine, trial.version, champion)
+
+    async def _is_whole(self, champion: Version) -> bool:
+        """Whether the champion's files are still as they were: a damaged one would end the engine that reads it."""
+        if champion.version and champion.version != self._whole:
+            try:
+                await verified(champion, self._base)
+            except CheckpointRejected as error:
+                log.error("champion_damaged", version=champion.version, reason=str(error))
+                return False
+        self._whole = champion.version
+        return True
+
+    async def _is_fit(self, number: int) -> bool:
+        """Whether replies of a version may be let to their end."""
+        version = await asyncio.to_thread(self._ledger.version, number)
+        return version is not None and version.state not in {VersionState.REJECTED, VersionState.ROLLED_BACK}
+
+    async def _try(self, candidate: Version, champion: Version) -> None:
+        """Let a candidate have a part of the traffic, or copies of it, on engines of its own."""
+        mode, share = self._rollout.mode, self._rollout.tried_share
+        split = split_of(mode, candidate.version, share)
+
+        async def begin() -> None:
+            await asyncio.to_thread(
+                self._ledger.begin_canary,
+                candidate.version,
+                by="explorer",
+                reason=f"rollout.mode: {mode}, with {share:g} of the requests",
+                details={"mode": mode, "share": share},
+            )
+            await self._fleet.divide(split)
+            log.info("version_tried", version=candidate.version, mode=mode, share=share)
+
+        for engine in to_try_on(self._fleet.engines, candidate.version, share)[:1]:
+            await self._try_on(engine, candidate, champion, entering=begin)
+
+    async def _try_on(
+        self,
+        engine: Engine,
+        version: Version,
+        champion: Version,
+        *,
+        entering: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        try:
+            probe = await verified(version, self._base)
+            if engine.state is not EngineState.READY:
+                return
+            # What is in flight there is the champion's: it must not be ended by what is only tried.
+            await self._swap(engine, version, probe, back_to=champion, drain=True, entering=entering)
+        except (CheckpointRejected, EngineError) as error:
+            if await self._ends(version, error):
+                await self._align(champion)
+
+    async def _take_up(self, candidate: Version, champion: Version) -> None:
+        try:
+            probe = await verified(candidate, self._base)
+            for engine in self._without(candidate):
+                if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
+                    return
+                if self._may_leave(engine):
+                    await self._swap(engine, candidate, probe, back_to=champion, drain=self._drain_first)
+        except (CheckpointRejected, EngineError) as error:
+            if await self._ends(candidate, error):
+                await self._align(champion)
+            return
+        if any(engine.version == candidate.version for engine in self._fleet.engines):
+            await asyncio.to_thread(self._ledger.promote, candidate.version)
+            await self._see(candidate)
+
+    async def _ends(self, version: Version, error: CheckpointRejected | EngineError) -> bool:
+        """Whether what went wrong is the end of the version: not every failure is its own."""
+        reason = str(error)
+        if isinstance(error, CheckpointUnreadable):
+            log.warning("version_unreadable", version=version.version, reason=reason)
+            self._unreadable[version.version] += 1
+            if self._unreadable[version.version] < _UNREADABLE:
+                return False
+        elif isinstance(error, EngineError):
+            log.error("engine_lost_in_reload", version=version.version, reason=reason)
+            self._deaths[version.version] += 1
+            if self._deaths[version.version] < _DEATHS:
+                return False
+            reason = f"engines die of it: {reason}"
+        await self._reject(version, reason)
+        return True
+
+    async def _reject(self, version: Version, reason: str) -> None:
+        log.error("version_rejected", version=version.version, reason=reason)
+        self._metrics.rejected.inc()
+        if version.state is VersionState.CANARY:
+            await asyncio.to_thread(self._ledger.roll_back, version.version, by="explorer", reason=reason)
+        else:
+            await asyncio.to_thread(self._ledger.reject, version.version, reason)

@@ -1,0 +1,155 @@
+"""Reads safetensors files as strictly as the readers of engines do: what tensors they hold, and if one holds NaN."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tuneloop.shared.errors import CheckpointRejected
+
+_LONGEST_HEADER = 100_000_000
+_INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+
+#: Exponent bits of the types that may be served, as unsigned integers: all ones means infinite or not a number.
+EXPONENTS: Mapping[str, tuple[str, int]] = {
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies: its type, its shape, and its bytes in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder, by name.
+
+    Where there is an index, it is what an engine goes by: a file that it does not name would be left aside.
+    """
+    index = _index(folder)
+    files = (
+        sorted(folder.glob(f"*{_SUFFIX}")) if index is None else [folder / name for name in sorted({*index.values()})]
+    )
+    found: dict[str, Tensor] = {}
+    for file in sorted(files):
+        header = _header(file)
+        if twice := found.keys() & header.keys():
+            raise CheckpointRejected(f"{min(twice)} is in two files, {file.name} is one of them")
+        found |= header
+    if not found:
+        raise CheckpointRejected(f"{folder.name} holds no tensors in safetensors files")
+    if index is not None and (astray := found.keys() ^ index.keys()):
+        raise CheckpointRejected(f"{_INDEX} and the files do not agree about {min(astray)}")
+    for name, file_name in (index or {}).items():
+        if found[name].file.name != file_name:
+            raise CheckpointRejected(f"{_INDEX} says that {name} is in {file_name}; it is in {found[name].file.name}")
+    return found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number of it is infinite or none at all."""
+    if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
+        return True
+    kind, exponent = EXPONENTS[tensor.dtype]
+    count = (tensor.end - tensor.start) // np.dtype(kind).itemsize
+    bits = np.memmap(tensor.file, dtype=kind, mode="r", offset=tensor.start, shape=(count,))
+    block = 1 << 24
+    return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, count, block))
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """Which file holds which tensor, if the folder says so."""
+    try:
+        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
+        if not all(isinstance(file, str) and "/" not in file for file in weight_map.values()):
+            raise TypeError("it names what is no file of this folder")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointRejected(f"{_INDEX} cannot be read: {error!r}") from None
+    return dict(weight_map)
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise CheckpointRejected(f"{file.name}: its header claims {length} bytes, the file has {size}")
+            header = json.loads(opened.read(length).decode())
+        found = {
+            name: _tensor(name, entry, file, 8 + length)
+            for name, entry in _object(header).items()
+            if name != "__metadata__"
+        }
+        _check_metadata(header.get("__metadata__"))
+        _cover(found, 8 + length, size)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
+    return found
+
+
+def _object(header: object) -> dict[str, Any]:
+    if not isinstance(header, dict):
+        raise ValueError("it is no object")
+    return header
+
+
+def _check_metadata(metadata: object) -> None:
+    """Raise ValueError for metadata that safetensors or transformers refuse."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are not texts")
+    if metadata.get("format") != "pt":
+        raise ValueError(f"its metadata say format {metadata.get('format')!r}, not 'pt'")
+
+
+def _tensor(name: str, entry: object, file: Path, offset: int) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"the entry of {name} is not a dtype, a shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"the dtype of {name} is {dtype!r}")
+    if not _counts(shape):
+        raise ValueError(f"the shape of {name} is {shape!r}")
+    if not _counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the data_offsets of {name} are {offsets!r}, not two places")
+    return Tensor(file, dtype, tuple(shape), offset + offsets[0], offset + offsets[1])
+
+
+def _counts(numbers: object) -> bool:
+    return isinstance(numbers, list) and all(type(each) is int and each >= 0 for each in numbers)
+
+
+def _cover(found: Mapping[str, Tensor], start: int, end: int) -> None:
+    """Raise ValueError unless the tensors fill the file from `start` to `end`, each as long as its shape says."""
+    for name, tensor in _in_order(found.items()):
+        if tensor.start != start or tensor.end < start:
+            raise ValueError(f"{name} lies at bytes {tensor.start} to {tensor.end}, which do not follow byte {start}")
+        if tensor.dtype in EXPONENTS:
+            wanted = math.prod(tensor.shape) * np.dtype(EXPONENTS[tensor.dtype][0]).itemsize
+            if tensor.end - tensor.start != wanted:
+                raise ValueError(
+                    f"{name}, {tensor.dtype} of shape {tensor.shape}, has {tensor.end - tensor.start} bytes"
+                )
+        start = tensor.end
+    if start != end:
+        raise ValueError(f"the tensors end at byte {start} of {end}")
+
+
+def _in_order(found: Collection[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return sorted(found, key=lambda each: (each[1].start, each[1].end))

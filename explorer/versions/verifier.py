@@ -1,0 +1,169 @@
+"""Reads a checkpoint before any engine does, in a process of its own: a bad file kills the engine that opens it.
+
+    python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL
+
+Ends with 0, or with the reason on standard output: with 1 if it must not be served, with UNREADABLE if that may pass.
+What it cannot see is wrong numbers that are numbers: those are for the probe.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tuneloop.explorer.versions.safetensors import Tensor, is_finite, tensors
+from tuneloop.explorer.versions.verifier_lora import verify_adapter
+from tuneloop.shared.checkpoint import ACTOR, check_files, read_manifest
+from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
+
+_T = TypeVar("_T")
+
+UNREADABLE = 75
+
+_LOW = 10
+
+_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
+
+#: What safetensors calls the types that a manifest may name.
+_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+#: Keys of config.json that change nothing about what the weights mean. The trainer writes its own dtype.
+_HARMLESS = frozenset(
+    {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "_commit_hash", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "return_dict"}
+)
+
+#: Beside config.json and the weights, files of these kinds decide what token ids mean, or are run.
+_COMPANIONS = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
+_INDEX = ".index.json"
+
+#: What may be there though the base model has none: transformers makes the first of config.json, and that is the base
+#: model's, so it names no code that the base model lacks.
+_MAY_COME = ("generation_config.json", ".py")
+
+
+def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> None:
+    """Raise CheckpointRejected unless the actor in `checkpoint` may be served in place of `base`."""
+    manifest = read_manifest(checkpoint, sha256=manifest_sha256)
+    if manifest.version != version:
+        raise CheckpointRejected(f"its manifest is of version {manifest.version}")
+    check_files(checkpoint, manifest, folder=ACTOR)
+    for file in manifest.files:
+        if Path(file.path).suffix in _PICKLES:
+            raise CheckpointRejected(f"{file.path} may hold a pickle")
+    actor = checkpoint / ACTOR
+    if manifest.kind == "lora":
+        verify_adapter(actor, base=base, weights=_of_base(tensors, base))
+        return
+    config, wanted = _config(actor), _of_base(_config, base)
+    _same_config(config, wanted)
+    _same_companions(actor, base)
+    found = tensors(actor)
+    _same_tensors(
+        found, _of_base(tensors, base), tied=bool(wanted.get("tie_word_embeddings")), dtype=_TYPES.get(manifest.dtype)
+    )
+    for name, tensor in found.items():
+        if not is_finite(tensor):
+            raise CheckpointRejected(f"{name} in {tensor.file.name} holds NaN or infinity")
+
+
+def _of_base(read: Callable[[Path], _T], base: Path) -> _T:
+    """What was read of the base model; that it cannot be read is not the version's fault, and may pass."""
+    try:
+        return read(base)
+    except CheckpointRejected as error:
+        raise CheckpointUnreadable(f"the base model in {base} cannot be read: {error}") from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointRejected(f"config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointRejected("config.json is no object")
+    return config
+
+
+def _same_config(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key in sorted((found.keys() | wanted.keys()) - _HARMLESS):
+        if found.get(key) != wanted.get(key):
+            raise CheckpointRejected(
+                f"config.json: {key} is {found.get(key)!r}, the base model's is {wanted.get(key)!r}"
+            )
+    for key in ("dtype", "torch_dtype"):
+        if found.get(key) not in {None, *_TYPES} and found.get(key) != wanted.get(key):
+            raise CheckpointRejected(f"config.json: {key} is {found.get(key)!r}")
+
+
+def _same_companions(actor: Path, base: Path) -> None:
+    """Tokenizer, templates, generation settings and code are the base model's, all of them."""
+    found, wanted = _companions(actor), _companions(base)
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found:
+            raise CheckpointRejected(f"{name} is missing, the base model has it")
+        if name not in wanted and not name.endswith(_MAY_COME):
+            raise CheckpointRejected(f"{name} is not the base model's: that has none")
+        if name in wanted and not _same_content(found[name], wanted[name]):
+            raise CheckpointRejected(f"{name} is not the base model's: they differ")
+
+
+def _companions(folder: Path) -> dict[str, Path]:
+    return {
+        file.name: file
+        for file in folder.iterdir()
+        if file.suffix in _COMPANIONS and file.name != "config.json" and not file.name.endswith(_INDEX)
+    }
+
+
+def _same_content(found: Path, wanted: Path) -> bool:
+    ours, theirs = found.read_bytes(), wanted.read_bytes()
+    if ours == theirs or found.suffix != ".json":
+        return ours == theirs
+    try:
+        return bool(_meaning(ours) == _meaning(theirs))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _meaning(text: bytes) -> Any:
+    """What a JSON file says, but for the release that wrote it."""
+    value = json.loads(text)
+    return {key: each for key, each in value.items() if key not in _HARMLESS} if isinstance(value, dict) else value
+
+
+def _same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, tied: bool, dtype: str | None) -> None:
+    """`dtype` is the type that the manifest says the weights have."""
+    # A model with tied embeddings may or may not store the head a second time.
+    spare = {"lm_head.weight"} if tied else set()
+    if missing := wanted.keys() - found.keys() - spare:
+        raise CheckpointRejected(f"{len(missing)} tensors are missing, {min(missing)} among them")
+    if extra := found.keys() - wanted.keys() - spare:
+        raise CheckpointRejected(f"{len(extra)} tensors are not the base model's, {min(extra)} among them")
+    for name in sorted(found.keys() & wanted.keys()):
+        if found[name].shape != wanted[name].shape:
+            raise CheckpointRejected(f"{name} has shape {found[name].shape}, the base model's has {wanted[name].shape}")
+        # Some models keep a few tensors in float32 whatever the rest is.
+        if found[name].dtype not in {"F32", dtype, wanted[name].dtype}:
+            raise CheckpointRejected(
+                f"{name} is of type {found[name].dtype}; the base model's is {wanted[name].dtype}, "
+                f"the manifest says {dtype}"
+            )
+
+
+def main() -> int:
+    """Verify what argv names."""
+    checkpoint, sha256, version, base = sys.argv[1:]
+    os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
+    try:
+        verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
+    except CheckpointRejected as error:
+        sys.stdout.write(str(error))
+        return UNREADABLE if isinstance(error, CheckpointUnreadable) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Tasks with known answers that nothing is trained on, and how a reply to one is judged.
+
+{"messages": [{"role": "user", "content": "7+5="}], "answer": "12", "slice": "sums"}
+{"prompt": "The capital of France is", "answer": "Paris"}
+{"prompt": "7+5 as JSON:", "answer": "12", "format": "json"}
+"""
+
+import importlib
+import json
+import math
+import re
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
+from tuneloop.shared.evaluation.formats import form_of
+from tuneloop.shared.settings.versions import EvaluationSettings
+
+Question = str | list[dict[str, Any]]
+
+#: Says how right a reply is, from 0 to 1; None if it has no verdict on it. Raises NotEvaluated if it cannot say now.
+Judge = Callable[["Task", str], float | None]
+
+_LONGEST_SLICE = 64
+
+
+class Task(NamedTuple):
+    """A question, as messages or as the very text, and what its answer is judged by; `line` is where it stands.
+
+    `form` is that which the reply must have; None: any.
+    """
+
+    line: int
+    question: Question
+    answer: str
+    slice: str | None
+    form: str | None = None
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The question as a conversation."""
+        return [{"role": "user", "content": self.question}] if isinstance(self.question, str) else self.question
+
+
+def tasks_of(options: EvaluationSettings) -> list[Task]:
+    """The tasks of the settings' file, none without one. Raises EnvironmentRefused, naming the line that is wrong."""
+    if options.path is None:
+        return []
+    try:
+        lines = options.path.read_bytes().splitlines()
+    except OSError as error:
+        raise EnvironmentRefused(
+            f"monitor.evaluation.path: {options.path} cannot be read: {error.strerror}; name a file of tasks, or leave"
+            " it away"
+        ) from error
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                tasks.append(_task(number, line, options))
+            except ValueError as error:
+                raise EnvironmentRefused(f"monitor.evaluation.path: {options.path}, line {number}: {error}") from None
+    if not tasks:
+        raise EnvironmentRefused(f"monitor.evaluation.path: {options.path} holds no task")
+    return tasks[: options.samples]
+
+
+def fingerprint(tasks: Sequence[Task], options: EvaluationSettings) -> int:
+    """A number that differs where other tasks are asked, or the replies to them are judged otherwise."""
+    asked = [[task.question, task.answer, task.slice, task.form] for task in tasks]
+    said = [options.judge, options.function, options.most_tokens, asked]
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+
+
+def judge_of(options: EvaluationSettings) -> Judge | None:
+    """How replies are judged; None: by a model. Raises EnvironmentRefused for a function that is not there."""
+    if options.judge == "model":
+        return None
+    if options.judge == "function":
+        return _by_function(options)
+    return lambda task, reply: float(is_right(task.answer, reply, options))
+
+
+def is_right(answer: str, reply: str, options: EvaluationSettings) -> bool:
+    """Whether the reply, without the reasoning before it, is the answer as `judge` says.
+
+    >>> is_right("12", "<think>7+5</think> It is 12.", Evaluation(judge="contains"))
+    True
+    """
+    said = without_reasoning(reply)
+    if options.judge == "exact":
+        return said.strip() == answer.strip()
+    if options.judge == "regex":
+        return re.search(answer, said) is not None
+    return answer in said
+
+
+def without_reasoning(reply: str) -> str:
+    """What stands after the last `</think>`."""
+    return reply.rpartition("</think>")[2]
+
+
+def _by_function(options: EvaluationSettings) -> Judge:
+    function = _function(options.function or "")
+
+    def judge(task: Task, reply: str) -> float:
+        try:
+            score = float(function(task.question, task.answer, without_reasoning(reply)))
+        except Exception as error:
+            raise NotEvaluated(f"monitor.evaluation.function: {options.function} raised {error!r}") from error
+        if not (math.isfinite(score) and 0 <= score <= 1):
+            raise NotEvaluated(f"monitor.evaluation.function: {options.function} said {score}, not 0 to 1")
+        return score
+
+    return judge
+
+
+def _function(name: str) -> Callable[[Question, str, str], Any]:
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # As `python -m` has it; a console script has not.
+        sys.path.append(str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} cannot be imported: {error!r}") from error
+    if not callable(found):
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
+    """Raises ValueError, whose message says what is wrong with the line."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError('must be an object, such as {"prompt": "7+5=", "answer": "12"}')
+    answer, part = found.get("answer"), found.get("slice")
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError("`answer` must be text, and not empty; write a number in quotes")
+    if part is not None and not (isinstance(part, str) and 0 < len(part) <= _LONGEST_SLICE):
+        raise ValueError(f"`slice` must be text of at most {_LONGEST_SLICE} characters")
+    if options.judge == "regex":
+        _require_pattern(answer)
+    return Task(number, _question(found), answer, part, form_of(found))
+
+
+def _question(found: dict[str, Any]) -> Question:
+    prompt, messages = found.get("prompt"), found.get("messages")
+    if (prompt is None) == (messages is None):
+        raise ValueError("needs either `prompt` or `messages`")
+    if prompt is not None:
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError("`prompt` must be text, and not empty")
+        return prompt
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError('`messages` must be a list of messages, such as {"role": "user", "content": "7+5="}')
+    return messages
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _require_pattern(answer: str) -> None:
+    try:
+        re.compile(answer)
+    except re.error as error:
+        raise ValueError(
+            f"`answer` is no regular expression, which monitor.evaluation.judge asks for: {error}"
+        ) from None

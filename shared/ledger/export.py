@@ -1,0 +1,244 @@
+"""What an export reads of the ledger, a page at a time, and what an import asks of it."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, insert, or_, select, true, tuple_
+
+from tuneloop.shared.experience import HELD_OUT, Float32s, Int32s, State
+from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
+from tuneloop.shared.ledger.storage.transactions import Transactions, alone, portions
+
+#: Rows that are held at once.
+PAGE = 500
+
+#: The reasons of replies that are no answer to learn from, whatever their reward. `opt_out`: the client forbade it.
+NO_ANSWER = ("cut_off", "empty", "opt_out", HELD_OUT)
+
+
+class Selection(NamedTuple):
+    """Which replies are meant: of one tenant, and, where said, in these states, of this task, sampled in this time."""
+
+    tenant: str
+    states: tuple[State, ...] = ()
+    task_id: str | None = None
+    since: float | None = None
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reply:
+    """A row of `experiences` with its exchange; `said`: the rows of `feedback` that bear on it, in their order.
+
+    `reward_rule` is the definition of the rule. `version_max` is the version to name where only one can be named.
+    """
+
+    id: int
+    msg_id: str
+    choice: int
+    correction: int
+    tenant: str
+    user: str | None
+    task_id: str | None
+    run_id: str | None
+    endpoint: str
+    request: bytes
+    text: str
+    tool_calls: bytes | None
+    blob: bytes
+    temperature: float
+    finish_reason: str | None
+    reward: float | None
+    reward_rule: str | None
+    state: str
+    reason: str | None
+    unsampled: str | None
+    version_min: int
+    version_max: int
+    trained_version: int | None
+    sampled_at: float
+    rewarded_at: float | None
+    committed_at: float | None
+    latency_s: float
+    priority: float
+    said: Sequence[Any]
+
+    @property
+    def numbers(self) -> tuple[Int32s, Int32s, Float32s]:
+        """Prompt ids, completion ids and log-probabilities."""
+        return codec.from_blob(self.blob)
+
+    def is_meant_by(self, event: Any) -> bool:
+        """Whether a row of `feedback` that bears on it is about it, and not about one that was preferred to it."""
+        if event.msg_id is None:
+            return True
+        return event.msg_id == self.msg_id and event.choice in (None, self.choice)
+
+
+class Ranked(NamedTuple):
+    """Replies with their rewards and the digests of their prompts."""
+
+    ids: "np.ndarray[Any, np.dtype[np.int64]]"
+    rewards: "np.ndarray[Any, np.dtype[np.float64]]"
+    prompts: "np.ndarray[Any, np.dtype[np.uint64]]"
+
+
+class Exports(Transactions):
+    """Reading rows to be written to a file, and remembering the file."""
+
+    def replies(self, selection: Selection, *, corrected: bool = True) -> Iterator[list[Reply]]:
+        """The replies in pages, in the order of their ids; `corrected`: of each only its last correction."""
+        wanted = and_(_meant(selection), _newest() if corrected else true())
+        last = 0
+        while page := self._replies(and_(wanted, experiences.c.id > last)):
+            yield page
+            last = page[-1].id
+
+    def replies_by_id(self, ids: Collection[int]) -> dict[int, Reply]:
+        """Those of the replies that are there."""
+        found: dict[int, Reply] = {}
+        for portion in portions(ids, of=_PARAMETERS_PER_REPLY):
+            found |= {each.id: each for each in self._replies(experiences.c.id.in_(portion), limit=None)}
+        return found
+
+    def replies_named(self, tenant: str, msg_ids: Collection[str]) -> list[Reply]:
+        """The tenant's replies of these names, every choice of them, each in its last correction."""
+        found: list[Reply] = []
+        for portion in portions(msg_ids, of=_PARAMETERS_PER_REPLY):
+            wanted = and_(experiences.c.msg_id.in_(portion), experiences.c.tenant == tenant, _newest())
+            found += self._replies(wanted, limit=None)
+        return found
+
+    def ranked(self, selection: Selection, digest: Callable[[bytes], int | None]) -> Iterator[Ranked]:
+        """The rewarded replies in pages; `digest` makes a number of a prompt's ids, or None to leave the reply out."""
+        columns = experiences.c.id, experiences.c.reward, experiences.c.blob
+        answers = or_(experiences.c.reason.is_(None), experiences.c.reason.not_in(NO_ANSWER))
+        wanted = and_(_meant(selection), _newest(), experiences.c.reward.is_not(None), answers)
+        last = 0
+        while rows := self._read(_page(select(*columns), and_(wanted, experiences.c.id > last))):
+            known = [(row, digest(codec.from_blob(row.blob)[0].tobytes())) for row in rows]
+            found = [(row.id, row.reward, prompt) for row, prompt in known if prompt is not None]
+            ids, rewards, prompts = zip(*found, strict=True) if found else ((), (), ())
+            yield Ranked(np.array(ids, np.int64), np.array(rewards, np.float64), np.array(prompts, np.uint64))
+            last = rows[-1].id
+
+    def rewards_of(self, msg_ids: Collection[str]) -> dict[tuple[str, int], float | None]:
+        """The rewards of what is there of these, by msg_id and choice."""
+        found: dict[tuple[str, int], float | None] = {}
+        for portion in portions(msg_ids):
+            query = select(experiences.c.msg_id, experiences.c.choice, experiences.c.reward)
+            rows = self._read(query.where(experiences.c.msg_id.in_(portion)).order_by(experiences.c.correction))
+            found |= {(row.msg_id, row.choice): row.reward for row in rows}
+        return found
+
+    def erasures_so_far(self, tenant: str) -> tuple[int, float | None]:
+        """Something that changes when a person of the tenant is erased."""
+        [row] = self._read(_erasures(tenant))
+        return tuple(row)
+
+    def exported(self, path: str, format_: str, rows: int, *, of: Selection, unless: object, publish: Any) -> bool:
+        """Remember a file, which `publish` puts in its place meanwhile; False, with nothing done, if it is outdated.
+
+        It is if somebody has been erased since `erasures_so_far` answered `unless`: the file may still hold them.
+        """
+        with self._write() as connection:
+            alone(connection, "exports")
+            if tuple(connection.execute(_erasures(of.tenant)).one()) != unless:
+                return False
+            connection.execute(delete(exports).where(exports.c.path == path))
+            row = {"path": path, "format": format_, "rows": rows, "created_at": self._clock()}
+            connection.execute(insert(exports), row)
+            publish()
+        return True
+
+    def _replies(self, wanted: ColumnElement[bool], limit: int | None = PAGE) -> list[Reply]:
+        rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
+        said = self._said(rows)
+        return [_reply(row, _bearing_on(row, said)) for row in rows]
+
+    def _said(self, rows: Sequence[Any]) -> dict[object, list[Any]]:
+        """The feedback about the rows, by what it is about."""
+        found: dict[int, Any] = {}
+        for portion in portions({row.msg_id for row in rows}, of=2):
+            about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
+            found |= {event.id: event for event in self._read(select(feedback).where(about))}
+        named = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
+        for few in portions({_trajectory(row) for row in rows if None not in _trajectory(row)}, of=3):
+            about = and_(feedback.c.msg_id.is_(None), named.in_(few))
+            found |= {event.id: event for event in self._read(select(feedback).where(about))}
+        by_target: dict[object, list[Any]] = defaultdict(list)
+        for event in found.values():
+            targets = {event.msg_id, event.other_msg_id} - {None} if event.msg_id else {_trajectory(event)}
+            for target in targets:
+                by_target[target].append(event)
+        return by_target
+
+
+_PARAMETERS_PER_REPLY = 4
+
+_WITH_EXCHANGE = (
+    select(
+        *(each for each in experiences.c if each.name in Reply.__slots__ and each.name != "reward_rule"),
+        reward_rules.c.definition.label("reward_rule"),
+        exchanges.c.endpoint,
+        exchanges.c.request,
+        exchanges.c.latency_s,
+        exchanges.c.user_id.label("user"),
+    )
+    .join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+    .outerjoin(reward_rules, reward_rules.c.id == experiences.c.reward_rule)
+)
+
+
+def _reply(row: Any, said: Sequence[Any]) -> Reply:
+    return Reply(**{**row._mapping, "request": codec.unpack_text(row.request), "said": said})
+
+
+def _page(query: Select[Any], wanted: ColumnElement[bool], limit: int | None = PAGE) -> Select[Any]:
+    return query.where(wanted).order_by(experiences.c.id).limit(limit)
+
+
+def _meant(selection: Selection) -> ColumnElement[bool]:
+    wanted: list[ColumnElement[bool]] = [experiences.c.tenant == selection.tenant]
+    if selection.states:
+        wanted.append(experiences.c.state.in_(selection.states))
+    if selection.task_id is not None:
+        wanted.append(experiences.c.task_id == selection.task_id)
+    if selection.since is not None:
+        wanted.append(experiences.c.sampled_at >= selection.since)
+    if selection.until is not None:
+        wanted.append(experiences.c.sampled_at <= selection.until)
+    return and_(*wanted)
+
+
+def _newest() -> ColumnElement[bool]:
+    """Whether a row is the last correction of its reply."""
+    later = experiences.alias()
+    same = and_(later.c.msg_id == experiences.c.msg_id, later.c.choice == experiences.c.choice)
+    return ~exists().where(same, later.c.correction > experiences.c.correction)
+
+
+def _erasures(tenant: str) -> Any:
+    return select(func.count(), func.max(erasures.c.erased_at)).where(erasures.c.tenant == tenant)
+
+
+def _trajectory(row: Any) -> tuple[str, str | None, str | None]:
+    return row.tenant, row.task_id, row.run_id
+
+
+def _bearing_on(row: Any, said: dict[object, list[Any]]) -> list[Any]:
+    about = [
+        event
+        for event in [*said.get(row.msg_id, ()), *said.get(_trajectory(row), ())]
+        if event.tenant == row.tenant and _bears_on(event, row)
+    ]
+    return sorted(about, key=lambda event: (event.received_at, event.id))
+
+
+def _bears_on(event: Any, row: Any) -> bool:
+    meant = event.msg_id in (None, row.msg_id) and event.choice in (None, row.choice)
+    return meant or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))

@@ -1,0 +1,92 @@
+"""The verb about engines that answered with other weights than they should have had."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
+
+from tuneloop.shared.experience import HELD_OUT, State, VersionAction
+from tuneloop.shared.ledger.recording.recording import REASON
+from tuneloop.shared.ledger.recording.retention import regroup
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
+from tuneloop.shared.ledger.storage.transactions import Transactions, alone, portions
+from tuneloop.shared.ledger.versions.events import Decision, Details, note
+
+#: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
+_LONGEST = 86_400.0
+
+_UNTRAINED = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
+
+
+class Mismatch(NamedTuple):
+    """An engine that should have served `version` did not, at some time from `since` to `until` (seconds since 1970).
+
+    `until` is when it got its last request, `since` when what found it right for the last time began. `figures` are
+    what it was found out by.
+    """
+
+    engine: int
+    version: int
+    since: float
+    until: float
+    reason: str
+    figures: Details
+
+
+class Distrusted(NamedTuple):
+    """How many experiences will not be trained on, and how many have been, by the versions that contain them."""
+
+    dropped: int
+    trained: dict[int, int]
+
+
+class Attested(Transactions):
+    """What is known of engines that were not what they should have been."""
+
+    def distrust(self, found: Mismatch) -> Distrusted:
+        """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
+
+        What is held out is not used to compare versions either.
+
+        A trainer that has leased some of it cannot register what it makes of it. Said twice, it is kept once.
+        """
+        with self._write() as connection:
+            alone(connection, "epochs")  # before the next: no trainer's verb waits for it
+            alone(connection, "record")
+            row = {"engine": found.engine, "since": found.since, "until": found.until}
+            same = (mismatches.c[name] == value for name, value in row.items())
+            if connection.execute(select(mismatches.c.id).where(*same)).first():
+                return Distrusted(0, {})
+            connection.execute(insert(mismatches).values(row))
+            done = Distrusted(_drop(connection, found), _trained(connection, found))
+            trained = {str(version): count for version, count in done.trained.items()}
+            details = {**found.figures, **row, "dropped": done.dropped, "trained": trained}
+            decision = Decision("explorer", self._clock(), found.reason, details)
+            note(connection, found.version, VersionAction.MISMATCH, decision)
+            return done
+
+
+def _drop(connection: Connection, found: Mismatch) -> int:
+    query = select(experiences.c.id, experiences.c.group_id).join_from(experiences, exchanges)
+    used = or_(experiences.c.state.in_(_UNTRAINED), experiences.c.reason == HELD_OUT)
+    rows = connection.execute(query.where(_sampled(found), used).with_for_update(of=experiences)).all()
+    gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
+    for portion in portions([row.id for row in rows]):
+        connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
+    regroup(connection, rows)
+    return len(rows)
+
+
+def _trained(connection: Connection, found: Mismatch) -> dict[int, int]:
+    query = select(experiences.c.trained_version).join_from(experiences, exchanges)
+    rows = connection.execute(query.where(_sampled(found), experiences.c.state == State.TRAINED))
+    return dict(sorted(Counter(rows.scalars()).items()))
+
+
+def _sampled(found: Mismatch) -> ColumnElement[bool]:
+    return and_(
+        exchanges.c.engine == found.engine,
+        experiences.c.sampled_at >= found.since - _LONGEST,
+        experiences.c.sampled_at < found.until,
+        exchanges.c.received_at + exchanges.c.latency_s >= found.since,
+    )

@@ -1,0 +1,104 @@
+"""Whose rows were deleted, and what of theirs must not come back: it may still lie in a spool when it is deleted.
+
+What is read or decided here runs inside a transaction of the ledger.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from sqlalchemy import Connection, Select, delete, exists, or_, select, tuple_
+
+from tuneloop.shared.experience import Exchange, Feedback, Record
+from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback
+from tuneloop.shared.ledger.storage.schema_types import Words
+from tuneloop.shared.ledger.storage.transactions import portions
+
+#: A tenant and the name of a person there.
+Person = tuple[str, str]
+
+
+_ANYTHING_DELETED = select(exists().select_from(deletions))
+
+
+def without(records: Iterable[Record], erased: Mapping[Person, float]) -> Iterator[Record]:
+    """The records but those of an erased person that were received before that: exchanges, and feedback by them.
+
+    Feedback about such an exchange goes too, where the exchange comes before it.
+    """
+    gone: set[str] = set()
+    for record in records:
+        if isinstance(record, Exchange):
+            theirs = _before(erased, record.tenant, record.user, record.received_at)
+            gone.update([record.msg_id] if theirs else [])
+        else:
+            about = {record.msg_id, record.other_msg_id} & gone
+            theirs = bool(about) or _before(erased, record.tenant, record.source, record.received_at)
+        if not theirs:
+            yield record
+
+
+def not_erased(
+    connection: Connection, said: Sequence[Exchange], heard: Sequence[Feedback]
+) -> tuple[list[Exchange], list[Feedback]]:
+    """The exchanges and the feedback that may be stored. What had come before about one that may not goes."""
+    said, heard = _not_deleted(connection, said, heard)
+    people = [(each.tenant, each.user) for each in said] + [(each.tenant, each.source) for each in heard]
+    named = {(tenant, stored(name)) for tenant, name in people if name is not None}
+    erased = erased_among(connection, named)
+    if not erased:
+        return list(said), list(heard)
+    kept = list(without([*said, *heard], erased))
+    kept_said = [each for each in kept if isinstance(each, Exchange)]
+    forget_feedback(connection, {each.msg_id for each in said} - {each.msg_id for each in kept_said})
+    return kept_said, [each for each in kept if isinstance(each, Feedback)]
+
+
+def deleted_of(msg_ids: Sequence[str]) -> Select[tuple[str]]:
+    """Those that were deleted one by one; a portion of names at a time."""
+    return select(deletions.c.msg_id).where(deletions.c.msg_id.in_(msg_ids))
+
+
+def erased_among(connection: Connection, people: Collection[Person]) -> dict[Person, float]:
+    """When those of the people were erased who were."""
+    found: dict[Person, float] = {}
+    for portion in portions(people, of=2):
+        theirs = tuple_(erasures.c.tenant, erasures.c.user_id).in_(portion)
+        for row in connection.execute(select(erasures).where(theirs)):
+            found[row.tenant, row.user_id] = row.erased_at
+    return found
+
+
+def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
+    """Delete what was said of these replies."""
+    for portion in portions(msg_ids):
+        about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
+        connection.execute(delete(feedback).where(about))
+
+
+def stored(name: str) -> str:
+    """The name of a person as the ledger holds it."""
+    return Words.storable(name)
+
+
+def _not_deleted(
+    connection: Connection, said: Sequence[Exchange], heard: Sequence[Feedback]
+) -> tuple[Sequence[Exchange], Sequence[Feedback]]:
+    """Those that are neither a deleted completion nor about one."""
+    if not connection.execute(_ANYTHING_DELETED).scalar():
+        return said, heard
+    named = {each.msg_id for each in said} | {msg_id for each in heard for msg_id in names_in(each)}
+    deleted = {row.msg_id for portion in portions(named) for row in connection.execute(deleted_of(portion))}
+    if not deleted:
+        return said, heard
+    return (
+        [each for each in said if each.msg_id not in deleted],
+        [each for each in heard if not deleted & names_in(each)],
+    )
+
+
+def names_in(event: Feedback) -> set[str]:
+    """The replies that an event names."""
+    return {msg_id for msg_id in (event.msg_id, event.other_msg_id) if msg_id is not None}
+
+
+def _before(erased: Mapping[Person, float], tenant: str, name: str | None, received_at: float) -> bool:
+    return name is not None and received_at <= erased.get((tenant, stored(name)), float("-inf"))

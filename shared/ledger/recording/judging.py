@@ -1,0 +1,92 @@
+"""What a judge asks of the ledger: the replies that wait for a verdict, and which verdicts are there."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, and_, case, func, or_, select
+
+from tuneloop.shared.experience import HELD_OUT, State
+from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import Transactions, portions
+
+#: Of which a verdict can still be of use.
+JUDGED = (State.RECORDED, State.REWARDED, State.COMMITTED)
+
+
+_held_out = and_(experiences.c.state == State.DROPPED, experiences.c.reason == HELD_OUT)
+_unrewarded = experiences.c.reward.is_(None)
+
+#: A verdict on what is held out is of use as long as the row is there.
+_state: ColumnElement[str] = case(
+    (and_(_held_out, _unrewarded), State.RECORDED), (_held_out, State.REWARDED), else_=experiences.c.state
+)
+
+
+class Standing(NamedTuple):
+    """A reply, without its content. `id` grows in the order in which replies are recorded.
+
+    The `state` of a reply that is held out is what it would be if it were not.
+    """
+
+    id: int
+    tenant: str
+    msg_id: str
+    choice: int
+    correction: int
+    state: str
+    sampled_at: float
+
+
+class Said(NamedTuple):
+    """What a reply says, and to what; `request` is the client's JSON body."""
+
+    endpoint: str
+    request: bytes
+    choice: int
+    text: str
+    tool_calls: bytes | None
+
+
+class Judged(Transactions):
+    """Replies in the order of their ids."""
+
+    def first_sampled_since(self, since: float) -> int:
+        """The id of the first reply sampled since then that waits for feedback, a commit or the trainer.
+
+        If none does, that of the next one that is recorded.
+        """
+        judged = or_(experiences.c.state.in_(JUDGED), and_(_held_out, _unrewarded))
+        waiting = and_(judged, experiences.c.sampled_at >= since)
+        # Of id alone a database would take the least by reading all rows from the first one on.
+        [(first,)] = self._read(select(func.min(experiences.c.id + 0)).where(waiting))
+        if first is None:
+            [(last,)] = self._read(select(func.max(experiences.c.id)))
+            return 1 + (last or 0)
+        return int(first)
+
+    def replies_after(self, last: int, *, limit: int) -> list[Standing]:
+        """The next replies, in whatever state, and their corrections."""
+        columns = [_state.label(name) if name == "state" else experiences.c[name] for name in Standing._fields]
+        query = select(*columns).where(experiences.c.id > last).order_by(experiences.c.id).limit(limit)
+        return [Standing(*row) for row in self._read(query)]
+
+    def events_there(self, event_ids: Collection[str]) -> set[str]:
+        """Those of the feedback events that are in the database."""
+        query = select(feedback.c.event_id)
+        return {
+            row.event_id
+            for portion in portions(event_ids)
+            for row in self._read(query.where(feedback.c.event_id.in_(portion)))
+        }
+
+    def said_in(self, ids: Sequence[int]) -> dict[int, Said]:
+        """What the replies of these ids say; those that are gone are left out."""
+        names = (experiences.c.id, exchanges.c.endpoint, exchanges.c.request)
+        words = (experiences.c.choice, experiences.c.text, experiences.c.tool_calls)
+        both = experiences.join(exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+        query = select(*names, *words).select_from(both).where(experiences.c.id.in_(ids))
+        return {
+            row.id: Said(row.endpoint, codec.unpack_text(row.request), row.choice, row.text, row.tool_calls)
+            for row in self._read(query)
+        }

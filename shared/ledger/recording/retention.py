@@ -1,0 +1,282 @@
+"""The verbs that delete: what is older than the settings allow, and whatever came from a person.
+
+Deleted trained rows are counted in their versions' `purged`, so that the ledger still adds up.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, or_, select, text, tuple_, update
+
+from tuneloop.shared.experience import Kind, Outcome, State
+from tuneloop.shared.ledger.recording.erasures import Person
+from tuneloop.shared.ledger.recording.recording import Rewards
+from tuneloop.shared.ledger.recording.rewards import Trajectory, plan, replies_of, write
+from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
+from tuneloop.shared.ledger.storage.transactions import alone, portions, translated
+from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
+
+#: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
+PURGEABLE = (State.TRAINED, State.RECORDED, State.REWARDED, State.EXPIRED, State.DROPPED)
+
+#: Experiences that are deleted in one transaction.
+PORTION = 2000
+
+# Not a comparison with a parameter: the partial index would not be used.
+_PENDING: ColumnElement[bool] = text(f"outcome = '{Outcome.PENDING}'")  # type: ignore[assignment]
+
+# Between two portions, so that who waits for SQLite's lock gets it.
+_PAUSE_S = 0.02
+
+
+class Purged(NamedTuple):
+    """What a purge came to: experiences by state, and feedback whose reply never came."""
+
+    experiences: dict[State, int]
+    parked: int
+
+
+class Erased(NamedTuple):
+    """What a person's deletion came to; `trained`: how many of their experiences each version was trained on."""
+
+    msg_ids: frozenset[str]
+    experiences: int
+    feedback: int
+    trained: dict[int, int]
+
+
+class Export(NamedTuple):
+    """A file that rows were exported to."""
+
+    path: str
+    rows: int
+
+
+def bounds_of(retention: Bounds) -> dict[State, float]:
+    """The seconds after sampling that the settings let an experience stay, by its state; for ever where none."""
+    return {State(name): bound for name, bound in retention.model_dump().items() if bound is not None}
+
+
+class Retention(Rewards):
+    """What is deleted."""
+
+    def purge(self, bounds: Mapping[State, float], *, dry_run: bool = False) -> Purged:
+        """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
+
+        An exchange goes with its last experience, and the feedback about it too. A row stays while a repeat of it with
+        a later reward waits to be trained on. Feedback whose reply has never come goes by the bound of `recorded`. One
+        transaction for each portion, so that others can write meanwhile. Raises ValueError for a state that is in work.
+        """
+        if in_work := bounds.keys() - set(PURGEABLE):
+            raise ValueError(f"experiences that are {', '.join(sorted(in_work))} wait for the trainer")
+        now = self._clock()
+        purged = {state: self._purge(state, now - bounds[state], dry_run) for state in PURGEABLE if state in bounds}
+        parked = 0
+        if State.RECORDED in bounds:
+            parked = self._purge_parked(now - bounds[State.RECORDED], dry_run)
+        if not dry_run and (parked or any(purged.values())):
+            self.empty_log()
+        return Purged(purged, parked)
+
+    def erase(self, tenant: str, user: str, *, dry_run: bool = False) -> Erased:
+        """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
+
+        Others' replies that are not trained on yet take the rewards that they have without it. What of theirs was
+        received before now, and is still on its way, is not taken any more.
+        """
+        with self._write() as connection:
+            alone(connection, "record")
+            alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
+            rows = connection.execute(_rows_of(tenant, user)).all()
+            said = set(connection.execute(_exchanges_of(tenant, user)).scalars())
+            heard = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, said)}
+            if not dry_run:
+                touched = set(_replies(connection, heard.values())) - said
+                self._mark_erased(connection, tenant, user)
+                regroup(connection, rows)
+                _delete(connection, rows)
+                delete_by(connection, exchanges, exchanges.c.msg_id, said)
+                delete_by(connection, feedback, feedback.c.id, heard)
+                decided = plan(connection, touched, self._rule, now=self._clock())
+                write(connection, decided._replace(repeats=[]), self._rule_id(connection), repeat=False)
+        trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
+        return Erased(frozenset(said), len(rows), len(heard), dict(sorted(trained.items())))
+
+    def erasures(self) -> dict[Person, float]:
+        """When each person was erased who was."""
+        return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}
+
+    def exported_files(self) -> list[Export]:
+        """The files that rows were exported to."""
+        return [Export(row.path, row.rows) for row in self._read(select(exports).order_by(exports.c.id))]
+
+    def exported_rows(self, path: str, rows: int) -> None:
+        """Say how many rows an exported file still has."""
+        with self._write() as connection:
+            connection.execute(update(exports).where(exports.c.path == path).values(rows=rows))
+
+    def empty_log(self) -> bool:
+        """Take what was deleted out of SQLite's write-ahead log too; False if somebody who reads kept it from that."""
+        if self._engine.dialect.name != "sqlite":
+            return True
+        with translated():
+            connection = self._engine.raw_connection()
+            try:
+                cursor = connection.cursor()
+                busy: int = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            finally:
+                connection.close()
+        return not busy
+
+    def _purge(self, state: State, before: float, dry_run: bool) -> int:
+        old = and_(experiences.c.state == state, experiences.c.sampled_at < before, ~_waits_for_its_repeat())
+        if dry_run:
+            return int(self._read(select(func.count()).where(old))[0][0])
+        # The lower correction first: were the later one gone alone, it would be made again.
+        portion = _columns().where(old).order_by(experiences.c.sampled_at, experiences.c.id).limit(PORTION)
+        total, found = 0, PORTION
+        while found == PORTION:
+            with self._write() as connection:
+                alone(connection, "record")
+                rows = connection.execute(portion.with_for_update(skip_locked=True)).all()
+                delete_with_exchanges(connection, rows)
+            found = len(rows)
+            total += found
+            time.sleep(_PAUSE_S if found == PORTION else 0)
+        return total
+
+    def _purge_parked(self, before: float, dry_run: bool) -> int:
+        other = select(exchanges.c.msg_id).where(exchanges.c.msg_id == feedback.c.other_msg_id)
+        parked = and_(_PENDING, feedback.c.received_at < before, ~other.exists())
+        if dry_run:
+            return int(self._read(select(func.count()).where(parked))[0][0])
+        with self._write() as connection:
+            alone(connection, "record")
+            return connection.execute(delete(feedback).where(parked)).rowcount
+
+    def _mark_erased(self, connection: Connection, tenant: str, user: str) -> None:
+        theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+        now = self._clock()
+        if not connection.execute(update(erasures).where(theirs).values(erased_at=now)).rowcount:
+            connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=now))
+
+
+def _columns() -> Any:
+    names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version")
+    return select(*(experiences.c[name] for name in names))
+
+
+def _waits_for_its_repeat() -> ColumnElement[bool]:
+    repeat = experiences.alias()
+    same = and_(repeat.c.msg_id == experiences.c.msg_id, repeat.c.choice == experiences.c.choice)
+    untrained = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
+    return exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained))
+
+
+def _exchanges_of(tenant: str, user: str) -> Any:
+    # Said twice, so that the index of those with a user is seen to apply.
+    theirs = and_(exchanges.c.user_id.is_not(None), exchanges.c.user_id == user)
+    return select(exchanges.c.msg_id).where(exchanges.c.tenant == tenant, theirs)
+
+
+def _rows_of(tenant: str, user: str) -> Any:
+    return _columns().where(experiences.c.msg_id.in_(_exchanges_of(tenant, user))).with_for_update()
+
+
+def _feedback_to_erase(
+    connection: Connection, tenant: str, user: str, rows: Sequence[Any], said: Collection[str]
+) -> Iterator[Any]:
+    """What they said, and what was said of their replies, or of runs that were all theirs."""
+    yield from connection.execute(
+        select(feedback).where(feedback.c.tenant == tenant, feedback.c.source.is_not(None), feedback.c.source == user)
+    )
+    for portion in portions(said, of=2):
+        about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
+        yield from connection.execute(select(feedback).where(about))
+    theirs = experiences.c.msg_id.in_(_exchanges_of(tenant, user))
+    for few in portions(_trajectories(rows), of=3):
+        about_runs = and_(_of_trajectories(few), ~_has_replies(~theirs))
+        yield from connection.execute(select(feedback).where(about_runs))
+
+
+def _replies(connection: Connection, events: Collection[Any]) -> Iterator[str]:
+    """The replies that the events bear on."""
+    for event in events:
+        yield from (msg_id for msg_id in (event.msg_id, event.other_msg_id) if msg_id is not None)
+    runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
+    yield from replies_of(connection, runs)
+
+
+def regroup(connection: Connection, rows: Sequence[Any]) -> None:
+    """Let what is left of groups be gathered anew: it may be a lone member."""
+    for portion in portions({row.group_id for row in rows if row.group_id is not None}):
+        waits = experiences.c.state.in_((State.COMMITTED, State.LEASED))
+        left = and_(experiences.c.group_id.in_(portion), waits)
+        connection.execute(update(experiences).where(left).values(group_id=None))
+
+
+def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
+    """Delete experiences, the exchanges that have none left, and the feedback that is about nothing any more."""
+    _delete(connection, rows)
+    gone: set[str] = set()
+    for portion in portions({row.msg_id for row in rows}):
+        left = exists().where(experiences.c.msg_id == exchanges.c.msg_id)
+        empty = select(exchanges.c.msg_id).where(exchanges.c.msg_id.in_(portion), ~left)
+        gone |= set(connection.execute(empty).scalars())
+    delete_by(connection, exchanges, exchanges.c.msg_id, gone)
+    for portion in portions(gone):
+        connection.execute(delete(feedback).where(feedback.c.msg_id.in_(portion), _withdrawn()))
+    # A preference stays as long as either of its two replies: it makes both of their rewards.
+    either = exists().where(exchanges.c.msg_id.in_((feedback.c.msg_id, feedback.c.other_msg_id)))
+    for portion in portions(gone, of=2):
+        of_the_worse = and_(feedback.c.other_msg_id.in_(portion), feedback.c.outcome != Outcome.PENDING)
+        about = or_(feedback.c.msg_id.in_(portion), of_the_worse)
+        connection.execute(delete(feedback).where(about, ~either))
+    for few in portions(_trajectories(rows), of=3):
+        connection.execute(delete(feedback).where(_of_trajectories(few), ~_has_replies()))
+
+
+def _withdrawn() -> ColumnElement[bool]:
+    """Whether a preference was taken back: it must not outlive the word that took it back."""
+    later = feedback.alias()
+    same = (later.c[name] == feedback.c[name] for name in ("tenant", "msg_id", "metric"))
+    return and_(
+        feedback.c.kind == Kind.PREFERENCE,
+        exists().where(
+            later.c.kind == Kind.RETRACTION,
+            *same,
+            later.c.source.is_not_distinct_from(feedback.c.source),
+            tuple_(later.c.received_at, later.c.id) > tuple_(feedback.c.received_at, feedback.c.id),
+            or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
+        ),
+    )
+
+
+def _delete(connection: Connection, rows: Sequence[Any]) -> None:
+    for version, count in Counter(row.trained_version for row in rows).items():
+        trained = versions.c.version == version
+        connection.execute(update(versions).where(trained).values(purged=versions.c.purged + count))
+    delete_by(connection, experiences, experiences.c.id, [row.id for row in rows])
+
+
+def delete_by(connection: Connection, table: Any, column: Any, values: Collection[Any]) -> None:
+    """Delete the rows that have one of the values in a column."""
+    for portion in portions(values):
+        connection.execute(delete(table).where(column.in_(portion)))
+
+
+def _trajectories(rows: Sequence[Any]) -> set[Trajectory]:
+    return {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
+
+
+def _of_trajectories(trajectories: Sequence[Trajectory]) -> ColumnElement[bool]:
+    named = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
+    return and_(feedback.c.msg_id.is_(None), named.in_(trajectories))
+
+
+def _has_replies(*which: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Whether there are experiences of the trajectory that a row of `feedback` is about."""
+    same = and_(*(experiences.c[name] == feedback.c[name] for name in ("tenant", "task_id", "run_id")))
+    return exists().where(experiences.c.task_id.is_not(None), same, *which)

@@ -1,0 +1,126 @@
+"""The reward rule: from the feedback events about a reply to the one number that training uses.
+
+A metric's value is that of its latest event; where several sources spoke under it, the mean of each one's latest. The
+reward is the sum of the metrics' values, each times its weight, then clipped. Metrics without a weight, labels without
+a value and comments are kept but do not count. So are edited answers, unless the rule gives them a value: that counts
+under the metric `reward`, where their source says nothing else under it.
+"""
+
+import json
+from collections.abc import Iterable
+from statistics import fmean
+from typing import NamedTuple
+
+from tuneloop.shared.experience import MAX_REWARD, Kind
+from tuneloop.shared.settings.feedback import RewardRule
+
+#: What an edited answer counts under, if it counts.
+_MAIN = "reward"
+
+#: The kinds that can change a reward under any rule. The others are kept for what a number cannot say.
+_REWARDING = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE, Kind.RETRACTION})
+
+
+class Event(NamedTuple):
+    """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two."""
+
+    id: int
+    kind: Kind
+    metric: str
+    value: float | None
+    text: str | None
+    source: str | None
+    preferred: bool
+    received_at: float
+
+
+class Reward(NamedTuple):
+    """A reward, and when the last feedback that counts came."""
+
+    value: float
+    at: float
+
+
+def definition(rule: RewardRule) -> str:
+    """The rule in words that are the same for the same rule: canonical JSON."""
+    values = rule.model_dump(mode="json")
+    if values["demonstration_value"] is None:  # rules were written down before there was this option
+        del values["demonstration_value"]
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def rule_of(text: str) -> RewardRule:
+    """The rule of a `definition`."""
+    return RewardRule.model_validate_json(text)
+
+
+def rewarding(rule: RewardRule, kind: str) -> bool:
+    """Whether feedback of this kind can change a reward."""
+    return kind in _REWARDING or (kind == Kind.DEMONSTRATION and rule.demonstration_value is not None)
+
+
+def in_window(rule: RewardRule, *, sampled_at: float, received_at: float) -> bool:
+    """Whether feedback received then still counts for a reply sampled then."""
+    return rule.attribution_window is None or received_at <= sampled_at + rule.attribution_window
+
+
+def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> Reward | None:
+    """What the events, in the order in which they came, make of a reply; None if nothing in them counts.
+
+    >>> thumb = Event(1, Kind.BOOLEAN, "reward", 1.0, None, None, False, received_at=5.0)
+    >>> reward_of(RewardRule(), [thumb, thumb._replace(value=0.0, received_at=6.0)], sampled_at=0.0)
+    Reward(value=0.0, at=6.0)
+    """
+    latest: dict[tuple[str, str | None], Event] = {}
+    for event in events:
+        if rewarding(rule, event.kind) and in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
+            latest[event.metric, event.source] = event
+    valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
+    spoken = {event.source for event, _ in valued if event.metric == _MAIN and event.kind is not Kind.DEMONSTRATION}
+    counting = [
+        (_metric(event), event, value)
+        for event, value in valued
+        if _metric(event) in rule.weights and not (event.kind is Kind.DEMONSTRATION and event.source in spoken)
+    ]
+    if not counting:
+        return None
+    return Reward(
+        _weighed(rule, [(metric, value) for metric, _, value in counting]),
+        max(event.received_at for _, event, _ in counting),
+    )
+
+
+def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
+    """What a reply gets that had no feedback until its window closed."""
+    if rule.default is None or rule.attribution_window is None:
+        return None
+    return Reward(rule.default, sampled_at + rule.attribution_window)
+
+
+def _metric(event: Event) -> str:
+    return _MAIN if event.kind is Kind.DEMONSTRATION else event.metric
+
+
+def _weighed(rule: RewardRule, valued: Iterable[tuple[str, float]]) -> float:
+    by_metric: dict[str, list[float]] = {}
+    for metric, value in valued:
+        by_metric.setdefault(metric, []).append(value)
+    total = sum(rule.weights[metric] * fmean(values) for metric, values in by_metric.items())
+    low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
+    return min(max(total, low), high)
+
+
+def _value(rule: RewardRule, event: Event) -> float | None:
+    match event.kind:
+        case Kind.NUMBER:
+            return event.value
+        case Kind.BOOLEAN:
+            return rule.boolean_values[bool(event.value)]
+        case Kind.PREFERENCE:
+            return rule.boolean_values[event.preferred]
+        case Kind.LABEL:
+            return rule.label_values.get(event.text or "")
+        case Kind.DEMONSTRATION:
+            return rule.demonstration_value
+        case Kind.COMMENT | Kind.RETRACTION:
+            return None

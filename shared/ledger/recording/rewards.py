@@ -1,0 +1,370 @@
+"""From feedback to rewards: what the events about some replies make of their rows, decided first and then written.
+
+Everything here runs inside a transaction of the ledger.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, and_, bindparam, exists, func, insert, literal_column, or_, select, tuple_, update
+
+from tuneloop.shared.experience import Exchange, Kind, Outcome, State
+from tuneloop.shared.ledger.recording.reward_rule import (
+    Event,
+    Reward,
+    default_of,
+    in_window,
+    reward_of,
+    rewarding,
+    rule_of,
+)
+from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
+from tuneloop.shared.ledger.storage.transactions import ignoring, portions
+from tuneloop.shared.settings.feedback import RewardRule
+
+#: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
+OPEN = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DROPPED)
+
+Trajectory = tuple[str, str, str]
+
+_TRAJECTORY = ("tenant", "task_id", "run_id")
+
+
+#: Whether there is feedback that waits for its reply, feedback about two replies, and feedback about whole runs.
+_ANYTHING_SAID = select(
+    exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),
+    exists().where(feedback.c.other_msg_id.is_not(None)),
+    exists().where(feedback.c.msg_id.is_(None)),
+)
+
+
+class Standing(NamedTuple):
+    """A row of `experiences`, without its content."""
+
+    id: int
+    msg_id: str
+    choice: int
+    correction: int
+    tenant: str
+    task_id: str | None
+    run_id: str | None
+    state: str
+    reward: float | None
+    rewarded_at: float | None
+    sampled_at: float
+    committed_at: float | None
+    group_id: int | None
+
+
+class Change(NamedTuple):
+    """A row, and the reward that its feedback makes; None: none any more."""
+
+    row: Standing
+    reward: Reward | None
+
+
+class Plan(NamedTuple):
+    """What feedback makes of some replies: labels they lacked, rewards, trained rows to repeat, outcomes by event."""
+
+    labels: list[Standing]
+    changes: list[Change]
+    repeats: list[Change]
+    outcomes: dict[int, Outcome]
+
+
+def awaited(connection: Connection, said: Sequence[Exchange]) -> set[str]:
+    """Those of these replies, just recorded, of which something had been said before."""
+    pending, others, trajectories = connection.execute(_ANYTHING_SAID).one()
+    msg_ids = [each.msg_id for each in said]
+    found: set[str] = set()
+    for wanted, named in ((pending, feedback.c.msg_id), (others, feedback.c.other_msg_id)):
+        for portion in portions(msg_ids if wanted else ()):
+            found.update(connection.execute(select(named).where(named.in_(portion))).scalars())
+    if trajectories:
+        found.update(each.msg_id for each in said if None not in (each.task_id, each.run_id))
+    return found
+
+
+def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, now: float) -> Plan:
+    """What is to be done about the replies, by all the feedback that there is about them."""
+    decided = Plan([], [], [], {})
+    for portion in portions(msg_ids):
+        found = [Standing(*row) for row in connection.execute(_rows(portion))]
+        said = [*connection.execute(_about_replies(portion))]
+        said += retractions(connection, {event.msg_id for event in said if event.kind == Kind.PREFERENCE})
+        rows = _labelled(found, said)
+        events = _Events([*said, *_about_trajectories(connection, rows)])
+        decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
+        for row in rows:
+            reward = reward_of(rule, events.about(row), sampled_at=row.sampled_at)
+            if reward is None and not in_window(rule, sampled_at=row.sampled_at, received_at=now):
+                reward = default_of(rule, sampled_at=row.sampled_at)
+            if row.state in OPEN and (row.reward, row.rewarded_at) != (reward or (None, None)):
+                decided.changes.append(Change(row, reward))
+        outcomes = dict(_outcomes(rule, rows, events))
+        decided.outcomes.update(outcomes)
+        decided.repeats.extend(_repeats(rule, rows, events, outcomes))
+    return decided
+
+
+def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) -> None:
+    """Do what was decided; `repeat` says whether trained rows are repeated with their later reward."""
+    labels = [{"its_id": row.id, "task_id": row.task_id, "run_id": row.run_id} for row in decided.labels]
+    _set(connection, experiences, labels)
+    _set(connection, experiences, [_after(change, rule_id) for change in decided.changes])
+    _set(connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in decided.outcomes.items()])
+    for change in decided.changes:
+        if change.reward is None and change.row.group_id is not None:
+            # What is left of its group may be a lone member: let it be gathered anew.
+            of_its_group = experiences.c.group_id == change.row.group_id
+            connection.execute(
+                update(experiences).where(of_its_group, experiences.c.state == State.COMMITTED).values(group_id=None)
+            )
+    for change in decided.repeats if repeat else ():
+        _repeat(connection, change, rule_id)
+
+
+def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> Iterator[str]:
+    """The msg_ids of some trajectories, each of them a tenant, a task and a run."""
+    named = tuple_(*(experiences.c[name] for name in _TRAJECTORY))
+    for portion in portions(trajectories, of=3):
+        query = select(experiences.c.msg_id).distinct()
+        yield from connection.execute(query.where(experiences.c.task_id.is_not(None), named.in_(portion))).scalars()
+
+
+def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
+    """Those of the replies about which feedback came when it could not be taken any more."""
+    late = feedback.c.outcome == Outcome.LATE
+    found: set[str] = set()
+    for portion in portions(msg_ids):
+        about = or_(
+            feedback.c.msg_id == experiences.c.msg_id,
+            feedback.c.other_msg_id == experiences.c.msg_id,
+            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in _TRAJECTORY)),
+        )
+        corrected = select(experiences.c.msg_id).where(
+            experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
+        )
+        found |= set(connection.execute(corrected).scalars())
+    return found
+
+
+def outdone_by(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
+    """The replies that these were preferred to."""
+    for portion in portions(msg_ids):
+        preferred = feedback.c.other_msg_id.is_not(None)
+        yield from connection.execute(
+            select(feedback.c.other_msg_id).where(feedback.c.msg_id.in_(portion), preferred)
+        ).scalars()
+
+
+class _Events:
+    """The feedback about some rows: each event once, in the order in which they came."""
+
+    def __init__(self, said: Collection[Any]) -> None:
+        self.all = sorted({event.id: event for event in said}.values(), key=when)
+        self._by_target: dict[object, list[Any]] = defaultdict(list)
+        taken_back = set(withdrawn(self.all))
+        for event in self.all:
+            if event.id in taken_back:
+                continue
+            for target in _targets(event):
+                self._by_target[target].append(event)
+
+    def about(self, row: Standing) -> Iterator[Event]:
+        """The events about one row, as they bear on it."""
+        both = [*self._by_target[row.msg_id], *self._by_target[row.tenant, row.task_id, row.run_id]]
+        for event in sorted(both, key=when):
+            if event.tenant == row.tenant and (_meant(event, row) or _outdone(event, row)):
+                said = (Kind(event.kind), event.metric, event.value, event.text, event.source)
+                yield Event(event.id, *said, preferred=_meant(event, row), received_at=event.received_at)
+
+
+def withdrawn(events: Sequence[Any]) -> Iterator[int]:
+    """The preferences that were retracted: they say nothing of the reply that came off worse either."""
+    preferences: dict[object, list[Any]] = defaultdict(list)
+    for event in events:
+        thing = (event.tenant, event.msg_id, event.metric, event.source)
+        if event.kind == Kind.PREFERENCE:
+            preferences[thing].append(event)
+        elif event.kind == Kind.RETRACTION:
+            yield from (each.id for each in preferences[thing] if event.choice in (None, each.choice))
+
+
+def when(event: Any) -> tuple[float, int]:
+    """The order in which events count."""
+    return event.received_at, event.id
+
+
+def _targets(event: Any) -> Iterator[object]:
+    if event.msg_id is None:
+        yield event.tenant, event.task_id, event.run_id
+        return
+    yield event.msg_id
+    if event.other_msg_id not in (None, event.msg_id):
+        yield event.other_msg_id
+
+
+def _meant(event: Any, row: Standing) -> bool:
+    """Whether the event is about the row itself."""
+    if event.msg_id is None:
+        return (event.tenant, event.task_id, event.run_id) == (row.tenant, row.task_id, row.run_id)
+    return event.msg_id == row.msg_id and event.choice in (None, row.choice)
+
+
+def _outdone(event: Any, row: Standing) -> bool:
+    """Whether the row is what another reply was preferred to."""
+    return event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
+
+
+def _rows(msg_ids: Sequence[str]) -> Any:
+    columns = [experiences.c[name] for name in Standing._fields]
+    rows = select(*columns).where(experiences.c.msg_id.in_(msg_ids))
+    return rows.order_by(experiences.c.id).with_for_update()
+
+
+def _about_replies(msg_ids: Sequence[str]) -> Any:
+    return select(feedback).where(or_(feedback.c.msg_id.in_(msg_ids), feedback.c.other_msg_id.in_(msg_ids)))
+
+
+def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
+    """What takes back something that was said of these replies."""
+    for portion in portions(msg_ids):
+        about = feedback.c.msg_id.in_(portion)
+        yield from connection.execute(select(feedback).where(about, feedback.c.kind == Kind.RETRACTION))
+
+
+def _about_trajectories(connection: Connection, rows: Collection[Standing]) -> Iterator[Any]:
+    trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
+    named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
+    for portion in portions(trajectories, of=3):
+        yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(portion)))
+
+
+def _labelled(rows: Sequence[Standing], said: Sequence[Any]) -> list[Standing]:
+    """The rows with the task and run that their feedback names, where their request named none."""
+    names: dict[tuple[str, str, str], str] = {}
+    for event in sorted(said, key=when):
+        for label in ("task_id", "run_id"):
+            if (name := getattr(event, label)) is not None and event.msg_id is not None:
+                names.setdefault((event.tenant, event.msg_id, label), name)
+    return [
+        row._replace(
+            task_id=names.get((row.tenant, row.msg_id, "task_id")) if row.task_id is None else row.task_id,
+            run_id=names.get((row.tenant, row.msg_id, "run_id")) if row.run_id is None else row.run_id,
+        )
+        for row in rows
+    ]
+
+
+def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]]) -> None:
+    """Give each row, by its id under `its_id`, the values under the other keys."""
+    alike: dict[object, list[Mapping[str, object]]] = defaultdict(list)
+    for row in rows:
+        alike[tuple(value for name, value in row.items() if name != "its_id")].append(row)
+    if single := [group[0] for group in alike.values() if len(group) == 1]:
+        connection.execute(update(table).where(table.c.id == bindparam("its_id")), single)
+    for group in alike.values():
+        values = {name: value for name, value in group[0].items() if name != "its_id"}
+        for portion in portions([row["its_id"] for row in group] if len(group) > 1 else []):
+            connection.execute(update(table).where(table.c.id.in_(portion)).values(values))
+
+
+def _after(change: Change, rule_id: int) -> Mapping[str, object]:
+    row, reward = change
+    after = {"its_id": row.id, "state": row.state, "committed_at": row.committed_at, "group_id": row.group_id}
+    if reward is not None:
+        first = {"state": State.REWARDED} if row.state == State.RECORDED else {}
+        return after | {"reward": reward.value, "rewarded_at": reward.at, "reward_rule": rule_id} | first
+    put_back = {"state": State.RECORDED, "committed_at": None, "group_id": None}
+    waited = row.state in (State.REWARDED, State.COMMITTED)
+    return after | {"reward": None, "rewarded_at": None, "reward_rule": None} | (put_back if waited else {})
+
+
+def _outcomes(rule: RewardRule, rows: Sequence[Standing], events: _Events) -> Iterator[tuple[int, Outcome]]:
+    """What became of events that waited for their reply, or came too late for a row that is open again."""
+    by_target: dict[object, list[Standing]] = defaultdict(list)
+    for row in rows:
+        by_target[row.msg_id].append(row)
+        by_target[row.tenant, row.task_id, row.run_id].append(row)
+    for event in events.all:
+        meant = [row for row in by_target[next(_targets(event))] if event.tenant == row.tenant and _meant(event, row)]
+        if meant and event.outcome in (Outcome.PENDING, Outcome.LATE):
+            in_time = not rewarding(rule, event.kind) or any(_in_time(rule, event, row) for row in meant)
+            outcome = Outcome.ACCEPTED if in_time else Outcome.LATE
+            if outcome != event.outcome:
+                yield event.id, outcome
+
+
+def _in_time(rule: RewardRule, event: Any, row: Standing) -> bool:
+    closed = row.state not in OPEN or row.state == State.EXPIRED
+    return not closed and in_window(rule, sampled_at=row.sampled_at, received_at=event.received_at)
+
+
+def _repeats(
+    rule: RewardRule, rows: Sequence[Standing], events: _Events, outcomes: Mapping[int, Outcome]
+) -> Iterator[Change]:
+    """Trained replies to which feedback that came too late gives another reward."""
+    late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}
+    newest = {(row.msg_id, row.choice): row for row in sorted(rows, key=lambda row: row.correction)}
+    for row in newest.values():
+        about = list(events.about(row))
+        reward = reward_of(rule, about, sampled_at=row.sampled_at)
+        too_late = any(event.id in late and rewarding(rule, event.kind) for event in about)
+        if row.state == State.TRAINED and too_late and reward is not None and reward.value != row.reward:
+            yield Change(row, reward)
+
+
+def _repeat(connection: Connection, change: Change, rule_id: int) -> None:
+    """The same tokens once more, under the reward that they have now."""
+    row, reward = change
+    assert reward is not None
+    anew: dict[str, object] = {
+        "correction": row.correction + 1,
+        "state": State.REWARDED,
+        "reward": reward.value,
+        "reward_rule": rule_id,
+        "rewarded_at": reward.at,
+    }
+    left_out = {"id", "committed_at", "group_id", "lease_epoch", "lease_until", "trained_version"}
+    kept = [column for column in experiences.c if column.name not in left_out | anew.keys()]
+    values = [bindparam(f"its_{name}", value, experiences.c[name].type).label(name) for name, value in anew.items()]
+    copy = select(*kept, *values).where(experiences.c.id == row.id)
+    connection.execute(insert(experiences).from_select([*(column.name for column in kept), *anew], copy))
+
+
+#: The rule of a call of which nothing was said itself: it has the reward of its run's last one.
+OF_ITS_RESULT = '{"of":"the last call of its run"}'
+
+
+def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
+    """The number of the rule, which is written down if it is new."""
+    same = select(reward_rules.c.id).where(reward_rules.c.definition == definition)
+    if (found := connection.execute(same).scalar()) is None:
+        connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
+        found = connection.execute(same).scalar_one()
+    return int(found)
+
+
+def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
+    """The rewarded ones of the replies by the rule that made their rewards.
+
+    Those that have the reward of their run's result come under the newest rule: something was said of them since.
+    """
+    by_rule: defaultdict[int, list[str]] = defaultdict(list)
+    for portion in portions(msg_ids):
+        query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
+        rewarded = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
+        for msg_id, rule in connection.execute(rewarded):
+            by_rule[rule].append(msg_id)
+    if not by_rule:
+        return {}
+    known = {row.id: row.definition for row in connection.execute(select(reward_rules))}
+    newest = max((number for number, words in known.items() if words != OF_ITS_RESULT), default=None)
+    found: dict[int, tuple[RewardRule, list[str]]] = {}
+    for number, replies in by_rule.items():
+        chosen = newest if known[number] == OF_ITS_RESULT else number
+        if chosen is not None:
+            found.setdefault(chosen, (rule_of(known[chosen]), []))[1].extend(replies)
+    return found

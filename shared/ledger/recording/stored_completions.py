@@ -1,0 +1,225 @@
+"""The verbs of stored completions: list, look at, relabel and delete the exchanges of the chat endpoint one by one."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, insert, or_, select, tuple_
+
+from tuneloop.shared.experience import Feedback, State
+from tuneloop.shared.ledger.recording.completion_object import Spoken, Stored, as_json, tags_of
+from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, names_in
+from tuneloop.shared.ledger.recording.retention import Retention, delete_by, delete_with_exchanges, regroup
+from tuneloop.shared.ledger.recording.rewards import plan, write
+from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, Place, change
+from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
+from tuneloop.shared.ledger.storage.transactions import alone, portions
+
+Order = Literal["asc", "desc"]
+
+#: Completions that are looked at for one page of those with several tags.
+LOOKED_AT = 10_000
+
+
+class Page(NamedTuple):
+    """Some completions of the list, and whether there are more behind them."""
+
+    found: list[Stored]
+    more: bool
+
+
+class Deletion(StrEnum):
+    """What became of a deletion."""
+
+    DONE = "done"
+    LEASED = "leased"  # the trainer is learning from it: nothing was changed
+
+
+class StoredCompletions(Retention):
+    """Exchanges of the chat endpoint, as OpenAI's clients see them."""
+
+    def place_of(self, tenant: str, msg_id: str) -> Place | None:
+        """Where a completion stands in the list, or stood until it was deleted."""
+        for table in (exchanges, deletions):
+            query = select(table.c.received_at).where(table.c.msg_id == msg_id, table.c.tenant == tenant)
+            if found := self._read(query):
+                return Place(found[0].received_at, msg_id)
+        return None
+
+    def stored_page(
+        self, tenant: str, *, wanted: Collection[bytes] = (), after: Place | None, order: Order, limit: int
+    ) -> Page | None:
+        """The next completions, by the time of their requests: those that have all the `wanted` tags.
+
+        A page may have fewer than `limit` although there are more. None if none of the LOOKED_AT next completions with
+        the rarest of the tags has the others too, and there are more of them.
+        """
+        if len(wanted) > 1:
+            keys, more = self._with_several(wanted, after, order, limit)
+            if more and not keys:
+                return None
+        else:
+            of_one = [tagged(tag, after, order, limit + 1) for tag in wanted]
+            rows = self._read(of_one[0] if of_one else listed(tenant, after, order, limit + 1))
+            keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
+        found = self._stored(tenant, keys)
+        return Page([found[msg_id] for msg_id in keys if msg_id in found], more)
+
+    def stored(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> Stored | None:
+        """One completion; of another endpoint, one exchange."""
+        return self._stored(tenant, [msg_id], endpoint).get(msg_id)
+
+    def change_metadata(self, tenant: str, msg_id: str, *, pairs: Mapping[str, str]) -> bool:
+        """Put `pairs` in the place of a completion's metadata; False if there is no such completion.
+
+        The labels of its experiences stay: those by which training groups are as they were when it was sampled.
+        """
+        with self._write() as connection:
+            alone(connection, "record")
+            row = connection.execute(_exchange(tenant, msg_id)).one_or_none()
+            if row is not None:
+                found_by = tags_of(tenant, codec.unpack_text(row.request), pairs)
+                change(connection, Place(row.received_at, msg_id), found_by=found_by, metadata=as_json(pairs))
+            return row is not None
+
+    def delete_stored(self, tenant: str, msg_id: str) -> Deletion | None:
+        """Delete a completion, its experiences and the feedback about it, unless one is leased. None: it is not there.
+
+        What a version was trained on is counted in its `purged`. Other replies take the rewards that they have without
+        this one's feedback. What of it comes in later is not taken any more.
+        """
+        with self._write() as connection:
+            alone(connection, "record")
+            exchange = connection.execute(_exchange(tenant, msg_id)).one_or_none()
+            if exchange is None:
+                return None
+            rows = connection.execute(_rows_of(msg_id)).all()
+            if any(row.state == State.LEASED for row in rows):
+                return Deletion.LEASED
+            touched = _replies_compared_to(connection, msg_id)
+            regroup(connection, rows)
+            delete_with_exchanges(connection, rows)
+            delete_by(connection, exchanges, exchanges.c.msg_id, [msg_id])
+            forget_feedback(connection, [msg_id])
+            decided = plan(connection, touched, self._rule, now=self._clock())
+            write(connection, decided._replace(repeats=[]), self._rule_id(connection), repeat=False)
+            stood = {"msg_id": msg_id, "tenant": tenant, "received_at": exchange.received_at}
+            connection.execute(insert(deletions).values(**stood, deleted_at=self._clock()))
+        return Deletion.DONE
+
+    def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
+        """The ids of those events that name a deleted completion, and so were not stored."""
+        named = {msg_id for event in events for msg_id in names_in(event)}
+        deleted = {row.msg_id for portion in portions(named) for row in self._read(deleted_of(portion))}
+        return [event.event_id for event in events if deleted & names_in(event)]
+
+    def _with_several(
+        self, wanted: Collection[bytes], after: Place | None, order: Order, limit: int
+    ) -> tuple[list[str], bool]:
+        [driving, *others] = sorted(wanted, key=self._about_how_many)
+        looked_at = tagged(driving, after, order, LOOKED_AT).subquery()
+        rows = [row.msg_id for row in self._read(_having(others, looked_at, order).limit(limit + 1))]
+        if len(rows) > limit:
+            return rows[:limit], True
+        [(count,)] = self._read(select(func.count()).select_from(looked_at))
+        return rows, count == LOOKED_AT
+
+    def _about_how_many(self, tag: bytes) -> int:
+        """How many completions have the tag; those beyond LOOKED_AT are not counted."""
+        some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(LOOKED_AT).subquery()
+        return int(self._read(select(func.count()).select_from(some))[0][0])
+
+    def _stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, Stored]:
+        # Else what is recorded, or deleted, between the two would be there in part.
+        found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _spoken(msg_ids))
+        spoken: dict[str, list[Spoken]] = defaultdict(list)
+        for row in sampled:
+            spoken[row.msg_id].append(_choice(row))
+        return {row.msg_id: _completion(row, spoken[row.msg_id]) for row in found}
+
+
+def listed(tenant: str, after: Place | None, order: Order, limit: int) -> Select[Any]:
+    """The names of a tenant's next completions."""
+    query = select(exchanges.c.received_at, exchanges.c.msg_id)
+    query = query.where(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT_IN_SQL)
+    return _next(query, exchanges, after, order).limit(limit)
+
+
+def tagged(tag: bytes, after: Place | None, order: Order, limit: int) -> Select[Any]:
+    """The names of the next completions that have the tag."""
+    query = select(tags.c.received_at, tags.c.msg_id).where(tags.c.tag == tag)
+    return _next(query, tags, after, order).limit(limit)
+
+
+def _having(others: Sequence[bytes], looked_at: Any, order: Order) -> Select[Any]:
+    """Those of the completions that have the other tags too."""
+    query = _next(select(looked_at.c.msg_id), looked_at, None, order)
+    for tag in others:
+        same = and_(*(tags.c[name] == looked_at.c[name] for name in Place._fields))
+        query = query.where(exists().where(tags.c.tag == tag, same))
+    return query
+
+
+def _next(query: Select[Any], table: Any, after: Place | None, order: Order) -> Select[Any]:
+    columns = [table.c[name] for name in Place._fields]
+    if after is not None:
+        place = tuple_(*columns)
+        query = query.where(place > after if order == "asc" else place < after)
+    return query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
+
+
+def _exchanges(tenant: str, msg_ids: Sequence[str], endpoint: str) -> Select[Any]:
+    ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
+    columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
+    changed = changed_metadata.c.msg_id == exchanges.c.msg_id
+    return select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours)
+
+
+def _spoken(msg_ids: Sequence[str]) -> Select[Any]:
+    names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
+    # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
+    prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
+    query = select(*(experiences.c[name] for name in names), prompt)
+    sampled = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0)
+    return query.where(sampled).order_by(experiences.c.choice)
+
+
+def _choice(row: Any) -> Spoken:
+    return Spoken(
+        choice=row.choice,
+        text=row.text,
+        tool_calls=row.tool_calls,
+        finish_reason=row.finish_reason,
+        prompt_tokens=int.from_bytes(row.prompt, "little"),
+        completion_tokens=row.completion_tokens,
+        temperature=row.temperature,
+    )
+
+
+def _completion(row: Any, spoken: Sequence[Spoken]) -> Stored:
+    return Stored(
+        msg_id=row.msg_id,
+        received_at=row.received_at,
+        request=codec.unpack_text(row.request),
+        metadata=row.metadata,
+        choices=tuple(spoken),
+    )
+
+
+def _exchange(tenant: str, msg_id: str) -> Select[Any]:
+    ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT, exchanges.c.msg_id == msg_id)
+    return select(exchanges.c.received_at, exchanges.c.request).where(ours).with_for_update()
+
+
+def _rows_of(msg_id: str) -> Select[Any]:
+    names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version", "state")
+    return select(*(experiences.c[name] for name in names)).where(experiences.c.msg_id == msg_id).with_for_update()
+
+
+def _replies_compared_to(connection: Connection, msg_id: str) -> set[str]:
+    """The replies that this one was preferred to, and those that were preferred to it."""
+    about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
+    query = select(feedback.c.msg_id, feedback.c.other_msg_id).where(about)
+    return {name for row in connection.execute(query) for name in row if name not in (None, msg_id)}

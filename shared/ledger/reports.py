@@ -1,0 +1,213 @@
+"""What the ledger is asked about itself: counts, rewards, delays, and whether it adds up."""
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, and_, exists, func, select, text
+
+from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.ledger.facts import Aside, LedgerFacts, Pile, Trainer, Weights
+from tuneloop.shared.ledger.storage.codec import unpack_text
+from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
+from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.groups import takable, young
+from tuneloop.shared.ledger.versions.alarms import Alarms
+from tuneloop.shared.ledger.versions.versions import SERVABLE
+
+# Not comparisons with a parameter: the partial indexes would not be used.
+_LEASED: ColumnElement[bool] = text(f"state = '{State.LEASED}'")  # type: ignore[assignment]
+_PENDING: ColumnElement[bool] = text("outcome = 'pending'")  # type: ignore[assignment]
+_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
+
+
+class VersionReward(NamedTuple):
+    """How the replies of one version were rewarded."""
+
+    version: int
+    replies: int
+    rewarded: int
+    reward_sum: float
+
+
+class Said(NamedTuple):
+    """What was asked, as the client's JSON, and the text of the first choice that it got."""
+
+    request: bytes
+    text: str
+
+
+class Reports(Alarms):
+    """Questions that change nothing."""
+
+    def said(self, tenant: str, msg_id: str) -> Said | None:
+        """One exchange."""
+        first = and_(
+            experiences.c.msg_id == exchanges.c.msg_id, experiences.c.choice == 0, experiences.c.correction == 0
+        )
+        query = select(exchanges.c.request, experiences.c.text).join(experiences, first)
+        rows = self._read(query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant))
+        return Said(unpack_text(rows[0].request), rows[0].text) if rows else None
+
+    def counts(self) -> dict[State, int]:
+        """Experiences per state."""
+        rows = self._read(select(experiences.c.state, func.count()).group_by(experiences.c.state))
+        found = {State(state): count for state, count in rows}
+        return {state: found.get(state, 0) for state in State}
+
+    def rewards(self) -> list[VersionReward]:
+        """How each version's replies were rewarded, oldest version first."""
+        version, reward = experiences.c.version_min, experiences.c.reward
+        total = func.coalesce(func.sum(reward), 0.0)
+        rows = self._read(select(version, func.count(), func.count(reward), total).group_by(version).order_by(version))
+        return [VersionReward(*row) for row in rows]
+
+    def feedback_to_served(self, version: int | None = None) -> list[float]:
+        """For each trained experience, the seconds from its last feedback to the first reply that could use it.
+
+        `version` asks only for what that version was the first to serve. A version that was never served itself,
+        because a newer one came before its turn, is served by that one.
+        """
+        first = versions.alias()
+        served = select(func.min(first.c.version)).where(
+            first.c.version >= experiences.c.trained_version, first.c.served_at.is_not(None)
+        )
+        latency = versions.c.served_at - experiences.c.rewarded_at
+        query = select(latency).join_from(experiences, versions, versions.c.version == served.scalar_subquery())
+        if version is not None:
+            query = query.where(versions.c.version == version)
+        return [row[0] for row in self._read(query)]
+
+    def facts(self, policy: BatchPolicy, *, aside: int = 0) -> LedgerFacts:
+        """What is needed to say why no step is happening, with the `aside` most frequent reasons of those aside."""
+        piles, trainer, weights = self._piles(), self._trainer(), self._weights()
+        none = State.COMMITTED not in piles
+        committed, young, grouped = (0, 0, 0) if none else self._committed(policy)
+        [(pending, pending_since)] = self._read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
+        [(count, consumed, purged)] = self._read(
+            select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
+        )
+        return LedgerFacts(
+            piles=piles,
+            claimable=young if policy.group_by == "none" else grouped,
+            too_old=committed - young,
+            ungrouped=0 if policy.group_by == "none" else young - grouped,
+            unsampled=0 if policy.any_reply else self._unsampled(),
+            leased_since=self._leased_since(trainer, weights) if State.LEASED in piles else None,
+            pending=pending,
+            pending_since=pending_since,
+            versions=count,
+            consumed=consumed,
+            purged=purged,
+            trainer=trainer,
+            weights=weights,
+            aside=self._aside(aside) if aside else (),
+            alarms=tuple(self.alarms()),
+        )
+
+    def _piles(self) -> dict[State, Pile]:
+        state, sampled_at = experiences.c.state, experiences.c.sampled_at
+        lately = func.count().filter(sampled_at > _newest_trained())
+        rows = self._read(select(state, func.count(), func.min(sampled_at), lately).group_by(state))
+        return {State(row[0]): Pile(*row[1:]) for row in rows}
+
+    def _unsampled(self) -> int:
+        waiting = experiences.c.state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
+        lately = experiences.c.sampled_at > _newest_trained()
+        [(count,)] = self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))
+        return int(count)
+
+    def _committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
+        """The committed rows that the policy takes, those not too old for the next batch, and those in groups."""
+        newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
+        fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
+        grouped = func.count(experiences.c.group_id).filter(fit)
+        query = select(func.count(), func.count().filter(fit), grouped).where(_COMMITTED, takable(policy))
+        [(committed, young_rows, grouped_rows)] = self._read(query)
+        return committed, young_rows, grouped_rows
+
+    def _leased_since(self, *bounds: Trainer | Weights | None) -> float:
+        """When the leases of now began at the earliest: what is leased was committed before."""
+        [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
+        began = [each.started_at if isinstance(each, Trainer) else each.registered_at for each in bounds if each]
+        return max([committed_at or 0.0, *began])
+
+    def _trainer(self) -> Trainer | None:
+        columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
+        rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
+        return Trainer(*rows[0]) if rows else None
+
+    def _weights(self) -> Weights | None:
+        columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason"))
+        rows = self._read(select(*columns).order_by(versions.c.version.desc()))
+        if not rows:
+            return None
+        unfit = (VersionState.REJECTED, VersionState.ROLLED_BACK)
+        rejected = list(takewhile(lambda row: row.state in unfit, rows))
+        return Weights(
+            newest=rows[0].version,
+            registered_at=rows[0].created_at,
+            champion=next((row.version for row in rows if row.state == VersionState.CHAMPION), None),
+            step=next((row.step for row in rows if row.state not in unfit), 0),
+            rejected=len(rejected),
+            reason=rejected[0].reason if rejected else None,
+        )
+
+    def _aside(self, limit: int) -> tuple[Aside, ...]:
+        state, reason, count = experiences.c.state, experiences.c.reason, func.count()
+        query = select(state, reason, count).where(state.in_((State.DROPPED, State.EXPIRED))).group_by(state, reason)
+        rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
+        return tuple(Aside(State(row[0]), *row[1:]) for row in rows)
+
+    def imbalance(self) -> list[str]:
+        """What in the ledger does not add up, a sentence each; empty when all is well."""
+        trained = select(func.count()).where(experiences.c.state == State.TRAINED).scalar_subquery()
+        consumed = select(_sum(versions.c.consumed)).scalar_subquery()
+        purged = select(_sum(versions.c.purged)).scalar_subquery()
+        [(trained, purged, consumed)] = self._read(select(trained, purged, consumed))
+        if trained + purged != consumed:
+            deleted = f" and {purged} that were are deleted" if purged else ""
+            return [f"{trained} experiences are trained{deleted}, but the versions consumed {consumed}"]
+        return []
+
+    def audit(self) -> list[str]:
+        """The same by looking at every row: minutes, where there are many millions."""
+        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced()]
+
+    def _uneven_versions(self) -> Iterator[str]:
+        version, trained = experiences.c.trained_version, func.count().label("trained")
+        rows = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
+        found = func.coalesce(rows.c.trained, 0)
+        uneven = (
+            select(versions.c.version, found, versions.c.purged, versions.c.consumed)
+            .join_from(versions, rows, rows.c.trained_version == versions.c.version, isouter=True)
+            .where(found + versions.c.purged != versions.c.consumed)
+        )
+        for number, trained_rows, purged, consumed in self._read(uneven.order_by(versions.c.version)):
+            yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
+
+    def _misplaced(self) -> Iterator[str]:
+        current = select(func.max(epochs.c.epoch)).scalar_subquery()
+        unsaid = ~exists().where(exchanges.c.msg_id == experiences.c.msg_id)
+        known = experiences.c.state.in_(list(State))
+        wrong = {
+            "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
+            "without their exchange": unsaid,
+            "in a group that is named after a later one": experiences.c.group_id > experiences.c.id,
+            "in no state that there is": ~known,
+        }
+        for what, condition in wrong.items():
+            [(count,)] = self._read(select(func.count()).select_from(experiences).where(condition))
+            if count:
+                yield f"experiences {what}: {count}"
+
+
+def _newest_trained() -> Any:
+    """When the newest reply that was trained on was sampled."""
+    trained = experiences.c.state == State.TRAINED
+    return select(func.coalesce(func.max(experiences.c.sampled_at), 0.0)).where(trained).scalar_subquery()
+
+
+def _sum(column: Any) -> Any:
+    return func.coalesce(func.sum(column), 0)

@@ -1,0 +1,82 @@
+"""The bytes of an experience in SQL: its token ids and log-probabilities; and texts that are long.
+
+    u32 P | u32 C | numbers     P prompt ids (int32), C completion ids (int32), C log-probabilities (float32)
+
+All little-endian. The numbers stand as they are, or, where that is shorter, as a zstd frame of the same bytes regrouped
+(the first bytes of all numbers, then the second ones, and so on), because the high bytes of ids are mostly zero. Their
+length tells which: only numbers that stand as they are take 4 * (P + 2 C) bytes.
+"""
+
+import struct
+import threading
+from functools import cached_property
+
+import numpy as np
+import zstandard
+
+from tuneloop.shared.experience import Experience, Float32s, Int32s
+
+_HEADER = struct.Struct("<II")
+_FRAME = b"\x28\xb5\x2f\xfd"
+
+
+class _Zstd(threading.local):
+    """What a thread compresses with: making one costs more than using it."""
+
+    @cached_property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        # Half the time of level 1 for two per cent more bytes.
+        return zstandard.ZstdCompressor(level=-1, write_checksum=False)
+
+    @cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        return zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+
+def to_blob(experience: Experience) -> bytes:
+    """The experience's numbers as one blob. Raises ValueError unless there is one log-probability per completion id."""
+    prompt, completion, logprobs = experience.prompt_ids, experience.completion_ids, experience.logprobs
+    if len(completion) != len(logprobs) or len(prompt) % 4 or len(completion) % 4:
+        raise ValueError(f"{len(prompt)}+{len(completion)} bytes of ids, {len(logprobs)} of log-probabilities")
+    numbers = prompt + completion + logprobs
+    shorter = _zstd.compressor.compress(np.frombuffer(numbers, dtype=np.uint8).reshape(-1, 4).T.tobytes())
+    header = _HEADER.pack(len(prompt) // 4, len(completion) // 4)
+    return header + (shorter if len(shorter) < len(numbers) else numbers)
+
+
+def from_blob(blob: bytes) -> tuple[Int32s, Int32s, Float32s]:
+    """Prompt ids, completion ids and log-probabilities of a blob. Raises ValueError when it is none."""
+    if len(blob) < _HEADER.size:
+        raise ValueError(f"a blob has {len(blob)} bytes, fewer than its header")
+    prompt, completion = _HEADER.unpack_from(blob)
+    numbers = _numbers(blob[_HEADER.size :], 4 * (prompt + 2 * completion))
+    ids = np.frombuffer(numbers, dtype="<i4", count=prompt + completion)
+    logprobs = np.frombuffer(numbers, dtype="<f4", offset=4 * (prompt + completion))
+    return ids[:prompt], ids[prompt:], logprobs
+
+
+def _numbers(stored: bytes, size: int) -> bytes:
+    if len(stored) == size:
+        return stored
+    try:
+        # Looked at first: a damaged header must not make us ask for memory that is not needed.
+        if zstandard.frame_content_size(stored) != size:
+            raise ValueError(f"a blob of {size} bytes of numbers holds others")
+        regrouped = _zstd.decompressor.decompress(stored)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a blob of {size} bytes of numbers cannot be read: {error}") from error
+    return np.frombuffer(regrouped, dtype=np.uint8).reshape(4, -1).T.tobytes()
+
+
+def pack_text(text: bytes) -> bytes:
+    """The text as a zstd frame, or as it is where that is shorter and cannot be taken for a frame."""
+    frame = _zstd.compressor.compress(text)
+    return frame if len(frame) < len(text) or text.startswith(_FRAME) else text
+
+
+def unpack_text(stored: bytes) -> bytes:
+    """The text of `pack_text`'s bytes."""
+    return _zstd.decompressor.decompress(stored) if stored.startswith(_FRAME) else stored

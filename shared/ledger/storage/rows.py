@@ -1,0 +1,99 @@
+"""The nouns of `tuneloop.shared.experience` as rows of the ledger, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.shared.experience import Exchange, Experience, Feedback, Outcome, Sample, State
+from tuneloop.shared.ledger.storage import codec
+
+#: Plain text: a driver may take an enumeration for its name.
+_DROPPED, _RECORDED = State.DROPPED.value, State.RECORDED.value
+
+
+def exchange_row(exchange: Exchange) -> Mapping[str, object]:
+    """A row of `exchanges`."""
+    return {
+        "msg_id": exchange.msg_id,
+        "tenant": exchange.tenant,
+        "endpoint": exchange.endpoint,
+        "user_id": exchange.user,
+        "request": codec.pack_text(exchange.request),
+        "received_at": exchange.received_at,
+        "latency_s": exchange.latency_s,
+        "engine": exchange.engine,
+    }
+
+
+def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, object]:
+    """A row of `experiences`, as it is when it is first recorded."""
+    return {
+        "msg_id": exchange.msg_id,
+        "choice": experience.choice,
+        "correction": 0,
+        "tenant": exchange.tenant,
+        "task_id": exchange.task_id,
+        "run_id": exchange.run_id,
+        "priority": exchange.priority,
+        "state": _DROPPED if experience.drop_reason else _RECORDED,
+        "reason": experience.drop_reason or None,
+        "version_min": experience.version_min,
+        "version_max": experience.version_max,
+        "temperature": experience.temperature,
+        "finish_reason": experience.finish_reason,
+        "text": experience.text,
+        "tool_calls": experience.tool_calls,
+        "completion_tokens": len(experience.completion_ids) // 4,
+        "blob": codec.to_blob(experience),
+        "sampled_at": exchange.received_at,
+        "unsampled": experience.unsampled or None,
+    }
+
+
+def feedback_row(event: Feedback) -> Mapping[str, object]:
+    """A row of `feedback`, as it is before it is applied."""
+    return {
+        "event_id": event.event_id,
+        "call_id": event.call_id,
+        "tenant": event.tenant,
+        "msg_id": event.msg_id,
+        "choice": event.choice,
+        "task_id": event.task_id,
+        "run_id": event.run_id,
+        "kind": event.kind,
+        "metric": event.metric,
+        "value": event.value,
+        "text": event.text,
+        "other_msg_id": event.other_msg_id,
+        "other_choice": event.other_choice,
+        "source": event.source,
+        "received_at": event.received_at,
+        "occurred_at": event.occurred_at,
+        "outcome": Outcome.PENDING,
+    }
+
+
+def sample(row: Any, *, demonstration: str | None = None) -> Sample:
+    """What the trainer sees of a row of `experiences`, and of the answer as somebody edited it."""
+    prompt_ids, completion_ids, logprobs = codec.from_blob(row.blob)
+    return Sample(
+        id=row.id,
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        reward=row.reward,
+        temperature=row.temperature,
+        version_min=row.version_min,
+        version_max=row.version_max,
+        tenant=row.tenant,
+        task_id=row.task_id,
+        run_id=row.run_id,
+        group_id=row.group_id,
+        rewarded_at=row.rewarded_at,
+        committed_at=row.committed_at,
+        msg_id=row.msg_id,
+        choice=row.choice,
+        finish_reason=row.finish_reason,
+        demonstration=demonstration,
+        unsampled=row.unsampled,
+        sampled_at=row.sampled_at,
+    )

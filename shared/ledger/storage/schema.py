@@ -1,0 +1,373 @@
+"""The tables, with the rules that must hold written into them.
+
+Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+    text,
+)
+
+from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
+from tuneloop.shared.ledger.storage.schema_types import RowId, Words, metadata, one_of, partial
+
+#: Says the same as the partial indexes of what the trainer may take.
+COMMITTED = f"state = '{State.COMMITTED}'"
+
+#: Says the same as the partial index of the exchanges that are listed as stored completions.
+CHAT = "endpoint = '/v1/chat/completions'"
+
+
+#: Whose database this is: one row, so that two experiments never mix their ledgers.
+experiment = Table(
+    "experiment",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, autoincrement=False),
+    Column("project", String(255), nullable=False),
+    Column("name", String(255), nullable=False),
+    CheckConstraint("id = 1", name="only_one"),
+)
+
+#: The trainers' fencing tokens: the highest epoch owns all leases.
+epochs = Table(
+    "epochs",
+    metadata,
+    Column("epoch", Integer, primary_key=True, autoincrement=False),
+    Column("trainer", String(255), nullable=False),
+    Column("started_at", Double, nullable=False),
+    Column("seen_at", Double, nullable=False),
+    Column("ended_at", Double, nullable=True),
+    CheckConstraint("epoch >= 1", name="from_one"),
+)
+
+#: Every set of weights that exists; 0 is the base model.
+versions = Table(
+    "versions",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("state", String(16), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("epoch", Integer, ForeignKey("epochs.epoch"), nullable=True),
+    Column("path", Text, nullable=False),
+    Column("manifest_sha256", String(64), nullable=True),
+    Column("consumed", Integer, nullable=False),
+    Column("purged", Integer, nullable=False, server_default="0"),
+    Column("created_at", Double, nullable=False),
+    Column("served_at", Double, nullable=True),
+    Column("reason", Words, nullable=True),
+    Column("pinned", Boolean, nullable=False, server_default=false()),
+    CheckConstraint(one_of("state", VersionState), name="state"),
+    CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
+    CheckConstraint("purged >= 0 AND purged <= consumed", name="purged_of_the_consumed"),
+    CheckConstraint("(version = 0) = (epoch IS NULL)", name="trained_under_an_epoch"),
+    CheckConstraint("(version = 0) = (manifest_sha256 IS NULL)", name="manifest"),
+    CheckConstraint("(state IN ('rejected', 'rolled_back')) = (reason IS NOT NULL)", name="rejected_with_reason"),
+    CheckConstraint("state <> 'champion' OR served_at IS NOT NULL", name="champion_was_served"),
+)
+for _state in (VersionState.CHAMPION, VersionState.CANARY):
+    Index(
+        f"ix_versions_one_{_state}",
+        versions.c.state,
+        unique=True,
+        sqlite_where=text(f"state = '{_state}'"),
+        postgresql_where=text(f"state = '{_state}'"),
+    )
+Index(
+    "ix_versions_one_pinned",
+    versions.c.pinned,
+    unique=True,
+    sqlite_where=text("pinned"),
+    postgresql_where=text("pinned"),
+)
+
+#: What happened to each version, by whom and why; `details` is JSON: the figures that decided it.
+version_events = Table(
+    "version_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("version", Integer, ForeignKey("versions.version"), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("action", String(16), nullable=False),
+    Column("actor", Words, nullable=False),
+    Column("reason", Words, nullable=True),
+    Column("details", Words, nullable=True),
+    CheckConstraint(one_of("action", VersionAction), name="action"),
+    Index(None, "version", "id"),
+)
+
+#: How each version did on tasks that it was not trained on: `slice` is empty for all of them.
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("version", Integer, ForeignKey("versions.version"), nullable=False),
+    Column("evaluator", String(16), nullable=False),
+    Column("metric", String(64), nullable=False),
+    Column("slice", String(64), nullable=False),
+    Column("value", Double, nullable=False),
+    Column("deviation", Double, nullable=False),
+    Column("samples", Integer, nullable=False),
+    Column("evaluated_at", Double, nullable=False),
+    PrimaryKeyConstraint("version", "evaluator", "metric", "slice"),
+    CheckConstraint(one_of("evaluator", Evaluator), name="evaluator"),
+    CheckConstraint("samples >= 1 AND deviation >= 0", name="samples"),
+    CheckConstraint("value > -1e300 AND value < 1e300", name="value_is_finite"),
+)
+
+#: When an engine was found with other weights than it should have had. What it sampled from `since` to `until` is not
+#: trained on, however late it comes in.
+mismatches = Table(
+    "mismatches",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("engine", SmallInteger, nullable=False),
+    Column("since", Double, nullable=False),
+    Column("until", Double, nullable=False),
+    UniqueConstraint("engine", "since", "until"),
+    CheckConstraint("since <= until", name="range"),
+)
+
+#: Every rule by which feedback has become a reward: its definition is JSON, written once.
+reward_rules = Table(
+    "reward_rules",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("definition", Text, nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+)
+
+exchanges = Table(
+    "exchanges",
+    metadata,
+    Column("msg_id", String(96), primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("endpoint", String(64), nullable=False),
+    Column("user_id", Words, nullable=True),
+    Column("request", LargeBinary, nullable=False),
+    Column("received_at", Double, nullable=False),
+    Column("latency_s", Double, nullable=False),
+    Column("engine", SmallInteger, nullable=True),
+)
+partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
+partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
+
+#: What a stored completion is found by: digests of its model and of each pair of its metadata. Names of any length
+#: would not fit into an index.
+tags = Table(
+    "tags",
+    metadata,
+    Column("tag", LargeBinary, nullable=False),
+    Column("received_at", Double, nullable=False),
+    Column("msg_id", String(96), ForeignKey("exchanges.msg_id", ondelete="CASCADE"), nullable=False),
+    PrimaryKeyConstraint("tag", "received_at", "msg_id"),
+    Index(None, "msg_id"),
+    sqlite_with_rowid=False,
+)
+
+#: The metadata, as JSON, of the completions whose metadata was changed. That of the others is in their request.
+changed_metadata = Table(
+    "changed_metadata",
+    metadata,
+    Column("msg_id", String(96), ForeignKey("exchanges.msg_id", ondelete="CASCADE"), primary_key=True),
+    Column("metadata", Text, nullable=False),
+)
+
+#: Completions that were deleted one by one. What of them comes in later is not taken; `received_at` is where they
+#: stood in the list.
+deletions = Table(
+    "deletions",
+    metadata,
+    Column("msg_id", String(96), primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("received_at", Double, nullable=False),
+    Column("deleted_at", Double, nullable=False),
+)
+
+#: `correction` 0 is the reply as it was sampled; higher ones are the same reply once more, with the reward of feedback
+#: that came when the one before had been trained on. `group_id` is the smallest id of a group that is complete.
+#: `unsampled` says why the log-probabilities are not those of a sample of the policy, NULL where they are.
+experiences = Table(
+    "experiences",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("msg_id", String(96), ForeignKey("exchanges.msg_id"), nullable=False),
+    Column("choice", SmallInteger, nullable=False),
+    Column("correction", SmallInteger, nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("task_id", Words, nullable=True),
+    Column("run_id", Words, nullable=True),
+    Column("priority", Double, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Words, nullable=True),
+    Column("reward", Double, nullable=True),
+    Column("reward_rule", Integer, ForeignKey("reward_rules.id"), nullable=True),
+    Column("version_min", Integer, nullable=False),
+    Column("version_max", Integer, nullable=False),
+    Column("temperature", Double, nullable=False),
+    Column("finish_reason", String(32), nullable=True),
+    Column("text", Words, nullable=False),
+    Column("tool_calls", LargeBinary, nullable=True),
+    Column("completion_tokens", Integer, nullable=False),
+    Column("blob", LargeBinary, nullable=False),
+    Column("sampled_at", Double, nullable=False),
+    Column("rewarded_at", Double, nullable=True),
+    Column("committed_at", Double, nullable=True),
+    Column("group_id", BigInteger, nullable=True),
+    Column("lease_epoch", Integer, ForeignKey("epochs.epoch"), nullable=True),
+    Column("lease_until", Double, nullable=True),
+    Column("trained_version", Integer, ForeignKey("versions.version"), nullable=True),
+    Column("unsampled", Words, nullable=True),
+    UniqueConstraint("msg_id", "choice", "correction"),
+    CheckConstraint(one_of("state", State), name="state"),
+    CheckConstraint("(state IN ('expired', 'dropped')) = (reason IS NOT NULL)", name="aside_with_reason"),
+    CheckConstraint(
+        "state NOT IN ('rewarded', 'committed', 'leased', 'trained') OR reward IS NOT NULL", name="rewarded_first"
+    ),
+    # NaN is larger than every number on PostgreSQL and NULL on SQLite, so the bounds keep it out of both.
+    CheckConstraint("reward IS NULL OR (reward > -1e300 AND reward < 1e300)", name="reward_is_finite"),
+    CheckConstraint("(reward IS NULL) = (rewarded_at IS NULL)", name="rewarded_at"),
+    CheckConstraint("(reward IS NULL) = (reward_rule IS NULL)", name="reward_by_a_rule"),
+    CheckConstraint(
+        "state NOT IN ('committed', 'leased', 'trained') OR committed_at IS NOT NULL", name="committed_first"
+    ),
+    CheckConstraint("(state = 'leased') = (lease_epoch IS NOT NULL)", name="leased_under_an_epoch"),
+    CheckConstraint("(state = 'leased') = (lease_until IS NOT NULL)", name="leased_until"),
+    CheckConstraint("(state = 'trained') = (trained_version IS NOT NULL)", name="trained_in_a_version"),
+    CheckConstraint("version_min <= version_max AND choice >= 0 AND completion_tokens >= 0", name="ranges"),
+    CheckConstraint("correction >= 0 AND priority > -1e300 AND priority < 1e300", name="correction_and_priority"),
+    CheckConstraint("state <> 'recorded' OR reward IS NULL", name="recorded_without_reward"),
+    CheckConstraint("state NOT IN ('recorded', 'rewarded') OR committed_at IS NULL", name="committed_once_committed"),
+    CheckConstraint("group_id IS NULL OR committed_at IS NOT NULL", name="grouped_once_committed"),
+    Index(None, "state", "sampled_at"),
+    Index(None, "version_min", "reward"),
+)
+partial(
+    "ix_experiences_trajectory",
+    *(experiences.c[name] for name in ("tenant", "task_id", "run_id")),
+    where="task_id IS NOT NULL",
+)
+partial("ix_experiences_trained_version", experiences.c.trained_version, where="trained_version IS NOT NULL")
+partial("ix_experiences_leased", experiences.c.lease_epoch, where="state = 'leased'")
+# One for each order in which a batch is taken, so that a claim costs the same whatever waits.
+partial("ix_experiences_committed", experiences.c.tenant, experiences.c.id, where=COMMITTED)
+partial(
+    "ix_experiences_committed_by_priority",
+    experiences.c.tenant,
+    experiences.c.priority.desc(),
+    experiences.c.id,
+    where=COMMITTED,
+)
+partial("ix_experiences_committed_by_version", experiences.c.version_min, where=COMMITTED)
+partial("ix_experiences_committed_by_age", experiences.c.sampled_at, where=COMMITTED)
+partial(
+    "ix_experiences_grouped",
+    experiences.c.tenant,
+    experiences.c.group_id,
+    experiences.c.id,
+    where=f"{COMMITTED} AND group_id IS NOT NULL",
+)
+partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
+partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
+
+#: Append-only. Has no foreign key to exchanges, because feedback may come before the row of its reply.
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("event_id", String(64), nullable=False, unique=True),
+    Column("call_id", String(64), nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("msg_id", String(96), nullable=True),
+    Column("choice", SmallInteger, nullable=True),
+    Column("task_id", Words, nullable=True),
+    Column("run_id", Words, nullable=True),
+    Column("kind", String(16), nullable=False),
+    Column("metric", Words, nullable=False),
+    Column("value", Double, nullable=True),
+    Column("text", Words, nullable=True),
+    Column("other_msg_id", String(96), nullable=True),
+    Column("other_choice", SmallInteger, nullable=True),
+    Column("source", Words, nullable=True),
+    Column("received_at", Double, nullable=False),
+    Column("occurred_at", Double, nullable=True),
+    Column("outcome", String(16), nullable=False),
+    CheckConstraint(one_of("kind", Kind), name="kind"),
+    CheckConstraint(one_of("outcome", Outcome), name="outcome"),
+    CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
+    CheckConstraint("(kind IN ('number', 'boolean')) = (value IS NOT NULL)", name="value_of_a_number"),
+    CheckConstraint("(kind IN ('label', 'comment', 'demonstration')) = (text IS NOT NULL)", name="text_of_words"),
+    CheckConstraint("(kind = 'preference') = (other_msg_id IS NOT NULL)", name="preferred_to_another"),
+    CheckConstraint("msg_id IS NOT NULL OR (task_id IS NOT NULL AND run_id IS NOT NULL)", name="about_something"),
+    Index(None, "msg_id", "received_at"),
+)
+partial("ix_feedback_other_msg_id", feedback.c.other_msg_id, where="other_msg_id IS NOT NULL")
+partial(
+    "ix_feedback_trajectory", *(feedback.c[name] for name in ("tenant", "task_id", "run_id")), where="msg_id IS NULL"
+)
+partial("ix_feedback_pending", feedback.c.id, where="outcome = 'pending'")
+partial("ix_feedback_source", feedback.c.tenant, feedback.c.source, where="source IS NOT NULL")
+
+#: People whose rows were deleted. What of theirs was received before, and comes in later, is not taken.
+erasures = Table(
+    "erasures",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("user_id", Words, nullable=False),
+    Column("erased_at", Double, nullable=False),
+    UniqueConstraint("tenant", "user_id"),
+)
+
+#: The files that rows were exported to, so that a deletion reaches them.
+exports = Table(
+    "exports",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("path", Text, nullable=False, unique=True),
+    Column("format", String(16), nullable=False),
+    Column("rows", Integer, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+
+#: What a monitor found wrong. An open alarm that `holds` keeps new versions from being served.
+alarms = Table(
+    "alarms",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("holds", Boolean, nullable=False),
+    Column("raised_at", Double, nullable=False),
+    Column("cleared_at", Double, nullable=True),
+    Column("step", Integer, nullable=True),
+    Column("version", Integer, nullable=True),
+    Column("value", Double, nullable=True),
+    Column("threshold", Double, nullable=True),
+    Column("reason", Words, nullable=False),
+    CheckConstraint(one_of("state", AlarmState), name="state"),
+    CheckConstraint("length(name) BETWEEN 1 AND 64", name="name"),
+    CheckConstraint("(state = 'cleared') = (cleared_at IS NOT NULL)", name="cleared_at"),
+    CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
+    CheckConstraint("threshold IS NULL OR (threshold > -1e300 AND threshold < 1e300)", name="threshold_is_finite"),
+)
+Index(
+    "ix_alarms_one_open",
+    alarms.c.name,
+    unique=True,
+    sqlite_where=text("state = 'raised'"),
+    postgresql_where=text("state = 'raised'"),
+)

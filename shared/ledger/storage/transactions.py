@@ -1,0 +1,180 @@
+"""What every verb of the ledger stands on: one transaction each, ours alone where it must be, errors in our words."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import psycopg
+from psycopg import sql
+from sqlalchemy import (
+    Connection,
+    Double,
+    Engine,
+    Executable,
+    Integer,
+    LargeBinary,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    func,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolExhausted
+
+from tuneloop.shared.errors import LedgerError, LedgerUnavailable
+from tuneloop.shared.ledger.storage.database import first_line
+from tuneloop.shared.ledger.storage.schema_types import Words
+from tuneloop.shared.ledger.storage.write_lock import writing_to
+
+# SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
+_PARAMETERS = 10_000
+
+#: From so many rows on, PostgreSQL has them copied.
+_MANY = 4
+
+#: What PostgreSQL calls the types of the columns.
+_COPIED: Mapping[type, str] = {
+    String: "text",
+    Text: "text",
+    Words: "text",
+    Double: "float8",
+    SmallInteger: "int2",
+    Integer: "int4",
+    LargeBinary: "bytea",
+}
+
+# Two codes of PostgreSQL that psycopg sorts otherwise: a standby cannot write now, a value too big can never be stored.
+_READ_ONLY = "25006"
+_TOO_BIG = "54"
+
+
+_T = TypeVar("_T")
+
+
+class Transactions:
+    """A way to the database through which verbs read and write."""
+
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
+        self._engine = engine
+        self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
+        of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
+        self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
+        self._turn = writing_to(engine)
+        self._clock = clock
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._engine.dispose()
+
+    def _read(self, query: Executable) -> Sequence[Any]:
+        with translated(), self._engine.connect() as connection:
+            return connection.execute(query).all()
+
+    def _read_together(self, *queries: Executable) -> list[Sequence[Any]]:
+        """The answers to several queries, as of one moment."""
+        with translated(), self._snapshots.connect() as connection:
+            return [connection.execute(query).all() for query in queries]
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with translated(), self._turn(), self._writing.begin() as connection:
+            yield connection
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise LedgerUnavailable for what passes by itself, LedgerError for what the database will refuse again."""
+    try:
+        yield
+    except PoolExhausted as error:
+        raise LedgerUnavailable("all connections to the database are busy") from error
+    except DBAPIError as error:
+        reason = first_line(error)
+        if _passes(error):
+            raise LedgerUnavailable(reason) from error
+        raise LedgerError(f"the database refuses it: {reason}") from None  # its cause would quote the row
+
+
+def _passes(error: DBAPIError) -> bool:
+    code = getattr(error.orig, "sqlstate", None) or ""
+    if code.startswith(_TOO_BIG):
+        return False
+    return isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated or code == _READ_ONLY
+
+
+def alone(connection: Connection, what: str, *, shared: bool = False) -> None:
+    """Until this transaction ends, nobody else does `what`; with `shared`, only others who share it do.
+
+    A row lock would not do: who waited for one goes on with what it had read before. SQLite has one writer anyway.
+    """
+    if connection.dialect.name == "postgresql":
+        lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
+        connection.execute(select(lock(func.hashtext(func.current_schema()), func.hashtext(what))))
+
+
+def ignoring(connection: Connection, table: Table) -> Any:
+    """An insert that leaves alone what is there already."""
+    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+    return dialect.insert(table).on_conflict_do_nothing()
+
+
+def put(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows that are not there yet, all with the same columns in the same order.
+
+    SQLAlchemy's own way with parameters costs more than the insert itself.
+    """
+    if not rows:
+        return
+    dialect, columns = connection.dialect.name, tuple(rows[0])
+    words = tuple(name for name in columns if isinstance(table.c[name].type, Words))
+    values = [_bound(row, words) for row in rows]
+    if dialect == "postgresql" and len(values) >= _MANY and _copied(connection, table, columns, values):
+        return
+    connection.exec_driver_sql(_insert(dialect, table, columns), values)
+
+
+def _copied(connection: Connection, table: Table, columns: tuple[str, ...], values: Sequence[Sequence[object]]) -> bool:
+    """Whether all the rows could be copied into the table; none was if some of them is there already.
+
+    Nothing is cheaper on PostgreSQL. What it refuses is tried again as it is usual, and refused with the usual error.
+    """
+    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
+        sql.Identifier(table.name), sql.SQL(", ").join(map(sql.Identifier, columns))
+    )
+    driver = cast("psycopg.Connection[Any]", connection.connection.driver_connection)
+    savepoint = connection.begin_nested()
+    try:
+        with driver.cursor() as cursor, cursor.copy(statement) as copy:
+            copy.set_types([_COPIED[type(table.c[name].type)] for name in columns])
+            for row in values:
+                copy.write_row(row)
+    except psycopg.Error:
+        savepoint.rollback()
+        return False
+    savepoint.commit()
+    return True
+
+
+def _bound(row: Mapping[str, Any], words: tuple[str, ...]) -> tuple[object, ...]:
+    changed = {name: Words.storable(row[name]) for name in words if row[name] is not None}
+    return tuple({**row, **changed}.values())
+
+
+@cache
+def _insert(dialect: str, table: Table, columns: tuple[str, ...]) -> str:
+    names = ", ".join(f'"{name}"' for name in columns)
+    marks = ", ".join(["?" if dialect == "sqlite" else "%s"] * len(columns))
+    return f'INSERT INTO "{table.name}" ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING'
+
+
+def portions(values: Collection[_T], *, of: int = 1) -> Iterator[list[_T]]:
+    """The values, each of which takes `of` parameters, in lists short enough for one statement."""
+    rest = iter(values)
+    while portion := list(islice(rest, _PARAMETERS // of)):
+        yield portion

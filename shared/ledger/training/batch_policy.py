@@ -1,0 +1,39 @@
+"""How batches are taken, as the settings say it."""
+
+from typing import NamedTuple, Self
+
+from tuneloop.shared.settings.settings import Settings
+
+
+class BatchPolicy(NamedTuple):
+    """How batches are taken. `max_staleness` is in versions, `max_age` and `group_timeout` are in seconds.
+
+    `any_reply`: also of replies that are no samples of the policy. `by_result`: a run's last call says how it went, so
+    those before it need no feedback.
+    """
+
+    order: str = "oldest"
+    fair_share: bool = True
+    group_by: str = "none"
+    group_size: int = 8
+    group_timeout: float = 3600.0
+    max_staleness: int | None = None
+    max_age: float | None = None
+    any_reply: bool = False
+    by_result: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """What the settings say."""
+        buffer, trainer = settings.buffer, settings.trainer
+        return cls(
+            order=buffer.order,
+            fair_share=buffer.fair_share,
+            group_by=buffer.group_by,
+            group_size=buffer.group_size,
+            group_timeout=buffer.group_timeout,
+            max_staleness=trainer.max_staleness,
+            max_age=trainer.max_age,
+            any_reply=settings.algorithm.of_any_reply,
+            by_result=settings.algorithm.by_result,
+        )

@@ -1,0 +1,154 @@
+"""Which committed rows the next batch is made of: by order, by group, with a fair share for each tenant.
+
+A claim reads only as many rows as it takes from each tenant that has some waiting, whatever else waits. Everything here
+runs inside a transaction of the ledger, under the trainer's epoch.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, select, text, update
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
+from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.groups import bounds, gather, takable
+
+#: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
+_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+
+#: The tenants that have rows waiting: one look into the index for each, where DISTINCT would read every row.
+_TENANTS = f"""
+    WITH RECURSIVE waiting(tenant) AS (
+        SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED}
+        UNION ALL
+        SELECT (SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED} AND tenant > waiting.tenant)
+        FROM waiting WHERE waiting.tenant IS NOT NULL
+    )
+    SELECT tenant FROM waiting WHERE tenant IS NOT NULL
+"""
+
+#: The committed rows that are no samples of the policy. SQLite must be told the index, as above.
+_UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
+
+
+def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
+    """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
+    for bound in bounds(policy, newest=newest, now=now):
+        too_old = and_(_COMMITTED, bound.column < bound.least)
+        groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
+        in_such_a_group = and_(_COMMITTED, experiences.c.group_id.in_(groups))
+        _set_aside(connection, in_such_a_group, f"of a group sampled more than {bound.value:g} {bound.unit}, in part")
+        _set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
+
+
+def claim(connection: Connection, policy: BatchPolicy, size: int, *, newest: int, now: float) -> list[int]:
+    """The ids of the next batch: `size` rows, or whole groups of at least so many; none if there are not enough."""
+    if not policy.any_reply:
+        _set_unsampled_aside(connection)
+    if policy.group_by != "none":
+        gather(connection, policy, newest=newest, now=now)
+        return _claimed_groups(connection, policy, size)
+    queues = {each: connection.execute(next_of(each, policy, size)).all() for each in _tenants(connection)}
+    if policy.fair_share or len(queues) == 1:
+        rows = _in_turn(queues.values())
+    else:
+        rows = sorted(chain.from_iterable(queues.values()), key=lambda row: _rank(row, policy.order))
+    return [row.id for row in rows[:size]] if len(rows) >= size else []
+
+
+def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
+    """A tenant's next rows; those that someone is changing right now are passed over."""
+    by: dict[str, list[Any]] = {
+        "oldest": [experiences.c.id],
+        "freshest": [experiences.c.id.desc()],
+        "priority": [experiences.c.priority.desc(), experiences.c.id],
+    }
+    return (
+        select(experiences.c.id, experiences.c.priority)
+        .where(_COMMITTED, experiences.c.tenant == tenant, takable(policy))
+        .order_by(*by[policy.order])
+        .limit(size)
+        .with_for_update(skip_locked=True)
+    )
+
+
+def _rank(row: Any, order: str) -> tuple[float, int]:
+    return {"oldest": (0.0, row.id), "freshest": (0.0, -row.id), "priority": (-row.priority, row.id)}[order]
+
+
+def _in_turn(queues: Collection[Sequence[Any]]) -> list[Any]:
+    """One from each queue, then one more from each that has one, and so on."""
+    return [row for turn in zip_longest(*queues) for row in turn if row is not None]
+
+
+def tenants(dialect: str) -> TextClause:
+    """The tenants that have committed rows. SQLite must be told the index: by itself it takes one of all states."""
+    return text(_TENANTS.format(hint="INDEXED BY ix_experiences_committed" if dialect == "sqlite" else ""))
+
+
+def _tenants(connection: Connection) -> Sequence[str]:
+    return connection.execute(tenants(connection.dialect.name)).scalars().all()
+
+
+def unsampled(dialect: str) -> TextClause:
+    """The committed rows that are no samples of the policy."""
+    return text(_UNSAMPLED.format(hint="INDEXED BY ix_experiences_unsampled" if dialect == "sqlite" else ""))
+
+
+def _set_unsampled_aside(connection: Connection) -> None:
+    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered anew."""
+    rows = connection.execute(unsampled(connection.dialect.name)).all()
+    dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
+    for portion in portions([row.id for row in rows]):
+        connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
+    for portion in portions({row.group_id for row in rows} - {None}):
+        rest = and_(_COMMITTED, experiences.c.group_id.in_(portion))
+        connection.execute(update(experiences).where(rest).values(group_id=None))
+
+
+def _set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -> None:
+    connection.execute(update(experiences).where(which).values(state=State.EXPIRED, reason=reason))
+
+
+# Groups.
+
+
+def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> list[int]:
+    queues = {
+        tenant: connection.execute(next_groups(tenant, policy.order, size)).all() for tenant in _tenants(connection)
+    }
+    if policy.fair_share:
+        groups = _in_turn(queues.values())
+    else:
+        sign = -1 if policy.order == "freshest" else 1
+        groups = sorted(chain.from_iterable(queues.values()), key=lambda row: sign * row.group_id)
+    chosen, total = [], 0
+    for group in groups:
+        if total >= size:
+            break
+        chosen.append(group.group_id)
+        total += group.rows
+    if total < size:
+        return []
+    ids: list[int] = []
+    for portion in portions(chosen):
+        members = select(experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
+        ids += connection.execute(
+            members.order_by(experiences.c.group_id, experiences.c.id).with_for_update()
+        ).scalars()
+    return ids
+
+
+def next_groups(tenant: str, order: str, size: int) -> Any:
+    """A tenant's next groups, with how many rows each has."""
+    group_id = experiences.c.group_id
+    return (
+        select(group_id, func.count().label("rows"))
+        .where(_COMMITTED, experiences.c.tenant == tenant, group_id.is_not(None))
+        .group_by(group_id)
+        .order_by(group_id.desc() if order == "freshest" else group_id)
+        .limit(size)
+    )

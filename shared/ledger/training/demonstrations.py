@@ -1,0 +1,55 @@
+"""What somebody made of some replies: their edited answers, as far as they were not taken back."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, select, tuple_
+
+from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.recording.rewards import when
+from tuneloop.shared.ledger.storage.schema import feedback
+from tuneloop.shared.ledger.storage.transactions import portions
+
+_RUN = ("tenant", "task_id", "run_id")
+
+
+def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str]:
+    """The latest edited answer of each of these rows of `experiences` that has one, by its id.
+
+    As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run.
+    """
+    about: dict[object, list[Any]] = defaultdict(list)
+    for event in sorted(_said(connection, rows), key=when):
+        about[event.msg_id or _run(event)].append(event)
+    found: dict[int, str] = {}
+    for row in rows if about else ():
+        both = [*about.get(row.msg_id, ()), *about.get(_run(row), ())]
+        meant = [event for event in both if event.tenant == row.tenant and event.choice in (None, row.choice)]
+        if (text := _latest(sorted(meant, key=when))) is not None:
+            found[row.id] = text
+    return found
+
+
+def _said(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
+    """The edited answers about the rows, and what might take one back."""
+    of_these = select(feedback).where(feedback.c.kind.in_((Kind.DEMONSTRATION, Kind.RETRACTION)))
+    for portion in portions({row.msg_id for row in rows}):
+        yield from connection.execute(of_these.where(feedback.c.msg_id.in_(portion)))
+    named = tuple_(*(feedback.c[name] for name in _RUN))
+    for few in portions({_run(row) for row in rows if None not in _run(row)}, of=3):
+        yield from connection.execute(of_these.where(feedback.c.msg_id.is_(None), named.in_(few)))
+
+
+def _run(row: Any) -> tuple[str, str | None, str | None]:
+    return row.tenant, row.task_id, row.run_id
+
+
+def _latest(events: Iterable[Any]) -> str | None:
+    standing: dict[tuple[str, str | None], str] = {}
+    for event in events:
+        # Taken out before it is put in again, so that the last one is the last that was said.
+        standing.pop((event.metric, event.source), None)
+        if event.kind == Kind.DEMONSTRATION:
+            standing[event.metric, event.source] = event.text
+    return next(reversed(standing.values()), None)

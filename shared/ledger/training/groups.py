@@ -1,0 +1,246 @@
+"""Which committed rows are trained on together: the calls of a run, the runs of a task, the replies of a preference.
+
+Everything here runs inside a transaction of the ledger, under the trainer's epoch. A group is named by `group_id`, the
+smallest id of its rows, as soon as it is complete, or, with what there is, `group_timeout` seconds after the first of
+its rows was committed. What is alone by then is no group: it expires.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.recording.rewards import retractions, when, withdrawn
+from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.run_results import gather_whole, waiting_runs, without_results
+
+#: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
+_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+
+_COLUMNS = tuple(
+    experiences.c[name]
+    for name in (
+        "id",
+        "tenant",
+        "task_id",
+        "run_id",
+        "msg_id",
+        "choice",
+        "state",
+        "committed_at",
+        "group_id",
+        "unsampled",
+        "reward_rule",
+        "sampled_at",
+        "correction",
+    )
+)
+
+_EARLY = (State.RECORDED, State.REWARDED)
+
+Key = tuple[str | None, ...]
+
+
+def takable(policy: BatchPolicy) -> ColumnElement[bool]:
+    """Whether the policy takes a row, for how it was sampled."""
+    return true() if policy.any_reply else experiences.c.unsampled.is_(None)
+
+
+class Bound(NamedTuple):
+    """What must not be less, for a row to be young enough; `unit` says of what the setting's `value` is a number."""
+
+    column: ColumnElement[Any]
+    least: Any
+    value: float
+    unit: str
+
+
+def bounds(policy: BatchPolicy, *, newest: Any, now: float) -> Iterator[Bound]:
+    """How old a row may be that is trained on now, after the version `newest`, a number or what is one in SQL."""
+    if policy.max_staleness is not None:
+        oldest = newest - policy.max_staleness
+        yield Bound(experiences.c.version_min, oldest, policy.max_staleness, f"versions before {newest}")
+    if policy.max_age is not None:
+        yield Bound(experiences.c.sampled_at, now - policy.max_age, policy.max_age, "seconds ago")
+
+
+def young(policy: BatchPolicy, *, newest: Any, now: float) -> ColumnElement[bool]:
+    """Whether a row is within all bounds."""
+    return and_(true(), *(bound.column >= bound.least for bound in bounds(policy, newest=newest, now=now)))
+
+
+def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
+    """Make groups of the committed rows that are in none yet, as far as they are complete."""
+    alone = select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(policy))
+    rows = without_results(connection, connection.execute(alone.order_by(experiences.c.id)).all())
+    if policy.group_by == "preference":
+        _gather_the_preferred(connection, rows, policy, now)
+    else:
+        will_do = and_(takable(policy), young(policy, newest=newest, now=now))
+        _gather_the_named(connection, rows, policy, will_do, now)
+
+
+def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:
+    for portion in portions([row.id for row in rows]):
+        connection.execute(update(experiences).where(experiences.c.id.in_(portion), _COMMITTED).values(values))
+
+
+# By task and run.
+
+
+def _gather_the_named(
+    connection: Connection, alone: Sequence[Any], policy: BatchPolicy, will_do: ColumnElement[bool], now: float
+) -> None:
+    """A group has enough runs, and none of its replies waits for feedback or a commit any more.
+
+    Where runs are judged by their last call, those before it wait for none, and come along if they `will_do`.
+    """
+    found: dict[Key, list[Any]] = defaultdict(list)
+    for row in alone:
+        found[_key(row, policy.group_by)].append(row)
+    waiting = _still_waiting(connection, found, policy)
+    enough, least = (policy.group_size, 2) if policy.group_by == "task" else (1, 1)
+    complete: list[list[Any]] = []
+    for key, rows in found.items():
+        runs = len({_run(row) for row in rows})
+        timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
+        if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
+            complete.append(rows)
+        elif timed_out:
+            reason = f"alone in its group {policy.group_timeout:g} s after it was committed"
+            _set(connection, rows, state=State.EXPIRED, reason=reason)
+    if policy.by_result:
+        gather_whole(connection, complete, will_do, now=now)
+        return
+    for rows in complete:
+        _set(connection, rows, group_id=min(row.id for row in rows))
+
+
+def _key(row: Any, group_by: str) -> Key:
+    """What the rows of a group have in common. Choices of one reply that names no task are a group of their own."""
+    if row.task_id is None:
+        return row.tenant, row.msg_id
+    if group_by == "run" and row.run_id is not None:
+        return row.tenant, row.task_id, row.run_id
+    return (row.tenant, row.task_id) if group_by == "task" else (row.tenant, row.task_id, row.msg_id)
+
+
+def _run(row: Any) -> str:
+    return row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}"
+
+
+def _still_waiting(connection: Connection, keys: Collection[Key], policy: BatchPolicy) -> set[Key]:
+    """Those of the keys that have rows which may still be rewarded or committed."""
+    by_task = {(key[0], key[1]) for key in keys}
+    found: set[Key] = set()
+    for tenant, task_id, run_id in _runs_that_wait(connection, by_task, policy):
+        found |= {(tenant, task_id), (tenant, task_id, run_id)}
+    return found
+
+
+def _runs_that_wait(
+    connection: Connection, tasks: Collection[tuple[str | None, str | None]], policy: BatchPolicy
+) -> Iterator[Any]:
+    if policy.by_result:
+        yield from waiting_runs(connection, tasks, takable(policy))
+        return
+    named = tuple_(experiences.c.tenant, experiences.c.task_id)
+    early = (experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takable(policy))
+    query = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id).distinct()
+    for portion in portions(tasks, of=2):
+        yield from connection.execute(query.where(named.in_(portion), *early))
+
+
+# By preference.
+
+
+def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: BatchPolicy, now: float) -> None:
+    """A group is what preferences connect, and none of it waits for its row, for feedback or for a commit any more.
+
+    Preferences that share a reply make one group. One that comes before the group of its reply is taken widens it.
+    """
+    events = _preferences(connection, {row.msg_id for row in alone})
+    ends = list(_ends(connection, events))
+    ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), policy)}
+    groups = _groups_of(connection, ready.values())
+    ready |= {row.id: row for row in chain.from_iterable(groups)}
+    links = [[row.id for row in group] for group in groups]
+    named, waiting = set[int](), set[int]()
+    for pair in ends:
+        better, worse = ([row.id for row in end if row.id in ready] for end in pair)
+        named |= {*better, *worse}
+        if any(not end or any(_is(row, _EARLY, policy) for row in end) for end in pair):
+            waiting |= {*better, *worse}
+        if better and worse:
+            links.append([*better, *worse])
+    for ids in _connected(ready, links):
+        rows = [ready[id_] for id_ in ids]
+        timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
+        if len(rows) > 1 and (timed_out or waiting.isdisjoint(ids)):
+            _set(connection, rows, group_id=min(ids))
+        elif timed_out:
+            why = "alone in its preference" if ids & named else "in no preference"
+            reason = f"{why} {policy.group_timeout:g} s after it was committed"
+            _set(connection, rows, state=State.EXPIRED, reason=reason)
+
+
+def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
+    """The preferences that name any of the replies, but for those that were taken back."""
+    said: dict[int, Any] = {}
+    for name in (feedback.c.msg_id, feedback.c.other_msg_id):
+        for portion in portions(msg_ids):
+            query = select(feedback).where(feedback.c.other_msg_id.is_not(None), name.in_(portion))
+            said |= {event.id: event for event in connection.execute(query)}
+    taken_back = retractions(connection, {event.msg_id for event in said.values()})
+    gone = set(withdrawn(sorted([*said.values(), *taken_back], key=when)))
+    return [event for event in said.values() if event.id not in gone and event.msg_id is not None]
+
+
+def _is(row: Any, states: Collection[State], policy: BatchPolicy) -> bool:
+    """Whether a row that the policy takes is in one of the states."""
+    return row.state in states and (policy.any_reply or row.unsampled is None)
+
+
+def _ends(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+    """For each preference the rows of the better reply and those of the worse one, as far as they are there."""
+    names = {name for event in events for name in (event.msg_id, event.other_msg_id)}
+    rows: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for portion in portions(names):
+        for row in connection.execute(select(*_COLUMNS).where(experiences.c.msg_id.in_(portion))):
+            rows[row.tenant, row.msg_id].append(row)
+    for event in events:
+        better, worse = rows[event.tenant, event.msg_id], rows[event.tenant, event.other_msg_id]
+        yield _meant(better, event.choice), _meant(worse, event.other_choice)
+
+
+def _meant(rows: Iterable[Any], choice: int | None) -> list[Any]:
+    return [row for row in rows if choice in (None, row.choice)]
+
+
+def _groups_of(connection: Connection, rows: Iterable[Any]) -> list[list[Any]]:
+    """The groups that some of the rows are in already, whole."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for portion in portions({row.group_id for row in rows} - {None}):
+        for row in connection.execute(select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
+            found[row.group_id].append(row)
+    return list(found.values())
+
+
+def _connected(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
+    """What the links connect, each in one set.
+
+    >>> _connected([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])
+    [{1, 2, 3, 4}, {5}]
+    """
+    set_of = {id_: {id_} for id_ in ids}
+    for link in links:
+        parts = sorted({id(set_of[id_]): set_of[id_] for id_ in link}.values(), key=len)
+        for part in parts[:-1]:  # the smaller into the largest, so that none is moved often
+            parts[-1].update(part)
+            set_of.update(dict.fromkeys(part, parts[-1]))
+    return list({id(each): each for each in set_of.values()}.values())

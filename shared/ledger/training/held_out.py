@@ -1,0 +1,41 @@
+"""The verb about held-out replies: what a candidate is compared with the champion on."""
+
+from typing import Any
+
+from sqlalchemy import Select, select
+
+from tuneloop.shared.evaluation.off_policy import HeldOutReply
+from tuneloop.shared.experience import HELD_OUT, State
+from tuneloop.shared.ledger.storage.codec import from_blob
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.storage.transactions import Transactions
+
+_COLUMNS = tuple(experiences.c[name] for name in ("id", "blob", "temperature", "reward", "task_id"))
+
+
+class Replays(Transactions):
+    """Questions that change nothing."""
+
+    def held_out(self, count: int, *, temperature: float | None = None) -> list[HeldOutReply]:
+        """The newest `count` rewarded replies that are held out, the newest first; only those of that temperature.
+
+        Of those alone whose log-probabilities are those of a sample of the policy.
+        """
+        rows = [(row, from_blob(row.blob)) for row in self._read(newest_held_out(count, temperature))]
+        return [
+            HeldOutReply(row.id, prompt, reply, logprobs, row.temperature, row.reward, row.task_id)
+            for row, (prompt, reply, logprobs) in rows
+            if len(prompt)  # Else its first token was predicted from nothing.
+        ]
+
+
+def newest_held_out(count: int, temperature: float | None) -> Select[Any]:
+    """The rows of them, read backwards from the newest that was dropped."""
+    dropped = experiences.c.state == State.DROPPED
+    rewarded = (experiences.c.reason == HELD_OUT, experiences.c.reward.is_not(None))
+    said = experiences.c.completion_tokens > 0
+    sampled = (said, experiences.c.unsampled.is_(None), experiences.c.temperature > 0)
+    query = select(*_COLUMNS).where(dropped, *rewarded, *sampled)
+    if temperature is not None:
+        query = query.where(experiences.c.temperature == temperature)
+    return query.order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc()).limit(count)

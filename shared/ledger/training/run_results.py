@@ -1,0 +1,155 @@
+"""Runs that are judged by their last call: the calls before it, which have no reward, are trained on with it.
+
+Such a call takes the result's reward when its run is gathered, under a rule of its own. It gives it back if the group
+falls apart before it is trained on, for then the result may have been retracted, and when another trainer begins, which
+may see it otherwise. What comes before what is said by the time of the requests: rows come in any order.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select, text, tuple_, update
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.recording.retention import regroup
+from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT, id_of_rule
+from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, reward_rules
+from tuneloop.shared.ledger.storage.transactions import portions
+
+Run = tuple[str, str, str | None]
+
+_RUN = tuple(experiences.c[name] for name in ("tenant", "task_id", "run_id"))
+#: Not a comparison with a parameter: then the planner would not see that the partial index applies.
+_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_RECORDED = experiences.c.state == State.RECORDED
+
+#: A repeat of a trained call says nothing of the calls around it.
+_RESULT = and_(_COMMITTED, experiences.c.correction == 0)
+
+
+def waiting_runs(
+    connection: Connection, tasks: Collection[tuple[str | None, str | None]], which: ColumnElement[bool]
+) -> set[Run]:
+    """The runs of the tasks, each a tenant and a task, that have rows which may still be rewarded or committed.
+
+    A call without a reward waits for none if a later one of its run is committed.
+    """
+    named = tuple_(experiences.c.tenant, experiences.c.task_id)
+    newest = func.max(experiences.c.sampled_at)
+    figures = (
+        func.count().filter(experiences.c.state == State.REWARDED).label("rewarded"),
+        newest.filter(_RECORDED).label("recorded"),
+        newest.filter(_RESULT).label("result"),
+    )
+    early = experiences.c.state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
+    found: set[Run] = set()
+    for portion in portions(tasks, of=2):
+        of_these = and_(experiences.c.task_id.is_not(None), named.in_(portion), early, which)
+        for row in connection.execute(select(*_RUN, *figures).where(of_these).group_by(*_RUN)):
+            alone = row.result is None or row.run_id is None  # without a name each call is a run
+            open_end = row.recorded is not None and (alone or row.recorded >= row.result)
+            if row.rewarded or open_end:
+                found.add((row.tenant, row.task_id, row.run_id))
+    return found
+
+
+def gather_whole(
+    connection: Connection, groups: Collection[Sequence[Any]], which: ColumnElement[bool], *, now: float
+) -> None:
+    """Make groups of committed rows, and of the calls before them without a reward, as `which` chooses among these."""
+    calls: dict[int, list[int]] = defaultdict(list)
+    for call, result in _calls_before(connection, [row for rows in groups for row in rows], which):
+        calls[result].append(call)
+    there = _locked(connection, {row.id for rows in groups for row in rows}.union(*calls.values()))
+    members: list[Mapping[str, int]] = []
+    taken: list[tuple[Any, Any, int]] = []
+    for rows in groups:
+        committed, recorded = [row.id for row in rows], [call for row in rows for call in calls[row.id]]
+        if not (_are(there, committed, State.COMMITTED) and _are(there, recorded, State.RECORDED)):
+            continue  # Somebody has said something since they were found: the next look sees it.
+        group_id = min([*committed, *recorded])
+        members += [{"its_id": id_, "its_group": group_id} for id_ in committed]
+        taken += [(there[call], there[row.id], group_id) for row in rows for call in calls[row.id]]
+    if members:
+        grouped = update(experiences).where(experiences.c.id == bindparam("its_id"))
+        connection.execute(grouped.values(group_id=bindparam("its_group")), members)
+    if taken:
+        _commit_with_results(connection, taken, now=now)
+
+
+def without_results(connection: Connection, rows: Sequence[Any]) -> list[Any]:
+    """The rows, all committed and in no group, but for those that had their reward from a result: these lose it."""
+    rule = _rule(connection)
+    if rule is None:
+        return list(rows)
+    _give_back(connection, [row.id for row in rows if row.reward_rule == rule], rule)
+    return [row for row in rows if row.reward_rule != rule]
+
+
+def give_all_back(connection: Connection) -> None:
+    """Take their reward from all that have a result's and are not trained on yet; their groups are gathered anew."""
+    rule = _rule(connection)
+    if rule is None:
+        return
+    mine = select(experiences.c.id, experiences.c.group_id).where(_COMMITTED, experiences.c.reward_rule == rule)
+    rows = connection.execute(mine).all()
+    _give_back(connection, [row.id for row in rows], rule)
+    regroup(connection, rows)
+
+
+def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElement[bool]) -> Iterator[tuple[int, int]]:
+    """The ids of the calls without a reward that came before the last of these rows of their run, and of that one."""
+    results: dict[Run, Any] = {}
+    for row in rows:
+        run = row.tenant, row.task_id, row.run_id
+        if None not in run and row.correction == 0:
+            results[run] = max(row, results.get(run, row), key=lambda each: (each.sampled_at, each.id))
+    for portion in portions(results, of=3):
+        query = select(experiences.c.id, *_RUN, experiences.c.sampled_at)
+        of_these = and_(experiences.c.task_id.is_not(None), tuple_(*_RUN).in_(portion), _RECORDED, which)
+        for call in connection.execute(query.where(of_these)):
+            result = results[call.tenant, call.task_id, call.run_id]
+            if call.sampled_at < result.sampled_at:
+                yield call.id, result.id
+
+
+def _locked(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
+    """The rows by their ids, as they are now that nobody else can change them. All lock in this order."""
+    columns = [experiences.c[name] for name in ("id", "state", "group_id", "reward", "rewarded_at", "committed_at")]
+    found: dict[int, Any] = {}
+    for portion in portions(sorted(ids)):
+        query = select(*columns).where(experiences.c.id.in_(portion)).order_by(experiences.c.id).with_for_update()
+        found |= {row.id: row for row in connection.execute(query)}
+    return found
+
+
+def _are(there: Mapping[int, Any], ids: Collection[int], state: State) -> bool:
+    return all(id_ in there and there[id_].state == state and there[id_].group_id is None for id_ in ids)
+
+
+def _commit_with_results(connection: Connection, taken: Sequence[tuple[Any, Any, int]], *, now: float) -> None:
+    """Give each call the reward of its result, two locked rows, and commit it into the group."""
+    given = ("reward", "rewarded_at", "committed_at")
+    rows = [
+        {"its_id": call.id, "its_group": group_id, **{f"its_{name}": getattr(result, name) for name in given}}
+        for call, result, group_id in taken
+    ]
+    values: dict[str, Any] = {name: bindparam(f"its_{name}") for name in given}
+    values |= {"state": State.COMMITTED, "group_id": bindparam("its_group")}
+    values["reward_rule"] = id_of_rule(connection, OF_ITS_RESULT, now=now)
+    committed = update(experiences).where(experiences.c.id == bindparam("its_id"))
+    connection.execute(committed.values(values), rows)
+
+
+def _give_back(connection: Connection, ids: Collection[int], rule: int) -> None:
+    nothing = dict.fromkeys(("reward", "rewarded_at", "reward_rule", "committed_at", "group_id"))
+    _locked(connection, ids)
+    for portion in portions(ids):
+        # What was said of one of them meanwhile has made it a reward of its own.
+        still = and_(experiences.c.id.in_(portion), _COMMITTED, experiences.c.reward_rule == rule)
+        connection.execute(update(experiences).where(still).values(state=State.RECORDED, **nothing))
+
+
+def _rule(connection: Connection) -> int | None:
+    return connection.execute(select(reward_rules.c.id).where(reward_rules.c.definition == OF_ITS_RESULT)).scalar()

@@ -1,0 +1,165 @@
+"""The trainer's verbs: take an epoch, lease a batch under it, and register what was made of it."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Select, and_, func, insert, select, update
+
+from tuneloop.shared.errors import LeaseLost, StaleEpoch
+from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
+from tuneloop.shared.ledger.recording.recording import Rewards
+from tuneloop.shared.ledger.recording.rewards import too_late_for
+from tuneloop.shared.ledger.storage.rows import sample
+from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
+from tuneloop.shared.ledger.storage.transactions import alone, portions
+from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.batches import claim, expire
+from tuneloop.shared.ledger.training.demonstrations import demonstrations
+from tuneloop.shared.ledger.training.run_results import give_all_back
+from tuneloop.shared.ledger.versions.events import Decision, note
+from tuneloop.shared.ledger.versions.versions import SERVABLE
+
+#: Seconds that a lease lasts without being extended, which a trainer that lives does all the time: so a dead one holds
+#: what it had no longer than this. Who took it under an older epoch loses it at once.
+LEASE_S = 600.0
+
+
+class Training(Rewards):
+    """What goes out."""
+
+    def take_epoch(self, trainer: str) -> int:
+        """Become the only trainer: a new epoch, and the leases of all older ones ended."""
+        with self._write() as connection:
+            epoch, now = _current_epoch(connection) + 1, self._clock()
+            connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
+            connection.execute(insert(epochs).values(epoch=epoch, trainer=trainer, started_at=now, seen_at=now))
+            self._release(connection, experiences.c.lease_epoch < epoch)
+            give_all_back(connection)
+            return epoch
+
+    def lease(self, epoch: int, size: int, policy: BatchPolicy) -> list[Sample]:
+        """The next `size` committed experiences, or groups of at least so many, claimed for `epoch`.
+
+        None unless there are enough. What is older than the policy allows expires first.
+        """
+        now = self._clock()
+        with self._write() as connection:
+            _fence(connection, epoch)
+            newest = _newest_version(connection)
+            expire(connection, policy, newest=newest, now=now)
+            ids = claim(connection, policy, size, newest=newest, now=now)
+            leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
+            rows: list[Any] = []
+            for portion in portions(ids):
+                connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(leased))
+                rows += connection.execute(_samples(portion))
+            edited = demonstrations(connection, rows)
+            return [sample(row, demonstration=edited.get(row.id)) for row in rows]
+
+    def extend(self, epoch: int) -> None:
+        """Say that the trainer is alive, and keep its leases for another LEASE_S.
+
+        Raises StaleEpoch if a newer one has taken over.
+        """
+        now = self._clock()
+        with self._write() as connection:
+            _fence(connection, epoch)
+            connection.execute(update(epochs).where(epochs.c.epoch == epoch).values(seen_at=now))
+            # Not each time: it writes every row anew.
+            half_over = and_(_leased(epoch), experiences.c.lease_until < now + LEASE_S / 2)
+            connection.execute(update(experiences).where(half_over).values(lease_until=now + LEASE_S))
+
+    def release(self, epoch: int) -> None:
+        """Give back whatever the epoch still holds."""
+        with self._write() as connection:
+            self._release(connection, experiences.c.lease_epoch == epoch)
+
+    def end(self, epoch: int) -> None:
+        """Give back what the epoch holds, and say that its trainer has stopped."""
+        with self._write() as connection:
+            self._release(connection, experiences.c.lease_epoch == epoch)
+            ended = update(epochs).where(epochs.c.epoch == epoch, epochs.c.ended_at.is_(None))
+            connection.execute(ended.values(ended_at=self._clock()))
+
+    def drop(self, epoch: int, ids: Collection[int], reason: str) -> None:
+        """Take leased experiences out of training for good."""
+        dropped = {"state": State.DROPPED, "reason": reason, "lease_epoch": None, "lease_until": None}
+        with self._write() as connection:
+            _fence(connection, epoch)
+            for portion in portions(ids):
+                connection.execute(update(experiences).where(_held(epoch, portion)).values(dropped))
+
+    def register(
+        self, epoch: int, ids: Collection[int], *, step: int, publish: Callable[[int], tuple[Path, str]]
+    ) -> int:
+        """Register the next version and mark what it was trained on, or do neither.
+
+        `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest; it runs
+        inside the transaction, so that a trainer that was overtaken can never put one there. Raises LeaseLost, and
+        publishes nothing, if any of the rows is not leased under the epoch any more.
+        """
+        with self._write() as connection:
+            _fence(connection, epoch)
+            version = 1 + (connection.execute(select(func.max(versions.c.version))).scalar() or 0)
+            leased = 0
+            for portion in portions(ids):
+                held = select(experiences.c.id).where(_held(epoch, portion)).with_for_update()
+                leased += len(connection.execute(held).all())
+            if leased != len(ids):
+                raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {leased} are leased")
+            path, sha256 = publish(version)
+            connection.execute(
+                insert(versions).values(
+                    version=version,
+                    state=VersionState.CANDIDATE,
+                    step=step,
+                    epoch=epoch,
+                    path=str(path),
+                    manifest_sha256=sha256,
+                    consumed=len(ids),
+                    created_at=self._clock(),
+                )
+            )
+            note(connection, version, VersionAction.PUBLISHED, Decision("trainer", self._clock()))
+            trained = {"state": State.TRAINED, "trained_version": version, "lease_epoch": None, "lease_until": None}
+            for portion in portions(ids):
+                connection.execute(update(experiences).where(_held(epoch, portion)).values(trained))
+            if self._compensate_late:
+                self._correct(connection, too_late_for(connection, _replies(connection, ids)))
+            return version
+
+
+def _leased(epoch: int) -> Any:
+    return and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch)
+
+
+def _held(epoch: int, ids: Sequence[int]) -> Any:
+    return and_(experiences.c.id.in_(ids), experiences.c.lease_epoch == epoch)
+
+
+def _replies(connection: Connection, ids: Collection[int]) -> set[str]:
+    found: set[str] = set()
+    for portion in portions(ids):
+        found |= set(connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars())
+    return found
+
+
+def _current_epoch(connection: Connection) -> int:
+    alone(connection, "epochs")
+    return connection.execute(select(func.max(epochs.c.epoch))).scalar() or 0
+
+
+def _fence(connection: Connection, epoch: int) -> None:
+    current = _current_epoch(connection)
+    if current != epoch:
+        raise StaleEpoch(f"this trainer holds epoch {epoch}, but epoch {current} has taken over")
+
+
+def _newest_version(connection: Connection) -> int:
+    newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
+    return connection.execute(newest).scalar() or 0
+
+
+def _samples(ids: Sequence[int]) -> Select[Any]:
+    return select(experiences).where(experiences.c.id.in_(ids)).order_by(experiences.c.id)

@@ -1,0 +1,79 @@
+"""The verbs about alarms: what a monitor found wrong, until it finds it right again or somebody clears it."""
+
+import math
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, exists, insert, select, text, true, update
+
+from tuneloop.shared.experience import AlarmState
+from tuneloop.shared.ledger.storage.schema import alarms
+from tuneloop.shared.ledger.storage.transactions import Transactions, alone
+
+#: Says the same as the partial index.
+_OPEN: ColumnElement[bool] = text("state = 'raised'")  # type: ignore[assignment]
+
+
+class Alarm(NamedTuple):
+    """A row of `alarms`. `holds`: no new version is served while it is open. The ledger sets the times.
+
+    `value` was beyond `threshold` at the trainer's step `step`, when `version` was the newest.
+    """
+
+    name: str
+    reason: str
+    step: int | None = None
+    version: int | None = None
+    value: float | None = None
+    threshold: float | None = None
+    holds: bool = False
+    raised_at: float = 0.0
+    cleared_at: float | None = None
+
+
+class Alarms(Transactions):
+    """What is wrong with the training, as its monitors say it."""
+
+    def raise_alarm(self, alarm: Alarm) -> bool:
+        """Open it. Where one of its name is open, that stays, but for `holds`, and the answer is False.
+
+        A value or a threshold that is not finite is not stored: the reason says it.
+        """
+        with self._write() as connection:
+            alone(connection, "alarms")
+            same = (_OPEN, alarms.c.name == alarm.name)
+            if connection.execute(update(alarms).where(*same).values(holds=alarm.holds)).rowcount:
+                return False
+            row = {
+                "name": alarm.name,
+                "state": AlarmState.RAISED,
+                "holds": alarm.holds,
+                "raised_at": self._clock(),
+                "step": alarm.step,
+                "version": alarm.version,
+                "value": _finite(alarm.value),
+                "threshold": _finite(alarm.threshold),
+                "reason": alarm.reason,
+            }
+            connection.execute(insert(alarms).values(row))
+            return True
+
+    def clear_alarm(self, name: str) -> bool:
+        """Close the open alarm of that name; False if there is none."""
+        cleared = {"state": AlarmState.CLEARED, "cleared_at": self._clock()}
+        with self._write() as connection:
+            alone(connection, "alarms")
+            return connection.execute(update(alarms).where(_OPEN, alarms.c.name == name).values(cleared)).rowcount > 0
+
+    def alarms(self, *, cleared: bool = False) -> list[Alarm]:
+        """The open alarms, oldest first; with `cleared` those too that are not open any more."""
+        query = select(*(alarms.c[name] for name in Alarm._fields)).where(true() if cleared else _OPEN)
+        return [Alarm(*row) for row in self._read(query.order_by(alarms.c.raised_at, alarms.c.id))]
+
+    def promotion_held(self) -> bool:
+        """Whether an open alarm forbids that a new version is served."""
+        held: Any = select(exists().where(_OPEN, alarms.c.holds))
+        return bool(self._read(held)[0][0])
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value

@@ -1,0 +1,125 @@
+"""How one version has done since its rollout began, as far as the ledger knows."""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import ColumnElement, Double, Select, and_, case, func, select
+from sqlalchemy import cast as as_type
+
+from tuneloop.shared.evaluation.samples import Figures, Sample, Share, spread
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences
+from tuneloop.shared.ledger.storage.transactions import Transactions
+from tuneloop.shared.ledger.versions.drift import LONGEST
+
+#: No more slices than that are compared: those with the most rewards.
+MOST_SLICES = 20
+
+#: The newest replies among which refusals are counted.
+READ = 500
+
+# The square of a reward of 1e300 would be no number any more.
+_LARGEST = 1e100
+
+# No reply is as late as that.
+_NEVER = 1e300
+
+_given = experiences.c.reward
+_reward = case((_given > _LARGEST, _LARGEST), (_given < -_LARGEST, -_LARGEST), else_=_given)
+_tokens = as_type(experiences.c.completion_tokens, Double)
+_timed = and_(experiences.c.choice == 0, experiences.c.completion_tokens > 0)
+# First what the traffic is divided by, so that all its replies are of one version, then what shares a reward.
+_unit = func.coalesce(exchanges.c.user_id, experiences.c.task_id, experiences.c.run_id, experiences.c.msg_id)
+
+
+class Comparisons(Transactions):
+    """Questions that change nothing."""
+
+    def figures(self, version: int, since: float, *, refusals: Collection[re.Pattern[str]] = ()) -> Figures:
+        """Of the replies that this version alone has written since then; of failed requests the ledger knows nothing.
+
+        All replies to a user are one unit, or else to a task, or of a run. A reply that was corrected after it had been
+        trained on counts with its first reward. A slice is what stands before the first `/` of a task_id. Rewards
+        beyond 1e100 count as 1e100.
+        """
+        near = self._read(_alone(select(_reward).where(_given.is_not(None)), version, since).limit(1))
+        shift = near[0][0] if near else 0.0
+        [sums] = self._read(_totals(version, since, shift))
+        return Figures(
+            reward=_sample(sums[:7], shift),
+            slices=self._slices(version, since, shift) if near else {},
+            length=_sample(sums[7:14]),
+            latency=_sample(sums[14:]),
+            refusals=self._refusals(version, since, refusals) if refusals else Share(),
+        )
+
+    def _slices(self, version: int, since: float, shift: float) -> dict[str, Sample]:
+        position = func.strpos if self._engine.dialect.name == "postgresql" else func.instr
+        name, slash = experiences.c.task_id, position(experiences.c.task_id, "/")
+        before = case((slash > 0, func.substr(name, 1, slash - 1)), else_=name)
+        rows = self._read(_by_slice(before, version, since, shift))
+        return {row[0]: _sample(row[1:], shift) for row in rows}
+
+    def _refusals(self, version: int, since: float, patterns: Collection[re.Pattern[str]]) -> Share:
+        replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
+        texts = [row[0] for row in self._read(replies.order_by(experiences.c.sampled_at.desc()).limit(READ))]
+        return Share(sum(any(each.search(text) for each in patterns) for text in texts), len(texts))
+
+
+def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
+    """Those rows, each reply once. They are found by their time, not by their version: a champion has very many."""
+    # All states there are, so that the index by state and time serves; and nothing that one by version would.
+    # SQLite takes a stretch with two ends for a short one.
+    lately = and_(experiences.c.state.in_(list(State)), experiences.c.sampled_at.between(since, _NEVER))
+    alone = and_(experiences.c.version_max == version, experiences.c.version_min + 0 == version)
+    return rows.where(lately, alone, experiences.c.correction == 0)
+
+
+def _totals(version: int, since: float, shift: float) -> Select[Any]:
+    columns = (
+        func.count(_given).label("rewarded"),
+        func.coalesce(func.sum(_reward - shift), 0.0).label("reward"),
+        func.count().label("replies"),
+        func.sum(_tokens).label("tokens"),
+        func.count().filter(_timed).label("timed"),
+        func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
+        func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
+    )
+    units = _alone(_of_units(*columns), version, since).subquery().c
+    return select(
+        *_sums(units.rewarded, units.reward, units.rewarded),
+        *_sums(units.replies, units.tokens, units.replies),
+        *_sums(units.timed, units.seconds, units.timed_tokens),
+    )
+
+
+def _by_slice(name: ColumnElement[str], version: int, since: float, shift: float) -> Select[Any]:
+    columns = (name.label("slice"), func.count().label("rewarded"), func.sum(_reward - shift).label("reward"))
+    # Not that task_id is something: an index of all rows of which it is would be read.
+    rewarded = and_(_given.is_not(None), name.is_not(None))
+    units = _alone(_of_units(*columns), version, since).where(rewarded).group_by(name).subquery().c
+    by_slice = select(units.slice, *_sums(units.rewarded, units.reward, units.rewarded)).group_by(units.slice)
+    return by_slice.order_by(func.sum(units.rewarded).desc(), units.slice).limit(MOST_SLICES)
+
+
+def _of_units(*columns: ColumnElement[Any]) -> Select[Any]:
+    joined = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+    return joined.group_by(experiences.c.tenant, _unit)
+
+
+def _sums(replies: Any, over: Any, under: Any) -> tuple[ColumnElement[Any], ...]:
+    """What the sample of a ratio of totals is made from."""
+    below = as_type(under, Double)
+    products = (over, below, over * over, over * below, below * below)
+    return func.sum(replies), func.count().filter(replies > 0), *(func.sum(each) for each in products)
+
+
+def _sample(sums: Any, shift: float = 0.0) -> Sample:
+    replies, units, over, under, squared, mixed, under_squared = (float(each or 0) for each in sums)
+    if not under:
+        return Sample()
+    mean = over / under
+    squares = squared - 2 * mean * mixed + mean**2 * under_squared
+    count, sources = int(replies), int(units)
+    return Sample(count, sources, shift + mean, spread(count, sources, squares, under))

@@ -1,0 +1,168 @@
+"""The verbs of those who decide about versions: people, and rollouts that have come to their end."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Select, func, select, update
+
+from tuneloop.shared.errors import VersionRefused
+from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.ledger.storage.schema import version_events, versions
+from tuneloop.shared.ledger.storage.transactions import alone
+from tuneloop.shared.ledger.versions.events import Decision, Details, note
+from tuneloop.shared.ledger.versions.versions import PINNED, SERVABLE, VersionLedger, appoint, end, retire, state_of
+
+
+class Appointments(VersionLedger):
+    """Decisions. Whoever decides says which champion he has seen, so that of two at once only one is heard."""
+
+    def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:
+        """Make any servable version the champion, an older one too, in place of the champion `instead_of`.
+
+        Raises VersionRefused, and changes nothing, if that is the champion no more, if `version` is unknown, rejected
+        or rolled back, or if another one is pinned.
+        """
+        with self._write() as connection:
+            alone(connection, "promote")
+            _expect_champion(connection, instead_of)
+            _require_servable(connection, version)
+            if _pinned(connection) not in {None, version}:
+                raise _other_pinned(connection)
+            if version != instead_of:
+                appoint(connection, version, Decision(by, self._clock(), reason, details))
+
+    def roll_back(
+        self,
+        version: int,
+        *,
+        by: str,
+        reason: str,
+        details: Details | None = None,
+        only_as: VersionState | None = None,
+    ) -> int:
+        """Take a canary or the champion out of service for good; returns the champion's number after that.
+
+        In place of a champion comes the one before it. Newer versions that wait descend from what is rolled back, so
+        they are rejected. Raises VersionRefused, and changes nothing, if the version does not serve, or not as
+        `only_as`, is pinned, or there is none to go back to.
+        """
+        with self._write() as connection:
+            alone(connection, "promote")
+            decision = Decision(by, self._clock(), reason, details)
+            state = state_of(connection, version)
+            if state not in {VersionState.CANARY, VersionState.CHAMPION}:
+                raise VersionRefused(f"version {version} is {state or 'unknown'}: only what serves can be rolled back")
+            if only_as not in {None, state}:
+                raise VersionRefused(f"version {version} is {state} by now, not {only_as}")
+            if _pinned(connection) == version:
+                raise VersionRefused(f"version {version} is pinned; unpin it first")
+            before = _champion_before(connection) if state == VersionState.CHAMPION else None
+            if state == VersionState.CHAMPION and before is None:
+                raise VersionRefused(f"there is no version to go back to from version {version}")
+            end(connection, version, VersionState.ROLLED_BACK, decision)
+            _end_descendants(connection, version, decision)
+            if before is not None:
+                appoint(connection, before, decision.because(f"version {version} was rolled back"))
+            return _champion(connection)
+
+    def champion_before(self) -> int | None:
+        """Which version would be served if the champion were rolled back now; None if there is none to go back to."""
+        rows = self._read(_champions_before())
+        return rows[0].version if rows else None
+
+    def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
+        """Serve this version and no other until it is unpinned; a canary retires.
+
+        Raises VersionRefused, and changes nothing, if `instead_of` is not the champion, if `version` cannot be served,
+        or if another one is pinned.
+        """
+        with self._write() as connection:
+            alone(connection, "promote")
+            _expect_champion(connection, instead_of)
+            _require_servable(connection, version)
+            if _pinned(connection) == version:
+                return
+            if _pinned(connection) is not None:
+                raise _other_pinned(connection)
+            decision = Decision(by, self._clock(), reason)
+            connection.execute(update(versions).where(versions.c.version == version).values(pinned=True))
+            note(connection, version, VersionAction.PINNED, decision)
+            pinned = decision.because(f"version {version} was pinned")
+            if version == instead_of:
+                retire(connection, versions.c.state == VersionState.CANARY, pinned)
+            else:
+                appoint(connection, version, pinned)
+
+    def unpin(self, *, by: str, reason: str = "") -> int:
+        """Let newer versions be served again; returns the number of what was pinned. Raises VersionRefused if none."""
+        with self._write() as connection:
+            alone(connection, "promote")
+            pinned = _pinned(connection)
+            if pinned is None:
+                raise VersionRefused("no version is pinned")
+            connection.execute(update(versions).where(versions.c.version == pinned).values(pinned=False))
+            note(connection, pinned, VersionAction.UNPINNED, Decision(by, self._clock(), reason))
+            return pinned
+
+
+def _champion(connection: Connection) -> int:
+    found: int = connection.execute(
+        select(versions.c.version).where(versions.c.state == VersionState.CHAMPION)
+    ).scalar_one()
+    return found
+
+
+def _pinned(connection: Connection) -> int | None:
+    found: int | None = connection.execute(select(versions.c.version).where(PINNED)).scalar()
+    return found
+
+
+def _other_pinned(connection: Connection) -> VersionRefused:
+    return VersionRefused(f"version {_pinned(connection)} is pinned; unpin it first")
+
+
+def _expect_champion(connection: Connection, expected: int) -> None:
+    champion = _champion(connection)
+    if champion != expected:
+        raise VersionRefused(f"version {champion} is the champion, not version {expected}: look again, then decide")
+
+
+def _require_servable(connection: Connection, version: int) -> None:
+    row = connection.execute(select(versions.c.state, versions.c.reason).where(versions.c.version == version)).first()
+    if row is None:
+        raise VersionRefused(f"there is no version {version}")
+    if row.state not in SERVABLE:
+        raise VersionRefused(f"version {version} is {row.state}: {row.reason}")
+
+
+def _champion_before(connection: Connection) -> int | None:
+    found: int | None = connection.execute(_champions_before()).scalar()
+    return found
+
+
+def _champions_before() -> Select[Any]:
+    """Which retired version was the champion last. A canary that retired never was one."""
+
+    def last(action: VersionAction) -> Any:
+        same = (version_events.c.version == versions.c.version, version_events.c.action == action)
+        return select(func.max(version_events.c.at)).where(*same).scalar_subquery()
+
+    # Champions from before there were events have only the time when they were first served.
+    crowned = func.coalesce(last(VersionAction.PROMOTED), versions.c.served_at)
+    never = last(VersionAction.CANARY).is_not(None) & last(VersionAction.PROMOTED).is_(None)
+    retired = select(versions.c.version).where(
+        versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
+    )
+    return retired.order_by(crowned.desc(), versions.c.version.desc()).limit(1)
+
+
+def _end_descendants(connection: Connection, version: int, decision: Decision) -> None:
+    because = decision.because(f"descends from version {version}, which was rolled back")
+    waiting = {
+        VersionState.CANDIDATE: VersionState.REJECTED,
+        VersionState.CANARY: VersionState.ROLLED_BACK,
+    }
+    newer = select(versions.c.version, versions.c.state).where(
+        versions.c.version > version, versions.c.state.in_(tuple(waiting))
+    )
+    for number, state in connection.execute(newer.order_by(versions.c.version)).all():
+        end(connection, number, waiting[VersionState(state)], because)

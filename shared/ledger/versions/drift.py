@@ -1,0 +1,72 @@
+"""What the monitors ask the ledger: the newest replies, and who gave the newest feedback.
+
+Both read backwards from the newest row, so that they cost the same however much the ledger holds.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import func, select
+from zstandard import ZstdError
+
+from tuneloop.shared.ledger.storage.codec import unpack_text
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import Transactions, portions
+
+#: Characters of a reply that are looked at.
+LONGEST = 2000
+
+# Where few events name a source, no more than so many times the events asked for are read.
+_STRETCH = 10
+
+
+class Reply(NamedTuple):
+    """One reply: the first LONGEST characters of its text, its tool calls and the request, both the client's JSON.
+
+    The request is read only for a reply that calls tools, or holds one of the marks asked for; None if it is damaged.
+    """
+
+    text: str
+    tool_calls: bytes | None
+    request: bytes | None
+
+
+class Drift(Transactions):
+    """Questions that change nothing."""
+
+    def newest_replies(self, count: int, *, marks: Sequence[str] = ()) -> list[Reply]:
+        """The newest `count` replies, the newest first; `marks` are texts that call for the request, too."""
+        columns = (experiences.c.msg_id, func.substr(experiences.c.text, 1, LONGEST), experiences.c.tool_calls)
+        query = select(*columns).where(experiences.c.correction == 0).order_by(experiences.c.id.desc()).limit(count)
+        rows = self._read(query)
+        wanted = {msg_id for msg_id, text, calls in rows if calls or any(mark in text for mark in marks)}
+        requests: dict[str, bytes | None] = {}
+        for portion in portions(wanted):
+            asked = select(exchanges.c.msg_id, exchanges.c.request).where(exchanges.c.msg_id.in_(portion))
+            requests |= {msg_id: _readable(request) for msg_id, request in self._read(asked)}
+        return [Reply(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
+
+    def largest_rater(self, count: int) -> float | None:
+        """The share of the most frequent source among the newest `count` feedback events that name one.
+
+        Sources of two tenants are two. None if there are not so many among the newest 10 * `count` events, or if these
+        all name the same one: a single judge who does all the rating is no drift.
+        """
+        newest = select(feedback.c.id, feedback.c.tenant, feedback.c.source).order_by(feedback.c.id.desc())
+        part = newest.limit(count * _STRETCH).subquery()
+        rows = self._read(
+            select(part.c.tenant, part.c.source).where(part.c.source.is_not(None)).order_by(part.c.id.desc())
+        )
+        sources = [(row.tenant, row.source) for row in rows]
+        if len(sources) < count or len(set(sources)) < 2:
+            return None
+        latest = sources[:count]
+        return max(latest.count(source) for source in set(latest)) / count
+
+
+def _readable(stored: bytes) -> bytes | None:
+    """The request; None if its bytes are damaged, which must not stop a trainer."""
+    try:
+        return unpack_text(stored)
+    except ZstdError:
+        return None

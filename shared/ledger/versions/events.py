@@ -1,0 +1,80 @@
+"""The verbs about what happened to the versions: every decision is a row, with who made it and why."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, insert, select, true
+
+from tuneloop.shared.experience import VersionAction
+from tuneloop.shared.ledger.storage.schema import version_events
+from tuneloop.shared.ledger.storage.transactions import Transactions
+
+#: The figures that decided something, as they are kept in JSON.
+Details = Mapping[str, Any]
+
+
+class VersionEvent(NamedTuple):
+    """A row of `version_events`: what happened to a version, by whom, why, and the figures that decided it."""
+
+    id: int
+    version: int
+    at: float
+    action: VersionAction
+    actor: str
+    reason: str | None
+    details: dict[str, Any]
+
+
+class Decision(NamedTuple):
+    """Who decides something about a version, when, why, and by which figures."""
+
+    by: str
+    at: float
+    reason: str = ""
+    details: Details | None = None
+
+    def because(self, reason: str) -> "Decision":
+        """What follows from it for another version."""
+        return self._replace(reason=reason, details=None)
+
+
+class VersionEvents(Transactions):
+    """What happened to the versions."""
+
+    def note_version(
+        self, version: int, action: VersionAction, *, by: str, reason: str = "", details: Details | None = None
+    ) -> None:
+        """Keep that something happened to a version which did not change its state."""
+        with self._write() as connection:
+            note(connection, version, action, Decision(by, self._clock(), reason, details))
+
+    def version_events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
+        """What happened to the versions, or to one, oldest first; only the `last` so many."""
+        of_it = true() if version is None else version_events.c.version == version
+        rows = self._read(select(version_events).where(of_it).order_by(version_events.c.id.desc()).limit(last))
+        return [
+            VersionEvent(
+                id=row.id,
+                version=row.version,
+                at=row.at,
+                action=VersionAction(row.action),
+                actor=row.actor,
+                reason=row.reason,
+                details=json.loads(row.details) if row.details else {},
+            )
+            for row in reversed(rows)
+        ]
+
+
+def note(connection: Connection, version: int, action: VersionAction, decision: Decision) -> None:
+    """Keep, in the transaction that does it, what happens to a version."""
+    row = {
+        "version": version,
+        "at": decision.at,
+        "action": action,
+        "actor": decision.by,
+        "reason": decision.reason or None,
+        "details": json.dumps(decision.details, allow_nan=False) if decision.details else None,
+    }
+    connection.execute(insert(version_events).values(row))

@@ -1,0 +1,217 @@
+"""Why no training step is happening: from facts about the ledger, its trainer and the spool to sentences with a cure.
+
+Nothing is asked here: who wants to know brings the facts.
+"""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import NamedTuple
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts
+
+#: What has waited in the spool for so many seconds is no longer on its way.
+SPOOL_WAITS_S = 60.0
+
+#: So many replies to one that cannot be trained on are more than a client's own choice of what is for training.
+_NEARLY_ALL = 20
+
+#: The states that a step is made of, in the order of the road.
+WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
+
+
+class Code(StrEnum):
+    """The reasons, in the order in which they are told: what stops everything first, then down the road."""
+
+    DATABASE_AWAY = "database_away"
+    STEPS_DONE = "steps_done"
+    NO_TRAINER = "no_trainer"
+    LEASED = "leased"
+    SPOOL_NOT_FLUSHED = "spool_not_flushed"
+    NOTHING_RECORDED = "nothing_recorded"
+    NOT_TRAINABLE = "not_trainable"
+    NO_FEEDBACK = "no_feedback"
+    NOT_COMMITTED = "not_committed"
+    ALL_EXPIRED = "all_expired"
+    TOO_STALE = "too_stale"
+    GROUPS_INCOMPLETE = "groups_incomplete"
+    BATCH_NOT_FULL = "batch_not_full"
+    REJECTED_VERSIONS = "rejected_versions"
+    NONE = "none"
+
+
+class Reason(NamedTuple):
+    """One reason, and what to do about it."""
+
+    code: Code
+    sentence: str
+
+
+def diagnose(facts: Facts) -> list[Reason]:
+    """Every reason that holds, the first to be cured first."""
+    found = list(_of_the_spool(facts))
+    if facts.ledger is None:
+        away = "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool"
+        return [Reason(Code.DATABASE_AWAY, away), *found]
+    found += _of_the_trainer(facts, facts.ledger)
+    if not _busy(facts, facts.ledger) or facts.rules.save_interval > 1:
+        found += _of_the_batch(facts, facts.ledger)
+    found += _of_the_versions(facts.ledger)
+    if not found:
+        found.append(Reason(Code.NONE, "a full batch waits, and a trainer that lives is about to take it"))
+    return sorted(found, key=lambda reason: list(Code).index(reason.code))
+
+
+def equation(ledger: LedgerFacts) -> list[str]:
+    """The two sums that must come out, as lines."""
+    counts = {state: ledger.pile(state).rows for state in State}
+    terms = " + ".join(f"{count} {state.value}" for state, count in counts.items())
+    trained = f"{counts[State.TRAINED]} trained + {ledger.purged} purged"
+    consumed = f"{ledger.consumed} consumed by {number(ledger.versions, 'version')}"
+    sign = "=" if counts[State.TRAINED] + ledger.purged == ledger.consumed else "≠"
+    return [f"{number(sum(counts.values()), 'experience')} = {terms}", f"{trained} {sign} {consumed}"]
+
+
+def ago(now: float, then: float) -> str:
+    """How long ago that was, as people say it."""
+    seconds = max(0.0, now - then)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def moment(then: float) -> str:
+    """The time of day and date, in UTC."""
+    return f"{datetime.fromtimestamp(then, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _of_the_spool(facts: Facts) -> Iterator[Reason]:
+    spool = facts.spool
+    if spool.bytes and spool.since is not None and facts.now - spool.since > SPOOL_WAITS_S:
+        yield Reason(
+            Code.SPOOL_NOT_FLUSHED,
+            f"{number(spool.bytes, 'byte')} of the spool have waited for {ago(facts.now, spool.since)}: an explorer on"
+            " this machine moves them when the database takes them; start one, or see in its log what keeps it",
+        )
+
+
+def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
+    trainer, total = ledger.trainer, facts.rules.total_steps
+    if total is not None and ledger.weights is not None and ledger.weights.step >= total:
+        yield Reason(Code.STEPS_DONE, f"all {total} steps of trainer.total_steps are done: raise it to go on")
+    elif trainer is None:
+        yield Reason(Code.NO_TRAINER, "no trainer has ever started: `tuneloop run` one, with `mode: train` or `both`")
+    elif trainer.ended_at is not None:
+        stopped = (
+            f"trainer {trainer.name} stopped at {moment(trainer.ended_at)}, {ago(facts.now, trainer.ended_at)} ago"
+        )
+        yield Reason(Code.NO_TRAINER, f"{stopped}: start it again; if it did not mean to stop, its last words say why")
+    elif not trainer.up(facts.now):
+        seen = (
+            f"trainer {trainer.name} was last seen at {moment(trainer.seen_at)}, {ago(facts.now, trainer.seen_at)} ago"
+        )
+        yield Reason(
+            Code.NO_TRAINER, f"{seen}: it is dead, or cut off from the database; look at its log, start it again"
+        )
+    if _busy(facts, ledger):
+        since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
+        count = number(ledger.pile(State.LEASED).rows, "experience")
+        yield Reason(Code.LEASED, f"{count} in training{since}: wait, or see what the trainer logs")
+
+
+def _busy(facts: Facts, ledger: LedgerFacts) -> bool:
+    """Whether a living trainer holds a whole batch."""
+    return _up(facts, ledger) and ledger.pile(State.LEASED).rows >= facts.rules.batch_size
+
+
+def _up(facts: Facts, ledger: LedgerFacts) -> bool:
+    return ledger.trainer is not None and ledger.trainer.up(facts.now)
+
+
+def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
+    size, leased = facts.rules.batch_size, ledger.pile(State.LEASED).rows
+    ready = ledger.claimable + (leased % size if _up(facts, ledger) else leased)
+    if ready >= size:
+        return
+    yield from _before_feedback(ledger, facts.rules.uncounted)
+    yield from _before_the_trainer(facts, ledger)
+    if ready:
+        missing = f"a step takes {size}, {ready} can be had now"
+        yield Reason(
+            Code.BATCH_NOT_FULL,
+            f"{missing}: give feedback on more replies and commit them, or lower buffer.train_batch_size",
+        )
+
+
+def _before_feedback(ledger: LedgerFacts, uncounted: str | None) -> Iterator[Reason]:
+    recorded, dropped = ledger.pile(State.RECORDED).rows, ledger.pile(State.DROPPED).lately + ledger.unsampled
+    alive = sum(ledger.pile(state).lately for state in WAITING) - ledger.unsampled
+    on_the_road = sum(ledger.pile(state).rows for state in WAITING)
+    if not on_the_road and not any(pile.lately for pile in ledger.piles.values()):
+        since = "since the last that was trained on" if ledger.pile(State.TRAINED).rows else "yet"
+        yield Reason(
+            Code.NOTHING_RECORDED, f"no experience was recorded {since}: send requests to /v1/chat/completions"
+        )
+    if dropped > _NEARLY_ALL * alive:
+        most = next((f", most often: {each.reason}" for each in ledger.aside if each.state is State.DROPPED), "")
+        unsampled = f" ({ledger.unsampled} are no samples of the policy)" if ledger.unsampled else ""
+        yield Reason(
+            Code.NOT_TRAINABLE,
+            f"{dropped} of the last {number(dropped + alive, 'experience')} cannot be trained on{unsampled}{most}: see"
+            " what the clients ask for, and `reason` and `unsampled` in the table experiences",
+        )
+    if recorded == on_the_road and recorded:
+        pending = f"; {_waits(ledger.pending, 'event')} for a reply that is not recorded" if ledger.pending else ""
+        yield Reason(
+            Code.NO_FEEDBACK,
+            f"{_waits(recorded, 'experience')} for a reward, none has one: POST /feedback on them{pending}"
+            + (f"; {uncounted}" if uncounted else ""),
+        )
+
+
+def _before_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
+    rewarded, expired = ledger.pile(State.REWARDED).rows, ledger.pile(State.EXPIRED).lately
+    if rewarded:
+        yield Reason(
+            Code.NOT_COMMITTED, f"{number(rewarded, 'experience')} with a reward, but not committed: POST /commit"
+        )
+    bounds = "trainer.max_staleness or trainer.max_age"
+    if expired and not ledger.pile(State.COMMITTED).rows + ledger.pile(State.LEASED).rows:
+        yield Reason(
+            Code.ALL_EXPIRED,
+            f"{number(expired, 'experience')} expired and none is left: commit sooner, or raise {bounds}",
+        )
+    if ledger.too_old:
+        yield Reason(
+            Code.TOO_STALE,
+            f"{number(ledger.too_old, 'committed experience')} too old for the next batch, which lets them expire:"
+            f" commit sooner, or raise {bounds}",
+        )
+    # Without a trainer nobody has looked which of them are complete.
+    if ledger.ungrouped and _up(facts, ledger):
+        yield Reason(
+            Code.GROUPS_INCOMPLETE,
+            f"{_waits(ledger.ungrouped, 'committed experience')} until their {facts.rules.group_by} is complete:"
+            " give feedback on its other replies and commit them, or wait for buffer.group_timeout",
+        )
+
+
+def _of_the_versions(ledger: LedgerFacts) -> Iterator[Reason]:
+    weights = ledger.weights
+    if weights is not None and weights.rejected >= 2:
+        yield Reason(
+            Code.REJECTED_VERSIONS,
+            f"the newest {weights.rejected} versions were rejected, each with what it learnt ({weights.reason}): see"
+            " the explorer's log",
+        )
+
+
+def number(count: int, noun: str) -> str:
+    """The number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _waits(count: int, noun: str) -> str:
+    return f"{number(count, noun)} wait{'s' if count == 1 else ''}"

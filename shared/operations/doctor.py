@@ -1,0 +1,165 @@
+"""The report of `tuneloop doctor`: does the ledger add up, what waits where, and why is no step happening."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from tuneloop.shared.errors import EnvironmentRefused, LedgerError
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
+from tuneloop.shared.operations.open_versions import Standing, undecided
+from tuneloop.shared.settings.database_url import shown
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import spooled
+
+#: How many of the reasons of what is aside are told.
+REASONS = 5
+
+_WAITS_FOR = {
+    State.RECORDED: "feedback",
+    State.REWARDED: "a commit",
+    State.COMMITTED: "a batch",
+    State.LEASED: "its version",
+}
+
+
+class Report(NamedTuple):
+    """What was found: the facts, the sentences of the ledger that do not add up, and why no step is happening.
+
+    `undecided` are the versions that wait, are tried or are pinned.
+    """
+
+    facts: Facts
+    imbalance: list[str]
+    reasons: list[Reason]
+    undecided: tuple[Standing, ...]
+
+
+def examine(settings: Settings, *, clock: Callable[[], float] = time.time) -> Report:
+    """Look at the ledger and the spool; nothing is changed."""
+    ledger, imbalance, standings, away = None, list[str](), tuple[Standing, ...](), ""
+    try:
+        ledger, imbalance, standings = _asked(settings)
+    except EnvironmentRefused as error:
+        away = str(error)
+    except LedgerError as error:
+        away = f"cannot use the database {shown(settings.database_url)}: {error}"
+    facts = Facts(now=clock(), rules=Rules.of(settings), spool=spooled(settings.spool_dir), ledger=ledger, away=away)
+    return Report(facts, imbalance, diagnose(facts), standings)
+
+
+def _asked(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Standing, ...]]:
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    there, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+    if there is None:  # nothing has run yet
+        return LedgerFacts(piles={}), [], ()
+    if there != newest:
+        raise EnvironmentRefused(
+            f"the database has the schema {there}, this release works with {newest}: `tuneloop db upgrade`"
+        )
+    ledger = Ledger.of(settings)
+    try:
+        return ledger.facts(BatchPolicy.of(settings), aside=REASONS), ledger.audit(), undecided(ledger, settings)
+    finally:
+        ledger.close()
+
+
+def as_text(report: Report, settings: Settings) -> Iterator[str]:
+    """The report for people, line by line."""
+    facts = report.facts
+    sections: dict[str, list[str]] = {}
+    if facts.ledger is None:
+        sections["Ledger"] = [facts.away]
+    else:
+        wrong = [f"does NOT hold: {sentence}" for sentence in report.imbalance]
+        sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"])]
+        sections["Waiting"] = list(_waiting(facts.ledger, facts))
+        sections["Trainer"] = [_trainer(facts.ledger, facts.now)]
+        standings = (_standing(each, facts.now) for each in report.undecided)
+        sections["Versions"] = [_versions(facts.ledger, facts.now), *standings]
+        sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+    sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
+    sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
+    for title, lines in sections.items():
+        yield from (f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
+
+
+def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
+    for state, what in _WAITS_FOR.items():
+        pile = ledger.pile(state)
+        of = f" of {facts.rules.batch_size}" if state is State.COMMITTED else ""
+        yield f"{state.value:<10} {pile.rows:>8} for {what}{of}{_oldest(facts.now, pile.oldest)}"
+    yield f"{'feedback':<10} {ledger.pending:>8} for the reply it is about{_oldest(facts.now, ledger.pending_since)}"
+    for each in ledger.aside:
+        yield f"{each.state.value:<10} {each.rows:>8} {each.reason}"
+
+
+def _oldest(now: float, then: float | None) -> str:
+    return "" if then is None else f", the oldest for {ago(now, then)}, since {moment(then)}"
+
+
+def _trainer(ledger: LedgerFacts, now: float) -> str:
+    trainer = ledger.trainer
+    if trainer is None:
+        return "none has ever started"
+    name = f"{trainer.name}, epoch {trainer.epoch}"
+    if trainer.ended_at is not None:
+        return f"{name}: stopped {ago(now, trainer.ended_at)} ago"
+    return f"{name}: {'up' if trainer.up(now) else 'NOT up'}, last seen {ago(now, trainer.seen_at)} ago"
+
+
+def _versions(ledger: LedgerFacts, now: float) -> str:
+    weights = ledger.weights
+    if weights is None:
+        return "none is registered"
+    served = "none" if weights.champion is None else str(weights.champion)
+    rejected = f"; {number(weights.rejected, 'newest version')} rejected: {weights.reason}" if weights.rejected else ""
+    registered = f"registered {ago(now, weights.registered_at)} ago"
+    return f"newest {weights.newest}, {registered}; served {served}; {number(weights.step, 'step')} done{rejected}"
+
+
+def _standing(standing: Standing, now: float) -> str:
+    how = {"pinned": "is pinned", "tried": "is tried", "waits": "waits"}[standing.how]
+    since = f"for {ago(now, standing.since)}, since {moment(standing.since)}"
+    return f"version {standing.version} {how} {since}: {standing.why}"
+
+
+def _alarm(alarm: Alarm, now: float) -> str:
+    holds = "; no new version is served" if alarm.holds else ""
+    return f"{alarm.name}: {alarm.reason}; raised {ago(now, alarm.raised_at)} ago{holds}"
+
+
+def _spool(facts: Facts) -> str:
+    spool = facts.spool
+    waits = f"{number(spool.bytes, 'byte')} not in the database yet{_oldest(facts.now, spool.since)}"
+    aside = f"; {number(spool.quarantined_bytes, 'byte')} in quarantine" if spool.quarantined_bytes else ""
+    return f"{number(spool.slots, 'slot')}, {waits}{aside}"
+
+
+def as_json(report: Report) -> Mapping[str, object]:
+    """The report for programs. Times are seconds since 1970, UTC."""
+    facts, ledger = report.facts, report.facts.ledger
+    found: dict[str, object] = {
+        "now": facts.now,
+        "holds": None if ledger is None else not report.imbalance,
+        "imbalance": report.imbalance,
+        "spool": facts.spool._asdict(),
+        "reasons": [reason._asdict() for reason in report.reasons],
+    }
+    if ledger is not None:
+        found |= {
+            "states": {state.value: ledger.pile(state)._asdict() for state in State},
+            "batch": {"size": facts.rules.batch_size, "claimable": ledger.claimable, "too_old": ledger.too_old},
+            "feedback": {"pending": ledger.pending, "oldest": ledger.pending_since},
+            "trained": {"consumed": ledger.consumed, "purged": ledger.purged, "versions": ledger.versions},
+            "trainer": ledger.trainer and ledger.trainer._asdict() | {"up": ledger.trainer.up(facts.now)},
+            "versions": ledger.weights and ledger.weights._asdict(),
+            "undecided": [each._asdict() for each in report.undecided],
+            "aside": [each._asdict() for each in ledger.aside],
+            "unsampled": ledger.unsampled,
+            "alarms": [each._asdict() for each in ledger.alarms],
+        }
+    return found

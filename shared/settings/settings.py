@@ -1,0 +1,237 @@
+"""The settings: every option, its type and its default.
+
+Names and nesting are Trinity-RFT's wherever it has the option, so that its YAML files load unchanged. Models are frozen
+and validators pure: nothing is created, asked or connected here.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import model_validator
+from pydantic.fields import FieldInfo
+
+from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
+from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
+from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
+from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
+from tuneloop.shared.settings.types import FolderName, Section
+from tuneloop.shared.settings.versions import GateSettings, MonitorSettings, RolloutSettings
+
+
+class Settings(Section):
+    """All settings of one experiment."""
+
+    mode: Literal["serve", "train", "both"] = "both"
+    project: FolderName = "tuneloop"
+    name: FolderName = "default"
+    checkpoint_root_dir: Path = Path("checkpoints")
+    model: ModelSettings
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    explorer: ExplorerSettings = ExplorerSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    buffer: BufferSettings = BufferSettings()
+    reward: RewardRule = RewardRule()
+    feedback: FeedbackSettings = FeedbackSettings()
+    judge: JudgeSettings = JudgeSettings()
+    retention: RetentionSettings = RetentionSettings()
+    synchronizer: SynchronizerSettings = SynchronizerSettings()
+    monitor: MonitorSettings = MonitorSettings()
+    gate: GateSettings = GateSettings()
+    rollout: RolloutSettings = RolloutSettings()
+
+    @model_validator(mode="after")
+    def _options_fit_each_other(self) -> "Settings":
+        contradictions = [
+            *self._engines_beyond_the_machine(),
+            *self._engines_in_the_trainers_way(),
+            *self._response_beyond_the_model(),
+            *self._tools_without_a_parser(),
+            *self._reward_without_a_window(),
+            *self._groups_out_of_order(),
+            *self.algorithm.contradictions(),
+            *self.algorithm.overlong.contradictions(self.model.max_response_tokens),
+            *self._groups_missing(),
+            *self._runs_torn_apart(),
+            *self.monitor.contradictions(),
+            *self.judge.contradictions(),
+            *self._verdicts_too_late(),
+            *self.rollout.contradictions(),
+            *self._one_engine_for_two_versions(),
+            *self._adapters_in_float32(),
+            *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
+            *self._evaluation_without_a_judge(),
+        ]
+        if contradictions:
+            raise ValueError("\n".join(contradictions))
+        return self
+
+    def _engines_beyond_the_machine(self) -> Iterator[str]:
+        rollout, there, nodes = self.explorer.rollout_model, self.cluster.gpu_per_node, self.cluster.node_num
+        room = there // rollout.tensor_parallel_size * nodes
+        if self.mode != "train" and there and not rollout.engine_urls and rollout.engine_num > room:
+            machines = "this machine has" if nodes == 1 else f"{nodes} machines have"
+            yield (
+                f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size}"
+                f" GPUs need {self.gpus_of_engines}, {machines} {there * nodes} (mode: {self.mode}); an engine has all"
+                " of its GPUs on one machine. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node or"
+                " cluster.node_num, or name engines elsewhere in engine_urls"
+            )
+        if self.mode == "both" and there and nodes > 1 and not rollout.engine_urls and self.trainer.device != "cpu":
+            yield (
+                f"cluster.node_num: {nodes} machines' GPUs are given to engines by Ray, which knows nothing of the"
+                " trainer's. Run the two apart: mode: serve here, and mode: train where GPUs are that Ray was not given"
+            )
+
+    def _engines_in_the_trainers_way(self) -> Iterator[str]:
+        share, there = self.explorer.rollout_model.gpu_memory_utilization, self.cluster.gpu_per_node
+        shares = self.mode == "both" and self.trainer.device != "cpu" and 0 < there <= self.gpus_of_engines
+        if shares and share > 0.5:
+            yield (
+                f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that"
+                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
+            )
+
+    def _response_beyond_the_model(self) -> Iterator[str]:
+        length, response = self.model.max_model_len, self.model.max_response_tokens
+        if length and response and response > length:
+            yield (
+                f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
+                " Lower the one or raise the other"
+            )
+
+    def _tools_without_a_parser(self) -> Iterator[str]:
+        rollout = self.explorer.rollout_model
+        if rollout.enable_auto_tool_choice and not rollout.tool_call_parser and not rollout.engine_urls:
+            yield (
+                "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
+                " hermes"
+            )
+
+    def _reward_without_a_window(self) -> Iterator[str]:
+        rule = self.reward
+        if rule.default is not None and rule.attribution_window is None:
+            yield (
+                "reward.default: needs reward.attribution_window: a reply gets the default when the window closes and"
+                " no feedback has come"
+            )
+        if rule.clip is not None and rule.clip[0] >= rule.clip[1]:
+            yield f"reward.clip: {list(rule.clip)} is no range; write the smaller number first"
+
+    def _groups_out_of_order(self) -> Iterator[str]:
+        if self.buffer.order == "priority" and self.buffer.group_by != "none":
+            yield (
+                "buffer.order: priority orders single experiences; with buffer.group_by write oldest or freshest, or"
+                " write group_by: none"
+            )
+
+    def _groups_missing(self) -> Iterator[str]:
+        kind, group_by = self.algorithm.algorithm_type, self.buffer.group_by
+        if self.mode != "serve" and kind in OF_GROUPS and group_by != "task":
+            yield (
+                f"buffer.group_by: {kind} compares the runs of a task with each other; write task, and"
+                " buffer.group_size: how many runs a task has"
+            )
+        if self.mode != "serve" and kind == "dpo" and group_by not in {"preference", "task"}:
+            yield (
+                "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
+                " which of two is better, or task, where rewards do"
+            )
+
+    def _runs_torn_apart(self) -> Iterator[str]:
+        if self.mode != "serve" and self.algorithm.credit != "call" and self.buffer.group_by not in {"run", "task"}:
+            yield (
+                f"algorithm.credit: {self.algorithm.credit} needs whole trajectories; write buffer.group_by: run, or"
+                " task"
+            )
+
+    def _verdicts_too_late(self) -> Iterator[str]:
+        window, after = self.reward.attribution_window, self.judge.after
+        if self.judge.url and window is not None and after >= window:
+            yield (
+                f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
+                " Lower the one or raise the other"
+            )
+
+    def _adapters_in_float32(self) -> Iterator[str]:
+        rollout, on_gpus = self.explorer.rollout_model, self.cluster.gpu_per_node > 0
+        if self.mode != "train" and self.model.lora.rank and on_gpus and rollout.dtype == "float32":
+            yield (
+                "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
+                " these, or model.lora.rank: 0"
+            )
+
+    def _one_engine_for_two_versions(self) -> Iterator[str]:
+        if self.mode != "train" and self.rollout.tries and self.engine_places < 2:
+            yield (
+                f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines, or"
+                " adapters; raise explorer.rollout_model.engine_num or model.lora.rank, or write rollout.mode: all"
+            )
+
+    def _evaluation_without_a_judge(self) -> Iterator[str]:
+        if self.monitor.evaluation.judge == "model" and self.judge.url is None:
+            yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
+
+    @property
+    def engine_places(self) -> int:
+        """So many engines are there to those who send requests; one that can hold two adapters counts as two."""
+        rollout = self.explorer.rollout_model
+        engines = len(rollout.engine_urls) or rollout.engine_num
+        holds_two = self.model.lora.rank > 0 and (self.rollout.tries or self.gate.mode != "off")
+        return 2 if engines == 1 and holds_two else engines
+
+    @property
+    def gpus_of_engines(self) -> int:
+        """GPUs that engines of our own take."""
+        rollout = self.explorer.rollout_model
+        return 0 if rollout.engine_urls else rollout.engine_num * rollout.tensor_parallel_size
+
+    @property
+    def job_dir(self) -> Path:
+        """The folder of this experiment: {checkpoint_root_dir}/{project}/{name}."""
+        return (self.checkpoint_root_dir / self.project / self.name).absolute()
+
+    @property
+    def database_url(self) -> str:
+        """The database that holds the ledger."""
+        buffer = self.buffer.trainer_input.experience_buffer
+        return buffer.path or f"sqlite:///{self.job_dir / 'buffer' / buffer.name}.db"
+
+    @property
+    def spool_dir(self) -> Path:
+        """The folder of the explorer's local spool."""
+        return self.explorer.spool_dir or self.job_dir / "spool"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """The folder that `tensorboard --logdir` wants."""
+        return self.job_dir / "monitor" / "tensorboard"
+
+    @property
+    def trainer_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The type of the weights in training: `trainer.dtype`, which on its own is bfloat16 on GPUs only."""
+        if self.trainer.dtype != "auto":
+            return self.trainer.dtype
+        return "bfloat16" if self.cluster.gpu_per_node and self.trainer.device != "cpu" else "float32"
+
+    @property
+    def served_model_name(self) -> str:
+        """What clients send as `model`."""
+        return self.model.served_model_name or str(self.model.model_path)
+
+
+def options(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every option by its dotted name."""
+    for name, field in section.model_fields.items():
+        inner = inner_section(field)
+        if inner:
+            yield from options(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def inner_section(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, None for an option."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None

@@ -1,0 +1,58 @@
+"""Settings of what learns: the trainer, what it takes from the ledger, and how versions are published."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tuneloop.shared.settings.types import AtLeastTwo, FolderName, NotNegative, Positive, Seconds, Section
+
+
+class TrainerSettings(Section):
+    """The service that trains."""
+
+    save_interval: Positive = 1
+    max_checkpoints_to_keep: NotNegative = 5
+    save_hf_checkpoint: Literal["always", "never", "last"] = "always"
+    ulysses_sequence_parallel_size: Positive = 1
+    trainer_config: dict[str, Any] = Field(default_factory=dict)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: NotNegative = 42
+    micro_batch_tokens: Positive = 16384
+    poll_interval: Seconds = 1.0
+    max_staleness: NotNegative | None = None
+    max_age: Seconds | None = None
+    total_steps: Positive | None = None
+
+
+class ExperienceBufferSettings(Section):
+    """Where experiences are kept. `path` is a database URL; without one, an SQLite file in the job folder."""
+
+    name: FolderName = "exp_buffer"
+    storage_type: Literal["sql"] = "sql"
+    path: str | None = None
+
+
+class TrainerInputSettings(Section):
+    """Trinity's nesting around the experience buffer."""
+
+    experience_buffer: ExperienceBufferSettings = ExperienceBufferSettings()
+
+
+class BufferSettings(Section):
+    """The batch and its source."""
+
+    train_batch_size: Positive = 32
+    order: Literal["oldest", "freshest", "priority"] = "oldest"
+    fair_share: bool = True
+    group_by: Literal["none", "run", "task", "preference"] = "none"
+    group_size: AtLeastTwo = 8
+    group_timeout: Seconds = 3600.0
+    trainer_input: TrainerInputSettings = TrainerInputSettings()
+
+
+class SynchronizerSettings(Section):
+    """How weights reach the engines: by checkpoint on the shared file system."""
+
+    sync_method: Literal["checkpoint"] = "checkpoint"
+    sync_interval: Positive = 1

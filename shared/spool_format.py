@@ -1,0 +1,150 @@
+"""How an explorer's spool lies on disk, for those too who only look at it: without its locks, while it is written to.
+
+Each process has a slot:
+
+    {spool_dir}/{slot}/00000001.seg   records, each u32 length | u32 crc32 | payload
+    {spool_dir}/{slot}/flushed        how far the database has them: two 16-byte places, written in turn
+    {spool_dir}/{slot}/end            how far its process has written: one such place, true only while that lives
+    {spool_dir}/{slot}/lock           held by the process that owns the slot
+    {spool_dir}/{slot}/quarantine.seg what the database refused again and again
+    {spool_dir}/{slot}/00000001.torn  a segment that could not be read to its end
+"""
+
+import contextlib
+import struct
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from tuneloop.shared.experience import Exchange, decode
+
+HEAD = struct.Struct("<II")
+PLACE = struct.Struct("<QII")  # offset, segment, crc32 of the two
+
+QUARANTINE = "quarantine.seg"
+
+
+class Position(NamedTuple):
+    """A place in the spool: everything before it."""
+
+    segment: int
+    offset: int
+
+
+class Spooled(NamedTuple):
+    """What lies below a spool's root: `bytes` wait for the database, the oldest of them `since` then."""
+
+    slots: int
+    bytes: int
+    since: float | None
+    quarantined_bytes: int
+
+
+def spooled(root: Path) -> Spooled:
+    """What the slots of all processes hold together."""
+    folders = slots(root)
+    waits = [since(*found) for slot in folders if (found := next_after(slot, flushed_of(slot)))]
+    quarantined = sum(size_of(slot / QUARANTINE) for slot in folders)
+    return Spooled(len(folders), sum(map(backlog_of, folders)), min(waits, default=None), quarantined)
+
+
+def slots(root: Path) -> list[Path]:
+    """The folders of all processes, dead or alive, that ever spooled below `root`."""
+    return sorted(path for path in root.glob("*") if path.name.isdigit())
+
+
+def segments(folder: Path) -> list[int]:
+    """The numbers of the segments, oldest first."""
+    return sorted(int(path.stem) for path in folder.glob("*.seg") if path.stem.isdigit())
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """The file of a segment."""
+    return folder / f"{number:08d}.seg"
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file, 0 if it is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # the flusher was faster
+        return 0
+
+
+def flushed_of(folder: Path) -> Position:
+    """How far the database has a slot that may be another process's."""
+    try:
+        return max(places((folder / "flushed").read_bytes()))
+    except FileNotFoundError:
+        return Position(0, 0)
+
+
+def places(data: bytes) -> list[Position]:
+    """The two places of `flushed`; one that is torn is the beginning."""
+    return [place(data[: PLACE.size]), place(data[PLACE.size : 2 * PLACE.size])]
+
+
+def backlog_of(folder: Path) -> int:
+    """Bytes of a slot, whoever's, that the database has not taken yet."""
+    done = flushed_of(folder)
+    return behind(done, {number: size_of(segment_path(folder, number)) for number in segments(folder)})
+
+
+def behind(done: Position, sizes: Mapping[int, int]) -> int:
+    """How many bytes of segments of those sizes come after `done`."""
+    held = sum(size for number, size in sizes.items() if number >= done.segment)
+    return max(0, held - (done.offset if done.segment in sizes else 0))
+
+
+def next_after(folder: Path, done: Position) -> tuple[Path, bytes | None] | None:
+    """The segment that holds the first bytes after `done`, and the record there if they are one; None if all is done.
+
+    It may be asked while a writer is in the middle of a record.
+    """
+    for number in segments(folder):
+        offset = done.offset if number == done.segment else 0
+        path = segment_path(folder, number)
+        if number < done.segment or size_of(path) <= offset:
+            continue
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(offset)
+            return path, next_payload(file)
+    return None
+
+
+def since(segment: Path, payload: bytes | None) -> float:
+    """When the record came to disk; for what is none, when its segment was last written to."""
+    if payload is not None:
+        try:
+            record = decode(payload)
+        except msgspec.MsgspecError:
+            pass
+        else:
+            return record.received_at + (record.latency_s if isinstance(record, Exchange) else 0.0)
+    try:
+        return segment.stat().st_mtime
+    except FileNotFoundError:  # the flusher was faster
+        return time.time()
+
+
+def next_payload(file: BinaryIO) -> bytes | None:
+    """The record that begins here, None if what is there is not a whole one."""
+    head = file.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    length, crc = HEAD.unpack(head)
+    payload = file.read(length)
+    # A record is never empty, but the zeros that a power cut may leave look like empty ones.
+    return payload if length and len(payload) == length and zlib.crc32(payload) == crc else None
+
+
+def place(data: bytes) -> Position:
+    """One place; one that is torn is the beginning."""
+    if len(data) < PLACE.size:
+        return Position(0, 0)
+    offset, segment, crc = PLACE.unpack(data)
+    return Position(segment, offset) if zlib.crc32(data[:12]) == crc else Position(0, 0)

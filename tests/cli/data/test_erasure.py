@@ -1,0 +1,60 @@
+"""A person's deletion from real exported files."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.data.exporting import about, asked, loaded
+from tuneloop.cli.data.erasure import erase
+from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export_formats import Format
+from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.export import Selection
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.retention import PURGEABLE
+
+pytestmark = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+
+FORMATS = [(each, suffix) for each in Format for suffix in ("jsonl", "parquet")]
+
+
+def say(ledger: Ledger, user: str, *, source: str | None = None) -> None:
+    """A reply for the user, edited, rated and rewarded, so that it makes a row of every format."""
+    said = asked(f"Said to {user}.", user=user)
+    thumb = about(said, Kind.BOOLEAN, metric="thumb", source=source)
+    edited = about(said, Kind.DEMONSTRATION, metric="edit", text=f"Better for {user}.", source=source)
+    ledger.record([said, about(said, source=source), thumb, edited])
+
+
+def exported(ledger: Ledger, to: Path, format_: Format) -> None:
+    assert export(ledger, Wish(format_, Selection("acme")), to).rows == 3
+
+
+@pytest.mark.parametrize(("format_", "suffix"), FORMATS)
+@pytest.mark.parametrize("purged", [False, True], ids=["", "purged before"])
+def test_their_rows_go_from_files_of_every_format(
+    ledger: Ledger, tmp_path: Path, format_: Format, suffix: str, purged: bool
+) -> None:
+    """Those too whose rows in the ledger were purged before: they are known by their name."""
+    for user, source in (("ann", None), ("bob", None), ("carol", "ann")):
+        say(ledger, user, source=source)
+    file = tmp_path / f"rows.{suffix}"
+    exported(ledger, file, format_)
+    if purged:
+        ledger.purge(dict.fromkeys(PURGEABLE, 1.0))
+    assert [each.removed for each in erase(ledger, "acme", "ann", dry_run=True).files] == [2]
+    assert len(loaded(file)) == 3
+    done = erase(ledger, "acme", "ann")
+    assert [(each.removed, each.left, each.problem) for each in done.files] == [(2, 1, None)]
+    (tmp_path / "after").mkdir()
+    [left] = loaded(file.rename(tmp_path / "after" / file.name))
+    assert left["user"] == "bob"
+    assert [each.rows for each in ledger.exported_files()] == [1]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_pair_goes_with_either_of_its_people(ledger: Ledger, tmp_path: Path, suffix: str) -> None:
+    better, worse = asked("Yes.", user="bob"), asked("No.", user="ann")
+    ledger.record([better, worse, about(better, Kind.PREFERENCE, worse=worse, source="bob")])
+    export(ledger, Wish(Format.DPO, Selection("acme")), tmp_path / f"pairs.{suffix}")
+    assert [(each.removed, each.left) for each in erase(ledger, "acme", "ann").files] == [(1, 0)]

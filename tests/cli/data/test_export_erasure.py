@@ -1,0 +1,114 @@
+"""An erased person's rows in exported files."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tuneloop.cli.data.export_erasure import Cleared, Theirs, clear
+
+ANN = Theirs("acme", "ann", frozenset({"m1"}))
+
+THEIRS: list[dict[str, Any]] = [
+    {"msg_id": "m1"},
+    {"msg_id": "m9", "other_msg_id": "m1"},
+    {"msg_id": "m9", "user": "ann"},
+    {"msg_id": "m9", "user": "bob", "other_user": "ann"},
+    {"msg_id": "m9", "said_by": ["bob", "ann"]},
+    {"msg_id": "m9", "tenant": "acme", "user": "ann"},
+    {"msg_id": "m9", "feedback": [{"source": "bob"}, {"source": "ann"}]},
+    {"msg_id": "m9", "feedback": [{"other_msg_id": "m1"}]},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"msg_id": "m9"},
+    {"msg_id": "m9", "user": "bob", "other_user": None, "said_by": ["bob"], "feedback": [{"source": "bob"}]},
+    {"msg_id": "m9", "tenant": "other", "user": "ann"},
+    {"msg_id": "m9", "messages": [{"role": "user", "content": "ann"}]},
+]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("row", THEIRS, ids=str)
+def test_a_row_that_holds_something_of_theirs_is_known(row: dict[str, Any]) -> None:
+    assert ANN.has(row)
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=str)
+def test_a_row_of_others_is_not(row: dict[str, Any]) -> None:
+    assert not ANN.has(row)
+
+
+def test_their_lines_are_taken_out_and_the_others_stay_as_they_were(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [*OTHERS, *THEIRS, OTHERS[0]])
+    path.chmod(0o640)
+    assert clear(str(path), ANN, dry_run=True) == Cleared(str(path), 8, 5)
+    assert len(read_lines(path)) == 13
+    assert clear(str(path), ANN) == Cleared(str(path), 8, 5)
+    assert read_lines(path) == [*OTHERS, OTHERS[0]]
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert clear(str(path), ANN) == Cleared(str(path), 0, 5)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_lines_that_cannot_be_read_stay_and_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'nonsense ann\n{"msg_id": "m1"}\n[1]\n')
+    assert clear(str(path), ANN) == Cleared(str(path), 1, 2, "2 lines are no rows of ours and were left as they are")
+    assert path.read_bytes() == b"nonsense ann\n[1]\n"
+
+
+def test_their_rows_are_taken_out_of_parquet_group_by_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    event = pa.struct([("source", pa.string()), ("text", pa.string())])
+    columns = [
+        ("msg_id", pa.string()),
+        ("user", pa.string()),
+        ("feedback", pa.list_(event)),
+        ("ids", pa.list_(pa.int32())),
+    ]
+    schema = pa.schema(columns, metadata={"written": "by us"})
+    people = ["ann", "bob", None, "ann", "ann", "ann", "bob"]
+    rows = [{"msg_id": f"x{i}", "user": who, "feedback": [], "ids": [i]} for i, who in enumerate(people)]
+    rows[1]["feedback"] = [{"source": "ann", "text": "canary"}]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, row_group_size=2)
+    before = pq.read_table(path).schema
+    assert clear(str(path), ANN, dry_run=True) == clear(str(path), ANN) == Cleared(str(path), 5, 2)
+    left = pq.read_table(path)
+    assert left.to_pylist() == [rows[2], rows[6]]
+    assert left.schema.equals(before, check_metadata=True)
+    assert b"canary" not in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("gone.jsonl", None, "No such file or directory"),
+        ("gone.parquet", None, "No such file or directory"),
+        ("bad.parquet", b"nonsense", "cannot be read: "),
+        ("bad.parquet", b"", "cannot be read: "),
+    ],
+)
+def test_what_cannot_be_reached_is_told(tmp_path: Path, name: str, data: bytes | None, problem: str) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    done = clear(str(tmp_path / name), ANN)
+    assert (done.removed, done.left) == (0, 0)
+    assert (done.problem or "").startswith(problem)
+    assert "\n" not in (done.problem or "")
+
+
+def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install 'tuneloop[parquet]'" in (clear(str(tmp_path / "a.parquet"), ANN).problem or "")

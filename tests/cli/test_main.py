@@ -1,0 +1,289 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tuneloop.cli.package_names import refuse_foreign_packages
+from tuneloop.shared import VERSION
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.ledger.storage.revisions import newest
+
+TRINITY = Path(__file__).parent.parent / "fixtures" / "trinity"
+SERVICE = """
+import json, os, signal, sys, time
+name = os.path.basename(os.path.dirname(__file__))
+say = lambda word: os.write(1, f"{name} {word}\\n".encode())
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, _: (say(signal.Signals(number).name), sys.exit(0)))
+say(json.dumps(sys.argv[1:]))
+say(os.getpid())
+script = os.environ.get(name.upper() + "_DOES", "wait")
+if script == "wait":
+    while True: time.sleep(0.05)
+if script == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1)
+sys.exit(int(script))
+"""
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Path:
+    """A folder with stand-ins for the two services, which say what they were told."""
+    for name in ("explorer", "trainer"):
+        (tmp_path / "services" / "tuneloop" / name).mkdir(parents=True)
+        (tmp_path / "services" / "tuneloop" / name / "__main__.py").write_text(SERVICE)
+        (tmp_path / "services" / "tuneloop" / name / "__init__.py").touch()
+    return tmp_path / "services"
+
+
+def settings_file(folder: Path, text: str = "") -> Path:
+    file = folder / "x.yaml"
+    file.write_text(f"checkpoint_root_dir: {folder}/checkpoints\nmodel: {{model_path: some/model}}\n{text}")
+    return file
+
+
+def start(*arguments: object, path: Path | None = None, cwd: Path | None = None, **environment: str):
+    command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(path or ""), "COLUMNS": "200", **environment}
+    return subprocess.Popen(
+        command, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def tuneloop(*arguments: object, **options) -> tuple[int, str, str]:
+    process = start(*arguments, **options)
+    out, error = process.communicate(timeout=60)
+    return process.returncode, out, error
+
+
+def pids(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Read until both services have said who they are."""
+    found: dict[str, int] = {}
+    while len(found) < 2:
+        name, _, word = process.stdout.readline().strip().partition(" ")
+        if word.isdigit():
+            found[name] = int(word)
+    return found
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if status.rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_the_version_is_told():
+    assert tuneloop("--version") == (0, f"tuneloop {VERSION}\n", "")
+
+
+def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
+    code, out, error = tuneloop("validate", TRINITY / "explorer.yaml", cwd=tmp_path)
+    lines = {line[2:20].strip(): line[21:] for line in out.splitlines()[1:]}
+    assert (code, error) == (0, "")
+    assert lines == {
+        "mode": "serve",
+        "job folder": f"{tmp_path}/CHECKPOINT_ROOT_DIR/test/test",
+        "database": f"sqlite:///{tmp_path}/CHECKPOINT_ROOT_DIR/test/test/buffer/exp_buffer.db",
+        "model": "/path/to/your/model, 8192 tokens",
+        "served as": "/path/to/your/model",
+        "listens on": "0.0.0.0:8010",
+        "engines": "2 x 2 GPU of 4",
+        "new versions": "looked for every 10 s",
+        "not needed": "explorer.rollout_model.enable_history, explorer.rollout_model.enable_openai_api, "
+        "synchronizer.sync_interval, synchronizer.sync_method",
+    }
+
+
+def test_validate_says_what_it_understood_of_a_trainer(tmp_path):
+    file = settings_file(tmp_path, "mode: train\ngroup: g\ntrainer: {save_interval: 4}\n")
+    _, out, _ = tuneloop("validate", file, "--set", "buffer.train_batch_size=7")
+    lines = {line[2:20].strip(): line[21:] for line in out.splitlines()[1:]}
+    assert (lines["step"], lines["publishes"]) == ("7 experiences, ppo", "a version every 4 step(s), keeps 5")
+    assert lines["Trinity's, unused"] == "group"
+    assert "engines" not in lines
+
+
+def test_validate_tells_what_no_feedback_would_count_for(tmp_path):
+    file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: dpo}\nbuffer: {group_by: preference}\n")
+    lines = {line[2:20].strip(): line[21:] for line in tuneloop("validate", file)[1].splitlines()[1:]}
+    assert lines["note"] == "preferences are worth nothing: give the metric preference a weight in reward.weights"
+    assert "note" not in tuneloop("validate", file, "--set", "reward.weights={preference: 1}")[1]
+
+
+def test_validate_tells_what_one_stale_reply_could_do(tmp_path):
+    text = "algorithm: {dual_clip: null}\n"
+    lines = {
+        line[2:20].strip(): line[21:] for line in tuneloop("validate", settings_file(tmp_path, text))[1].splitlines()
+    }
+    assert "weigh without bound: set algorithm.dual_clip" in lines["note"]
+    for cure in ("proximal=recomputed", "correction=mask"):
+        said = tuneloop("validate", settings_file(tmp_path, text), "--set", f"algorithm.off_policy.{cure}")[1]
+        assert "note" not in said
+
+
+def test_validate_tells_every_mistake_and_ends_with_2(tmp_path):
+    file = settings_file(tmp_path, "mode: srve\nnmae: x\n")
+    code, out, error = tuneloop("validate", file)
+    assert (code, out) == (2, "")
+    assert error.splitlines() == [
+        f"{file}:3:1: mode: must be 'serve', 'train' or 'both', not 'srve'. Did you mean 'serve'?",
+        f"{file}:4:1: nmae: unknown key. Did you mean 'name'?",
+    ]
+
+
+@pytest.mark.parametrize(("mode", "service"), [("serve", "explorer"), ("train", "trainer")])
+def test_run_becomes_the_service_of_its_mode(tmp_path, services, mode, service):
+    file = settings_file(tmp_path, f"mode: {mode}\n")
+    process = start("run", "-c", file, "--set", "name=n", "--set", "project=p", path=services)
+    said = json.loads(process.stdout.readline().removeprefix(f"{service} "))
+    assert said == ["--config", str(file), "--set", "name=n", "--set", "project=p"]
+    assert process.stdout.readline() == f"{service} {process.pid}\n"
+    process.terminate()
+    assert process.communicate(timeout=10)[0] == f"{service} SIGTERM\n"
+    assert process.returncode == 0
+
+
+def test_run_with_mistakes_starts_nothing(tmp_path, services):
+    code, out, error = tuneloop("run", "-c", settings_file(tmp_path), "--set", "mode=x", path=services)
+    assert (code, out) == (2, "")
+    assert error == "--set mode: mode: must be 'serve', 'train' or 'both', not 'x'\n"
+
+
+def test_run_both_hands_overrides_to_both(tmp_path, services):
+    file = settings_file(tmp_path)
+    _, out, _ = tuneloop("run", "-c", file, "--set", "name=n", path=services, EXPLORER_DOES="0", TRAINER_DOES="0")
+    for name in ("explorer", "trainer"):
+        assert f'{name} ["--config", "{file}", "--set", "name=n"]' in out.splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_both_passes_a_signal_on_and_ends_with_0(tmp_path, services, number):
+    process = start("run", "-c", settings_file(tmp_path), path=services)
+    pids(process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=10)
+    assert sorted(out.splitlines()) == [f"explorer {number.name}", f"trainer {number.name}"]
+    assert process.returncode == 0
+
+
+def test_run_both_stops_the_other_when_one_fails_and_ends_with_its_code(tmp_path, services):
+    process = start("run", "-c", settings_file(tmp_path), path=services, TRAINER_DOES="7")
+    children = pids(process)
+    process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert ended(children["explorer"])
+
+
+def test_run_both_ends_as_a_shell_would_when_one_is_killed(tmp_path, services):
+    code, _, _ = tuneloop("run", "-c", settings_file(tmp_path), path=services, EXPLORER_DOES="die")
+    assert code == 128 + signal.SIGKILL
+
+
+def test_run_both_serves_on_when_the_trainer_has_done_its_steps(tmp_path, services):
+    process = start("run", "-c", settings_file(tmp_path), path=services, TRAINER_DOES="0")
+    assert ended(pids(process)["trainer"])
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.terminate()
+    assert "explorer SIGTERM" in process.communicate(timeout=10)[0]
+    assert process.returncode == 0
+
+
+def test_the_services_die_with_a_supervisor_that_is_killed(tmp_path, services):
+    process = start("run", "-c", settings_file(tmp_path), path=services)
+    children = pids(process)
+    process.kill()
+    process.communicate(timeout=10)
+    assert all(ended(pid) for pid in children.values())
+
+
+def test_a_folder_named_as_a_service_where_we_are_started_is_not_run(tmp_path, services):
+    (tmp_path / "explorer").mkdir()
+    (tmp_path / "explorer" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    file = settings_file(tmp_path, "mode: serve\n")
+    code, _, error = tuneloop("run", "-c", file, path=services, cwd=tmp_path, EXPLORER_DOES="0")
+    assert (code, error) == (0, "")
+
+
+def test_the_database_is_brought_up_to_date_once_asked(tmp_path):
+    file = settings_file(tmp_path)
+    assert tuneloop("db", "current", "-c", file) == (0, f"empty (newest: {newest()})\n", "")
+    assert not (tmp_path / "checkpoints").exists()
+    assert tuneloop("db", "upgrade", "--config", file) == (0, f"{newest()} (newest: {newest()})\n", "")
+    assert tuneloop("db", "current", "-c", file) == (0, f"{newest()} (newest: {newest()})\n", "")
+
+
+def test_a_database_out_of_reach_is_a_sentence_without_its_password(tmp_path):
+    flag = "buffer.trainer_input.experience_buffer.path=postgresql://u:secret@localhost:1/d?password=secret"
+    code, out, error = tuneloop("db", "current", "-c", settings_file(tmp_path), "--set", flag)
+    assert (code, out) == (3, "")
+    assert error.startswith("cannot use the database postgresql+psycopg://u:***@localhost:1/d: ")
+    assert error.count("\n") == 1
+    assert "secret" not in error
+
+
+def test_the_resolved_settings_are_shown_without_secrets_and_load_again(tmp_path):
+    file = settings_file(tmp_path)
+    url = "buffer.trainer_input.experience_buffer.path=postgresql://u:secret@h/d"
+    _, out, _ = tuneloop(
+        "config",
+        "show",
+        "-c",
+        file,
+        "--set",
+        url,
+        "--set",
+        "explorer.rollout_model.engine_key=secret",
+        "--set",
+        "explorer.admin_key=secret-of-an-admin",
+        "--set",
+        "judge.key=secret",
+        "--set",
+        "name=n",
+    )
+    values = yaml.safe_load(out)
+    assert (values["name"], values["trainer"]["seed"]) == ("n", 42)
+    assert values["explorer"]["rollout_model"]["engine_key"] == "***"
+    assert "secret" not in out
+    assert values["explorer"]["admin_key"] == "***"
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(out)
+    code, _, error = tuneloop("validate", shown)
+    assert (code, "explorer.admin_key: must have at least 16" in error) == (2, True)  # a mask must not become a key
+    shown.write_text(out.replace("admin_key: '***'", "admin_key: null"))
+    assert tuneloop("validate", shown)[0] == 0
+
+
+def test_the_schema_describes_the_file():
+    schema = json.loads(tuneloop("config", "schema")[1])
+    assert schema["required"] == ["model"]
+    assert schema["$defs"]["ExplorerSettings"]["properties"]["proxy_port"]["default"] == 8010
+
+
+def test_a_foreign_package_of_our_name_is_refused():
+    with pytest.raises(EnvironmentRefused, match="other-one also has a package named 'tuneloop'"):
+        refuse_foreign_packages({"tuneloop": ["tuneloop", "tuneloop-runner", "other-one"], "shared": ["other-one"]})
+
+
+def test_the_command_does_not_start_beside_a_foreign_package_of_our_name(tmp_path):
+    folder = tmp_path / "other_one-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other-one\nVersion: 1.0\n")
+    (folder / "top_level.txt").write_text("tuneloop\n")
+    code, _, error = tuneloop("validate", settings_file(tmp_path), path=tmp_path)
+    assert code == 3
+    assert error.startswith("the installed distribution other-one also has a package named 'tuneloop'")

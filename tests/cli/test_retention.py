@@ -1,0 +1,190 @@
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
+from tuneloop.cli.main import app
+from tuneloop.cli.retention import seconds
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.ledger.storage.schema import exports
+from tuneloop.shared.settings.settings import Settings
+
+DAY = 86400.0
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TUNELOOP__")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    values = {"checkpoint_root_dir": str(tmp_path), "model": {"model_path": "some/model"}}
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture
+def ledger(file: Path) -> Iterator[Ledger]:
+    settings = Settings.model_validate(yaml.safe_load(file.read_text()))
+    upgrade(settings.database_url)
+    ledger = Ledger.of(settings)
+    yield ledger
+    ledger.close()
+
+
+def ran(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+
+
+def told(*arguments: object) -> list[str]:
+    found = ran(*arguments)
+    assert found.exit_code == 0, found.output
+    return found.output.splitlines()
+
+
+def days_ago(days: float) -> float:
+    return time.time() - days * DAY
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("30d", 30 * DAY), ("12h", 43200), ("45m", 2700), ("90s", 90), ("90", 90), ("1.5h", 5400)]
+)
+def test_durations(text: str, meant: float) -> None:
+    assert seconds(text) == meant
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1d", "1w", "1e3", "inf", "nan", "1 d"])
+def test_what_is_no_duration(file: Path, ledger: Ledger, text: str) -> None:
+    found = ran("purge", "-c", file, "--state", "trained", f"--older-than={text}")
+    assert found.exit_code == 2
+    assert "30d" in found.output
+
+
+def test_purge_does_what_the_settings_say(file: Path, ledger: Ledger) -> None:
+    rewarded(ledger, 2, received_at=days_ago(31))
+    rewarded(ledger, 1, received_at=days_ago(29))
+    ledger.record([exchange(received_at=days_ago(31)), feedback(received_at=days_ago(31))])
+    by_settings = ("purge", "-c", file, "--set", f"retention.rewarded={30 * DAY}")
+    assert told("purge", "-c", file)[0].startswith("nothing is deleted: the settings' retention keeps everything")
+    assert told(*by_settings, "--dry-run") == ["would delete", "  rewarded   2 experiences"]
+    assert told(*by_settings) == ["deleted", "  rewarded   2 experiences"]
+    assert told(*by_settings, "--set", f"retention.recorded={30 * DAY}") == [
+        "deleted",
+        "  recorded   1 experiences",
+        "  rewarded   0 experiences",
+        "  feedback   1 events whose reply never came",
+    ]
+    assert ledger.counts()[State.REWARDED] == 1
+
+
+def test_purge_does_what_it_is_told(file: Path, ledger: Ledger) -> None:
+    ledger.record([exchange(received_at=days_ago(days)) for days in (1, 3)])
+    ledger.record([exchange(received_at=days_ago(3), experiences=(experience(drop_reason="cut off"),))])
+    by_flags = ("purge", "-c", file, "--state", "recorded", "--older-than", "2d", "--json")
+    counts = {"experiences": {"recorded": 1}, "parked_feedback": 0}
+    assert json.loads(told(*by_flags, "--dry-run")[0]) == {"dry_run": True} | counts
+    assert json.loads(told(*by_flags)[0]) == {"dry_run": False} | counts
+    assert (ledger.counts()[State.RECORDED], ledger.counts()[State.DROPPED]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--state", "trained"], "go together"),
+        (["--older-than", "1d"], "go together"),
+        (["--state", "leased", "--older-than", "1d"], "wait for the trainer"),
+        (["--state", "committed", "--older-than", "1d"], "wait for the trainer"),
+    ],
+)
+def test_what_purge_refuses(file: Path, ledger: Ledger, flags: list[str], reason: str) -> None:
+    found = ran("purge", "-c", file, *flags)
+    assert found.exit_code == 2
+    assert reason in " ".join(found.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("arguments", [["purge"], ["erase", "--user", "ann"]])
+def test_a_database_that_is_not_there_is_not_made(file: Path, arguments: list[str]) -> None:
+    with pytest.raises(EnvironmentRefused, match="tuneloop db upgrade"):
+        ran(*arguments, "-c", file)
+    assert sorted(each.name for each in file.parent.iterdir()) == ["x.yaml"]
+
+
+@pytest.fixture
+def ann(ledger: Ledger, tmp_path: Path) -> None:
+    """A person in the ledger, in a version and in a file; and another tenant's, in nothing but the ledger."""
+    [said] = committed(ledger, 1, tenant="default", user="ann")
+    ledger.commit("default")
+    epoch = ledger.take_epoch("trainer")
+    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.record([exchange(tenant="default", user="ann"), exchange(tenant="acme", user="ann")])
+    lines = [{"msg_id": said.msg_id, "user": None}, {"msg_id": "of-bob", "user": "bob"}]
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with ledger._write() as connection:
+        for name in ("sft.jsonl", "gone.jsonl"):
+            row = {"path": str(tmp_path / name), "format": "sft", "rows": 2, "created_at": 0}
+            connection.execute(exports.insert().values(row))
+
+
+@pytest.mark.usefixtures("ann")
+def test_erase_tells_what_it_deleted_and_what_stays(file: Path, ledger: Ledger, tmp_path: Path) -> None:
+    erase = ("erase", "-c", file, "--user", "ann")
+    dry = ran(*erase, "--dry-run")
+    assert dry.output.splitlines()[0] == "would delete of 'ann' (tenant default)"
+    assert (sum(ledger.counts().values()), len((tmp_path / "sft.jsonl").read_text().splitlines())) == (3, 2)
+    found = ran(*erase)
+    assert found.exit_code == dry.exit_code == 1, "one of the files could not be reached"
+    assert found.output.splitlines() == [
+        "deleted of 'ann' (tenant default)",
+        "  exchanges    2",
+        "  experiences  2",
+        "  feedback     1",
+        "trained on them",
+        "  version 1 (candidate): 1 experiences",
+        "  These weights and those of all later versions stay as they are: docs/privacy.md says what can be done.",
+        "exported files",
+        f"  {tmp_path}/sft.jsonl: 1 rows taken out",
+        f"  {tmp_path}/gone.jsonl: 0 rows taken out",
+        f"not reached: {tmp_path}/gone.jsonl: No such file or directory",
+    ]
+    assert [json.loads(line)["msg_id"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()] == ["of-bob"]
+    assert [each.rows for each in ledger.exported_files()] == [1, 2]
+    assert sum(ledger.counts().values()) == 1
+
+
+@pytest.mark.usefixtures("ann")
+def test_erase_speaks_json(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone.jsonl").touch()
+    found = json.loads(told("erase", "-c", file, "--user", "ann", "--json")[0])
+    assert found["versions"] == [{"version": 1, "state": "candidate", "experiences": 1}]
+    assert found["files"] == [{"path": f"{tmp_path}/sft.jsonl", "removed": 1, "left": 1, "problem": None}]
+    assert (found["user"], found["tenant"], found["dry_run"]) == ("ann", "default", False)
+    assert (found["exchanges"], found["experiences"], found["feedback"], found["problems"]) == (2, 2, 1, [])
+
+
+@pytest.mark.usefixtures("ann")
+def test_erase_keeps_to_the_tenant(file: Path, ledger: Ledger) -> None:
+    found = ran("erase", "-c", file, "--user", "ann", "--tenant", "acme")
+    assert "  exchanges    1" in found.output.splitlines()
+    assert ledger.erasures().keys() == {("acme", "ann")}
+
+
+def test_a_person_who_is_not_known_is_remembered_all_the_same(file: Path, ledger: Ledger) -> None:
+    assert told("erase", "-c", file, "--user", "ann")[1:] == [
+        "  exchanges    0",
+        "  experiences  0",
+        "  feedback     0",
+    ]
+    ledger.record([exchange(tenant="default", user="ann")])
+    assert sum(ledger.counts().values()) == 0

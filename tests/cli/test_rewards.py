@@ -1,0 +1,87 @@
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.conftest import Place
+from tests.factories import committed, feedback, ids, published, rewarded
+from tuneloop.cli.main import app
+from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.settings.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TUNELOOP__")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path, place: Place) -> Path:
+    """A settings file of an experiment that has a database without rows."""
+    buffer = {"name": place.schema or "exp_buffer", "path": place.url}
+    values = {
+        "checkpoint_root_dir": str(tmp_path),
+        "model": {"model_path": "some/model"},
+        "buffer": {"trainer_input": {"experience_buffer": buffer}},
+    }
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture
+def ledger(file: Path, place: Place) -> Iterator[Ledger]:
+    upgrade(place.url, schema=place.schema or "exp_buffer")
+    ledger = Ledger.of(Settings.model_validate(yaml.safe_load(file.read_text())))
+    ledger.ensure_base(Path("/base"))
+    yield ledger
+    ledger.close()
+
+
+def recompute(file: Path, *arguments: str) -> list[str]:
+    found = CliRunner().invoke(app, ["rewards", "recompute", "-c", str(file), *arguments], catch_exceptions=False)
+    assert found.exit_code == 0
+    return found.output.splitlines()
+
+
+def test_rewards_are_reckoned_anew_and_first_only_told(file: Path, ledger: Ledger) -> None:
+    rewarded(ledger, 3)
+    tripled = ("--set", "reward.weights={reward: 3.0}")
+    rule, told = recompute(file, *tripled, "--dry-run")
+    assert '"weights":{"reward":3.0}' in rule
+    assert told == "3 replies looked at, 3 rewards would change"
+    assert recompute(file, *tripled)[1] == "3 replies looked at, 3 rewards changed"
+    assert recompute(file, *tripled, "--dry-run")[1] == "3 replies looked at, 0 rewards would change"
+    ledger.commit("acme")
+    epoch = ledger.take_epoch("trainer")
+    assert [sample.reward for sample in ledger.lease(epoch, 3, BatchPolicy())] == [3.0] * 3
+
+
+def test_a_ledger_of_the_settings_does_with_late_feedback_what_they_say(file: Path, ledger: Ledger) -> None:
+    values = yaml.safe_load(file.read_text())
+    for compensate, rows in ((False, 1), (True, 3)):
+        of_settings = Ledger.of(Settings.model_validate(values | {"feedback": {"compensate_late": compensate}}))
+        with closing(of_settings):
+            [said] = committed(of_settings)
+            epoch = of_settings.take_epoch("trainer")
+            samples = of_settings.lease(epoch, 1, BatchPolicy())
+            of_settings.register(epoch, ids(samples), step=1, publish=published)
+            of_settings.record([feedback(msg_id=said.msg_id, value=-0.5)])
+            assert sum(of_settings.counts().values()) == rows
+
+
+def test_a_database_without_our_tables_is_not_touched(file: Path) -> None:
+    with pytest.raises(EnvironmentRefused, match="tuneloop db upgrade"):
+        recompute(file)
+
+
+def test_mistakes_in_the_settings_are_told(file: Path) -> None:
+    with pytest.raises(SettingsError, match=r"reward\.clip"):
+        recompute(file, "--set", "reward.clip=[1, 0]")

@@ -1,0 +1,358 @@
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.running import eventually
+from tests.factories import exchange, experience, feedback
+from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
+from tuneloop.shared import spool_format
+from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
+from tuneloop.shared.experience import Record, State, encode
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.spool_format import Position
+
+See = Callable[[Spool], RemoteSlot]
+
+
+class Notebook:
+    """Stands for the ledger: notes what it is given, may be away, may refuse some."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.tries = 0
+        self.away = False
+        self.refuses: Callable[[Record], bool] = lambda record: False
+        self.error: type[Exception] = LedgerError
+
+    def record(self, records: Sequence[Record]) -> None:
+        self.tries += 1
+        if self.away:
+            raise LedgerUnavailable("away\nfor a while")
+        if any(self.refuses(each) for each in records):
+            raise self.error("no\nnever")
+        self.records += records
+
+
+def slots_of(own: Spool) -> Slots:
+    found = Slots(own.folder.parent)
+    found.add(own)
+    return found
+
+
+@contextmanager
+def flushing(own: Spool, ledger: object, slots: Slots | None = None) -> Iterator[tuple[Flusher, list[int]]]:
+    set_aside: list[int] = []
+    flusher = Flusher(slots or slots_of(own), ledger, quarantined=lambda: set_aside.append(1), failed=pytest.fail)  # type: ignore[arg-type]
+    flusher.start()
+    try:
+        yield flusher, set_aside
+    finally:
+        flusher.stop()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Spool]:
+    found = Spool.open(tmp_path / "spool", sync=False)
+    yield found
+    found.close()
+
+
+async def until_caught_up(flusher: Flusher) -> None:
+    """The flusher notices only at its next try that the database is back."""
+    async with asyncio.timeout(60):
+        while not await flusher.caught_up(60):  # noqa: ASYNC110 - it is the flusher's thread that moves on
+            await asyncio.sleep(0.02)
+
+
+async def append(own: Spool, *records: Record) -> Position:
+    return await own.append([encode(each) for each in records])
+
+
+class Broken:
+    """A ledger with a bug."""
+
+    def record(self, _records: Sequence[Record]) -> None:
+        raise RuntimeError("a bug")
+
+
+async def test_a_flusher_that_cannot_go_on_says_so(own: Spool) -> None:
+    failures: list[TuneloopError] = []
+    flusher = Flusher(slots_of(own), Broken(), quarantined=pytest.fail, failed=failures.append)  # type: ignore[arg-type]
+    flusher.start()
+    await append(own, exchange())
+    async with asyncio.timeout(60):
+        while not failures:  # noqa: ASYNC110 - another thread fills it
+            await asyncio.sleep(0.01)
+    flusher.stop()
+    assert "a bug" in str(failures[0])
+
+
+async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:
+    notebook, said = Notebook(), [exchange() for _ in range(2000)]
+    with flushing(own, notebook) as (flusher, _):
+        await asyncio.gather(*(append(own, each) for each in said))
+        assert await flusher.caught_up(60)
+    assert notebook.records == said
+    assert own.backlog_bytes() == 0
+
+
+async def test_what_was_spooled_while_the_database_was_away_comes_later(own: Spool) -> None:
+    notebook, said = Notebook(), [exchange() for _ in range(50)]
+    notebook.away = True
+    with flushing(own, notebook) as (flusher, _):
+        for each in said:
+            await append(own, each)
+        assert not await flusher.caught_up(0.2)
+        notebook.away = False
+        await until_caught_up(flusher)
+    assert notebook.records == said
+
+
+async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tmp_path: Path) -> None:
+    notebook, said = Notebook(), [exchange() for _ in range(5)]
+    notebook.away = True
+    own = Spool.open(tmp_path, sync=False)
+    with flushing(own, notebook):
+        await append(own, *said)
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+    own.close()
+    assert time.monotonic() - started < 10
+    notebook.away = False
+    again = Spool.open(tmp_path, sync=False)
+    with flushing(again, notebook) as (flusher, _):
+        assert await flusher.caught_up(60)
+    again.close()
+    assert notebook.records == said
+
+
+async def test_what_came_right_before_the_stop_is_moved(own: Spool) -> None:
+    for _ in range(20):
+        notebook, said = Notebook(), exchange()
+        with flushing(own, notebook):
+            await append(own, said)
+        assert notebook.records == [said]
+
+
+@pytest.mark.parametrize("error", [LedgerError, ValueError, OverflowError])
+async def test_a_refused_record_goes_aside_and_the_others_through(own: Spool, error: type[Exception]) -> None:
+    notebook, said = Notebook(), [exchange() for _ in range(9)]
+    notebook.refuses, notebook.error = lambda record: record.msg_id == said[4].msg_id, error
+    with flushing(own, notebook) as (flusher, set_aside):
+        await append(own, *said)
+        assert await flusher.caught_up(60)
+    assert notebook.records == said[:4] + said[5:]
+    assert set_aside == [1]
+    assert _quarantined(own.folder) == [encode(said[4])]
+
+
+async def test_bytes_that_are_no_record_go_aside(own: Spool) -> None:
+    notebook, said = Notebook(), exchange()
+    with flushing(own, notebook) as (flusher, set_aside):
+        await own.append([b"nonsense", encode(said)])
+        assert await flusher.caught_up(60)
+    assert (notebook.records, set_aside) == ([said], [1])
+
+
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: Ledger) -> None:
+    said = exchange()
+    mangled = exchange(experiences=(experience(logprobs=b"\0\0"),))
+    with flushing(own, ledger) as (flusher, set_aside):
+        await append(own, said, mangled, feedback(msg_id=said.msg_id))
+        assert await flusher.caught_up(60)
+    assert ledger.counts()[State.REWARDED] == 1
+    assert set_aside == [1]
+
+
+async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) -> None:
+    notebook, said = Notebook(), [exchange(), exchange()]
+    notebook.refuses = lambda record: record.msg_id == said[0].msg_id
+    blocker = own.folder / "quarantine.seg"
+    blocker.mkdir()
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, *said)
+        assert not await flusher.caught_up(0.3)
+        blocker.rmdir()
+        assert await flusher.caught_up(60)
+    assert notebook.records[-1] == said[1]
+    assert _quarantined(own.folder) == [encode(said[0])]
+
+
+async def test_slots_of_dead_processes_are_adopted_before_ours(tmp_path: Path) -> None:
+    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
+    left = [exchange() for _ in range(3)]
+    await append(second, *left)
+    second.close()
+    notebook, said = Notebook(), exchange()
+    with flushing(first, notebook) as (flusher, _):
+        await append(first, said)
+        assert await flusher.caught_up(60)
+    assert notebook.records == [*left, said]
+    with flushing(first, notebook):
+        pass
+    assert len(notebook.records) == 4, "what was adopted is not adopted again"
+    first.close()
+
+
+async def test_what_a_process_leaves_that_dies_later_is_adopted_too(tmp_path: Path) -> None:
+    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
+    notebook, left = Notebook(), [exchange() for _ in range(3)]
+    with flushing(first, notebook):
+        await append(second, *left)
+        second.close()
+        with (second.folder / "00000001.seg").open("ab") as file:
+            file.write(b"torn")
+        async with asyncio.timeout(60):
+            while spool_format.segments(second.folder):  # noqa: ASYNC110 - the flusher's thread adopts it
+                await asyncio.sleep(0.05)
+    assert notebook.records == left
+    assert spool_format.backlog_of(second.folder) == 0
+    again = Spool(second.folder, sync=False)
+    await append(again, exchange())
+    assert len(list(spool.read(again.folder, again.flushed.position))) == 1
+    again.close()
+    first.close()
+
+
+async def test_slots_of_living_processes_are_left_alone(tmp_path: Path) -> None:
+    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
+    await append(second, exchange())
+    notebook = Notebook()
+    with flushing(first, notebook) as (flusher, _):
+        assert await flusher.caught_up(60)
+    assert notebook.records == []
+    first.close()
+    second.close()
+
+
+@pytest.fixture
+def remote() -> Iterator[See]:
+    """A spool as it is seen from another process."""
+    seen: list[RemoteSlot] = []
+
+    def see(other: Spool) -> RemoteSlot:
+        seen.append(RemoteSlot(other.folder, other.renew))
+        return seen[-1]
+
+    yield see
+    for each in seen:
+        each.flushed.close()
+
+
+async def test_all_our_writers_are_followed_and_waited_for(own: Spool, remote: See) -> None:
+    other, notebook, said = Spool.open(own.folder.parent, sync=False), Notebook(), [exchange() for _ in range(40)]
+    slots, slot = slots_of(own), remote(other)
+    slots.add(slot)
+    with flushing(own, notebook, slots) as (flusher, _):
+        for number, each in enumerate(said):
+            await append((own, other)[number % 2], each)
+            assert await flusher.caught_up(60)
+            assert each in notebook.records
+        assert (own.backlog_bytes(), other.backlog_bytes()) == (0, 0)
+        slot.renew()
+        await append(other, exchange())
+        assert await flusher.caught_up(60)
+        eventually(lambda: spool_format.segments(other.folder) == [2])
+    other.close()
+
+
+async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool, remote: See) -> None:
+    other, notebook = Spool.open(own.folder.parent, sync=False), Notebook()
+    slots, left, slot = slots_of(own), [exchange() for _ in range(3)], remote(other)
+    slots.add(slot)
+    await append(other, *left)
+    other.close()
+    slots.leave(slot)
+    with flushing(own, notebook, slots) as (flusher, _):
+        assert await flusher.caught_up(60)
+        assert notebook.records == left
+        eventually(lambda: slots.ours == [own])
+
+
+async def test_a_slot_that_is_taken_again_is_followed_on(own: Spool, remote: See) -> None:
+    folder, notebook, said = own.folder.parent / "1", Notebook(), [exchange() for _ in range(5)]
+    slots, before = slots_of(own), None
+    with flushing(own, notebook, slots) as (flusher, _):
+        for each in said:
+            other = Spool(folder, sync=False)
+            slots.add(slot := remote(other))
+            if before is not None:
+                slots.leave(before)  # said late: another is there already
+            assert slots.lives(folder)
+            await append(other, each)
+            other.close()
+            before = slot
+        assert await flusher.caught_up(60)
+    assert notebook.records == said
+
+
+async def test_an_idle_spool_is_caught_up_at_once(own: Spool) -> None:
+    with flushing(own, Notebook()) as (flusher, _):
+        assert await flusher.caught_up(60)
+        await append(own, exchange())
+        assert await flusher.caught_up(60)
+        assert await flusher.caught_up(0)
+
+
+async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> None:
+    own = Spool(tmp_path / "0", sync=False, segment_bytes=300)
+    notebook, said = Notebook(), [exchange() for _ in range(20)]
+    with flushing(own, notebook) as (flusher, _):
+        for each in said:
+            await append(own, each)
+            assert await flusher.caught_up(60)
+            assert await flusher.caught_up(0)
+    assert notebook.records == said
+    assert len(spool_format.segments(own.folder)) <= 2
+    own.close()
+
+
+async def test_an_empty_segment_at_the_end_is_reached_with_records_before_it(own: Spool) -> None:
+    notebook = Notebook()
+    notebook.away = True
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, exchange())
+        own._begin_segment()
+        notebook.away = False
+        await until_caught_up(flusher)
+
+
+async def test_those_who_wait_take_no_threads_from_others(own: Spool) -> None:
+    notebook, slow = Notebook(), threading.Event()
+    notebook.refuses = lambda record: not slow.wait(60)
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, exchange())
+        waiting = [asyncio.ensure_future(flusher.caught_up(60)) for _ in range(200)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(slow.set)
+        assert await asyncio.gather(*waiting) == [True] * 200
+
+
+async def test_many_wait_and_are_all_told(own: Spool) -> None:
+    notebook = Notebook()
+    notebook.away = True
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, exchange())
+        waiting = [asyncio.ensure_future(flusher.caught_up(60)) for _ in range(4)]
+        assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
+        notebook.away = False
+        await until_caught_up(flusher)
+        assert await asyncio.gather(*(flusher.caught_up(60) for _ in range(4))) == [True] * 4
+    assert not [each for each in threading.enumerate() if each.name == "flusher"]
+
+
+def _quarantined(folder: Path) -> list[bytes]:
+    with (folder / "quarantine.seg").open("rb") as file:
+        found = []
+        while (payload := spool_format.next_payload(file)) is not None:
+            found.append(payload)
+        return found

@@ -1,0 +1,244 @@
+"""What the explorer deletes by itself."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.clock import Clock
+from tests.doubles.engine import EngineDouble
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
+from tests.factories import exchange, feedback
+from tuneloop.cli.data.erasure import erase
+from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.retention import PURGE_S, SEGMENT_S, Forgetting
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.spool_erasure import Cleared, clear
+from tuneloop.explorer.capture.spool_slots import Slots
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.experience import State, encode
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.feedback import RetentionSettings
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import segments
+
+ERASED = {("acme", "ann"): 1e9}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return settings_for(tmp_path).model_copy(update={"retention": RetentionSettings(recorded=60.0)})
+
+
+@pytest.fixture
+def ledger(settings: Settings) -> Iterator[Ledger]:
+    found = open_ledger(settings)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def own(settings: Settings) -> Iterator[Spool]:
+    found = Spool.open(settings.spool_dir, sync=False)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def slots(own: Spool) -> Slots:
+    found = Slots(own.folder.parent)
+    found.add(own)
+    return found
+
+
+@pytest.fixture
+def flusher(slots: Slots, ledger: Ledger) -> Iterator[Flusher]:
+    found = Flusher(slots, ledger, quarantined=lambda: None, failed=pytest.fail)  # type: ignore[arg-type]
+    found.start()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(0.0)
+
+
+@pytest.fixture
+def forgetting(settings: Settings, ledger: Ledger, slots: Slots, clock: Clock) -> Forgetting:
+    return Forgetting(settings, ledger, slots, metrics=Metrics(), interval_s=0.1, clock=clock)
+
+
+def holding(folder: Path, words: bytes = b"goldfinch") -> set[str]:
+    """The files below a folder that hold the words."""
+    found = set()
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has just been forgotten
+            if path.is_file() and words in path.read_bytes():
+                found.add(str(path.relative_to(folder)))
+    return found
+
+
+def test_nothing_of_a_person_is_left_in_the_job_folder(explorer: RunningExplorer) -> None:
+    for user in ("ann", "bob"):
+        said = explorer.chat(user=user, messages=[{"role": "user", "content": f"goldfinch of {user}"}]).json()["id"]
+        explorer.feedback(said, comment=f"goldfinch of {user}")
+    explorer.until_flushed()
+    folder = explorer.settings.job_dir
+    assert {"spool/0/00000001.seg"} < holding(folder, b"goldfinch of ann")
+    commandline = open_ledger(explorer.settings)
+    erase(commandline, "default", "ann")
+    commandline.close()
+    eventually(lambda: holding(folder, b"goldfinch of ann") == set())
+    assert explorer.counts()[State.REWARDED] == 1
+    assert explorer.rows("SELECT user_id FROM exchanges") == [("bob",)]
+    explorer.chat(user="ann", messages=[{"role": "user", "content": "hello again"}])
+    assert explorer.rows("SELECT count(*) FROM exchanges WHERE user_id = 'ann'") == [(1,)]
+
+
+def test_what_was_spooled_by_a_person_who_was_erased_meanwhile_is_not_taken(explorer: RunningExplorer) -> None:
+    explorer.ledger.away = True
+    explorer.chat(user="ann", messages=[{"role": "user", "content": "goldfinch"}])
+    explorer.chat(user="bob")
+    commandline = open_ledger(explorer.settings)
+    erase(commandline, "default", "ann")
+    commandline.close()
+    explorer.ledger.away = False
+    eventually(lambda: holding(explorer.settings.job_dir) == set())
+    eventually(lambda: explorer.rows("SELECT user_id FROM exchanges") == [("bob",)])
+
+
+def test_retention_is_applied_by_the_explorer(tmp_path: Path, double: EngineDouble) -> None:
+    settings = settings_for(tmp_path, [double.url])
+    ledger = open_ledger(settings)
+    ledger.record([exchange(received_at=1.0), exchange(received_at=time.time())])
+    ledger.close()
+    with explorer_running(settings.model_copy(update={"retention": RetentionSettings(recorded=60.0)})) as explorer:
+        eventually(lambda: explorer.metrics()["tuneloop_purged_total"] == 1)
+        assert explorer.counts()[State.RECORDED] == 1
+
+
+def test_without_retention_nothing_is_deleted(explorer: RunningExplorer) -> None:
+    explorer.ledger.record([exchange(received_at=1.0)])
+    explorer.chat()
+    assert explorer.counts()[State.RECORDED] == 2
+    assert explorer.metrics()["tuneloop_purged_total"] == 0
+
+
+def test_retention_is_applied_at_the_start_and_then_every_hour(
+    forgetting: Forgetting, ledger: Ledger, clock: Clock
+) -> None:
+    for now, left in ((0.0, 0), (PURGE_S - 1, 1), (PURGE_S, 0)):
+        ledger.record([exchange(received_at=1.0)] if not sum(ledger.counts().values()) else [])
+        clock.now = now
+        forgetting.look()
+        assert sum(ledger.counts().values()) == left
+
+
+async def test_a_segment_that_the_database_has_is_left_after_a_while(
+    forgetting: Forgetting, own: Spool, flusher: Flusher, clock: Clock
+) -> None:
+    forgetting.look()
+    end = await own.append([encode(exchange())])
+    assert await flusher.caught_up(60)
+    for clock.now in (1.0, SEGMENT_S - 1.0):
+        forgetting.look()
+    assert own.end.segment == end.segment
+    clock.now = SEGMENT_S + 1
+    forgetting.look()
+    eventually(lambda: own.end.segment == end.segment + 1 and segments(own.folder) == [own.end.segment])
+    clock.now += 10 * SEGMENT_S
+    forgetting.look()
+    await own.append([encode(exchange())])
+    assert own.end.segment == end.segment + 1, "an empty one is not left"
+
+
+async def test_a_segment_that_the_database_lacks_is_not_left(forgetting: Forgetting, own: Spool, clock: Clock) -> None:
+    end = await own.append([encode(exchange())])
+    for clock.now in (0.0, 10 * SEGMENT_S):
+        forgetting.look()
+    await own.append([encode(exchange())])
+    assert own.end.segment == end.segment
+
+
+def of_ann(**but: object) -> bytes:
+    return encode(exchange(user="ann", request=b"goldfinch", **but))
+
+
+def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
+    forgetting: Forgetting, own: Spool, ledger: Ledger
+) -> None:
+    bobs = encode(exchange(user="bob"))
+    for payload in (of_ann(), bobs, b"goldfinch that is no record"):
+        spool.quarantine(own.folder, payload)
+    forgetting.look()
+    assert holding(own.folder) == {"quarantine.seg"}, "nobody is erased yet"
+    ledger.erase("acme", "ann")
+    forgetting.look()
+    left = (own.folder / "quarantine.seg").read_bytes()
+    assert (left.count(b"goldfinch"), b"goldfinch that is no record" in left, bobs in left) == (1, True, True)
+    inode = (own.folder / "quarantine.seg").stat().st_ino
+    forgetting.look()
+    assert (own.folder / "quarantine.seg").stat().st_ino == inode
+    spool.quarantine(own.folder, of_ann())
+    forgetting.look()
+    assert (own.folder / "quarantine.seg").read_bytes() == left
+
+
+def test_a_second_erasure_clears_again(forgetting: Forgetting, own: Spool, ledger: Ledger) -> None:
+    spool.quarantine(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
+    for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):
+        ledger.erase("acme", user)
+        forgetting.look()
+        assert holding(own.folder) == left
+
+
+def test_slots_of_dead_processes_are_cleared_and_those_of_living_ones_left_to_them(
+    forgetting: Forgetting, own: Spool, ledger: Ledger
+) -> None:
+    dead, alive = own.folder.parent / "1", own.folder.parent / "2"
+    for folder in (dead, alive):
+        folder.mkdir()
+        spool.quarantine(folder, of_ann())
+    ledger.erase("acme", "ann")
+    with spool.take_slot(alive):
+        forgetting.look()
+        assert (holding(dead), holding(alive)) == (set(), {"quarantine.seg"})
+    forgetting.look()
+    assert holding(alive) == set()
+
+
+async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None:
+    own = Spool.open(tmp_path, sync=False)
+    ann, bob = exchange(user="ann", request=b"goldfinch"), exchange(user="bob")
+    about, other = feedback(msg_id=ann.msg_id, text="goldfinch"), feedback(msg_id=bob.msg_id)
+    await own.append([encode(each) for each in (bob, ann)])
+    await own.append([b"damaged" * 20])
+    await own.append([encode(each) for each in (ann, about, other)])
+    own.close()
+    path = tmp_path / "0" / "00000001.torn"
+    (tmp_path / "0" / "00000001.seg").rename(path)
+    path.write_bytes(path.read_bytes().replace(b"damaged", b"dAmaged"))
+    assert clear(path, ERASED) == Cleared(3, 148)
+    data = path.read_bytes()
+    assert (data.count(b"goldfinch"), data.count(b"dAmaged"), encode(bob) in data, encode(other) in data) == (
+        0,
+        20,
+        True,
+        True,
+    )
+    assert clear(path, ERASED) == Cleared(0, 148)
+
+
+def test_a_file_with_nothing_left_goes(tmp_path: Path) -> None:
+    spool.quarantine(tmp_path, of_ann())
+    assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(1, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_they_said_after_it_stays(tmp_path: Path) -> None:
+    spool.quarantine(tmp_path, of_ann(received_at=1e9 + 1))
+    assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(0, 0)

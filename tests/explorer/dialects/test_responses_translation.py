@@ -1,0 +1,376 @@
+"""Responses as chat completions and back, without an engine; tests/loop holds them against vLLM's own."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tuneloop.explorer.dialects.responses_reply import whole
+from tuneloop.explorer.dialects.responses_request import LOGPROBS, conversation, to_chat, untranslatable
+from tuneloop.explorer.dialects.responses_stream import ResponseStream
+from tuneloop.explorer.proxy.labels import labels_of
+from tuneloop.shared.errors import RequestRefused
+
+Json = dict[str, Any]
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
+
+RICH: Json = {
+    "model": "m",
+    "instructions": "Be short.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "easy"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ],
+    "tools": [ADD],
+    "tool_choice": {"type": "function", "name": "add"},
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+    "reasoning": {"effort": "low"},
+    "include": [LOGPROBS],
+    "top_logprobs": 2,
+    "max_output_tokens": 5,
+    "metadata": {"task_id": "t", "run_id": "3", "train": "false", "priority": "2"},
+    "user": "u",
+    "safety_identifier": "s",
+    "store": False,
+    "stream": True,
+}
+
+
+def reply(finish_reason: str = "stop", **message: Any) -> Json:
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
+    return {"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": USAGE}
+
+
+def tool_call(index: int, arguments: str) -> Json:
+    function = {"name": "add", "arguments": arguments}
+    return {"id": f"call{index}", "type": "function", "index": index, "function": function}
+
+
+def answered(body: Json, told: Json, **options: Any) -> Json:
+    return whole(body, told, response_id="resp_1", created_at=1, **options)
+
+
+def chunk(finish_reason: str | None = None, **delta: Any) -> Json:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return {"model": "m", "choices": [choice], "usage": {"prompt_tokens": 10}}
+
+
+LAST = {"model": "m", "choices": [], "usage": USAGE}
+
+
+def streamed(*chunks: Json, body: Json | None = None, context: int | None = None) -> list[Json]:
+    stream = ResponseStream(body or {"input": "Hi."}, response_id="resp_1", created_at=1, context=context)
+    said = b"".join(map(stream.hear, chunks)) + stream.end()
+    told = [json.loads(block.split("\ndata: ")[1]) for block in said.decode().split("\n\n") if block]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert [block.split("\n")[0] for block in said.decode().split("\n\n") if block] == [
+        f"event: {event['type']}" for event in told
+    ]
+    for event in told:
+        EVENT.validate_python(event)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"input": "Hi."}, None),
+        (RICH, None),
+        ({"background": True}, "background"),
+        ({"background": False}, None),
+        ({"enable_response_messages": True}, "enable_response_messages"),
+        ({"tools": [ADD, {"type": "web_search"}]}, "tools: web_search"),
+        ({"tools": [{"type": "mcp", "server_label": "s"}]}, "tools: mcp"),
+        ({"tools": [{"type": "custom", "name": "c"}]}, "tools: custom"),
+        ({"tools": "wrong anyway"}, None),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice: allowed_tools"),
+        ({"input": [None, {"type": []}]}, None),
+    ],
+)
+def test_what_is_no_chat_completion_is_named(asked: Json, why: str | None):
+    assert untranslatable(asked) == why
+
+
+def test_a_request_becomes_a_chat_completion():
+    before = copy.deepcopy(RICH)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
+    assert to_chat(RICH) == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": [{"type": "text", "text": "1+1?"}]},
+            {"role": "assistant", "reasoning": "easy", "content": "Wait.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "2"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+        "reasoning_effort": "low",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_completion_tokens": 5,
+        "metadata": {"task_id": "t", "run_id": "3", "train": "false", "priority": "2"},
+        "user": "u",
+        "safety_identifier": "s",
+        "store": False,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    assert before == RICH
+
+
+def test_the_explorer_reads_its_labels_in_the_chat_completion():
+    assert labels_of(to_chat(RICH)) == ("t", "3", "s", 2.0, False)
+
+
+def test_nothing_is_sent_that_was_not_asked_for():
+    assert to_chat({"input": "Hi.", "temperature": None, "tools": [], "stream": False, "unknown": 1}) == {
+        "messages": [{"role": "user", "content": "Hi."}],
+        "stream": False,
+    }
+
+
+def test_calls_of_custom_tools_are_put_as_vllm_puts_them():
+    heard = [
+        {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"', "namespace": "n"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "ü"},
+    ]
+    call = {"id": "c", "type": "function", "function": {"name": "shell", "arguments": '{"input": "echo \\"ü\\""}'}}
+    assert to_chat({"input": heard})["messages"] == [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "ü"},
+    ]
+
+
+def test_an_image_keeps_its_address():
+    parts = [{"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "original"}]
+    [message] = to_chat({"input": [{"role": "user", "content": parts}]})["messages"]
+    image = {"url": "data:image/png;base64,AA", "detail": "auto"}
+    assert message["content"] == [{"type": "image_url", "image_url": image}]
+
+
+def test_an_unfinished_message_is_gone_on_with():
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "He"}]}
+    assert "continue_final_message" not in to_chat({"input": [said]})
+    chat = to_chat({"input": [{**said, "status": "incomplete"}]})
+    assert (chat["continue_final_message"], chat["add_generation_prompt"]) == (True, False)
+
+
+def test_text_after_a_call_opens_a_turn_only_if_the_turn_has_text():
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    said = {"role": "assistant", "content": "Hm."}
+    roles = [list(message) for message in to_chat({"input": [call, said, said, call, call]})["messages"]]
+    assert roles == [["role", "tool_calls", "content"], ["role", "content", "tool_calls"]]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "message", "function", "user", "auto"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "name", "x"]), inner),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, each in inner for found in ((*path, key), *places(each, (*path, key)))]
+
+
+@given(place=st.sampled_from(places({key: RICH[key] for key in RICH if key != "metadata"})), value=JSON_VALUES)
+def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], value: Any):
+    body = copy.deepcopy(RICH)
+    holder = body
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    untranslatable(body)
+    refusal = None
+    try:
+        json.dumps(to_chat(body))
+        answered(body, reply(content="2"))
+    except RequestRefused as error:
+        refusal = error
+    assert refusal is None or (refusal.status == 400 and refusal.param)
+
+
+@pytest.mark.parametrize(
+    ("refused", "param"),
+    [
+        ({"input": "Hi.", "max_output_tokens": True}, "max_output_tokens"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": "Hi.", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"input": "Hi.", "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_a_refusal_names_the_field(refused: Json, param: str):
+    with pytest.raises(RequestRefused) as refusal:
+        to_chat(refused)
+    assert refusal.value.param == param
+
+
+def test_a_conversation_is_what_was_said():
+    body = {
+        "instructions": "Be short.",
+        "input": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "a"}],
+    }
+    response = answered(body, reply(content="b", reasoning="hm", tool_calls=[tool_call(0, "{}")]))
+    said = conversation(body, response, [{"role": "user", "content": "before"}])
+    assert said == [
+        {"role": "user", "content": "before"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    assert to_chat({"input": "c", "instructions": "Be long."}, said)["messages"] == [
+        {"role": "system", "content": "Be long."},
+        *said,
+        {"role": "user", "content": "c"},
+    ]
+
+
+def test_a_response_holds_all_that_was_said():
+    response = answered(RICH, reply(content="2", reasoning="easy", tool_calls=[tool_call(0, "{}"), tool_call(1, "[]")]))
+    parsed = Response.model_validate(response)
+    assert (parsed.id, parsed.created_at, parsed.status, parsed.output_text) == ("resp_1", 1, "completed", "2")
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert [item["call_id"] for item in response["output"][2:]] == ["call0", "call1"]
+    assert len({item["id"] for item in response["output"]}) == 4
+    assert response["metadata"] == RICH["metadata"]
+    assert response["tools"][0] == ADD | dict.fromkeys(set(response["tools"][0]) - set(ADD))
+
+
+def test_hidden_reasoning_stays_hidden():
+    logprobs = {"content": [{"token": "2", "bytes": [50], "logprob": -1.0, "top_logprobs": []}]}
+    told = reply(content="2", reasoning="easy")
+    told["choices"][0]["logprobs"] = logprobs
+    hidden = {**RICH, "include_reasoning": False}
+    assert [part["logprobs"] for part in answered(RICH, told)["output"][1]["content"]] == [logprobs["content"]]
+    [message] = answered(hidden, told)["output"]
+    assert message["content"][0]["logprobs"] is None
+    pieces = chunk(reasoning="easy"), chunk("stop", content="2")
+    pieces[1]["choices"][0]["logprobs"] = logprobs
+    events = streamed(*pieces, LAST, body=hidden)
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message"]
+    assert [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"] == [[]]
+
+
+def test_usage_tells_of_caches_and_reasoning():
+    told = reply(content="2")
+    details = {"cached_tokens": 8, "created_cache_tokens": 2}
+    told["usage"] = {**USAGE, "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": 3}}
+    usage = answered(RICH, told)["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (10, 4, 14)
+    assert usage["input_tokens_details"]["cached_tokens"] == 8
+    assert usage["input_tokens_details"]["cache_write_tokens"] == 2
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "context", "limit"), [(5, None, 5), (None, None, None), (None, 100, 90), (5, 100, 5), (95, 100, 90)]
+)
+def test_a_response_says_how_long_it_could_get(asked: int | None, context: int | None, limit: int | None):
+    body = {"input": "Hi.", "max_output_tokens": asked}
+    assert answered(body, reply(content="2"), context=context)["max_output_tokens"] == limit
+    created = streamed(chunk("stop", content="2"), LAST, body=body, context=context)[0]
+    assert created["response"]["max_output_tokens"] == limit
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "limit", "status"),
+    [
+        ("stop", 4, "completed"),
+        ("length", 4, "incomplete"),
+        ("tool_calls", 5, "completed"),
+        ("tool_calls", 4, "incomplete"),
+    ],
+)
+def test_a_reply_that_was_cut_off_is_incomplete(finish_reason: str, limit: int, status: str):
+    body = {"input": "Hi.", "max_output_tokens": limit}
+    response = answered(body, reply(finish_reason, tool_calls=[tool_call(0, "{}")]))
+    assert response["status"] == status
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)
+
+
+def test_a_stream_opens_and_closes_one_item_after_the_other():
+    events = streamed(
+        chunk(role="assistant", content=""),
+        chunk(reasoning="ea"),
+        chunk(reasoning="sy", content="2"),
+        chunk(content="!"),
+        chunk(tool_calls=[tool_call(0, ""), {"index": 0, "function": {"arguments": "{}"}}]),
+        chunk(tool_calls=[tool_call(1, "[")]),
+        chunk("tool_calls", tool_calls=[{"index": 1, "function": {"arguments": "]"}}]),
+        LAST,
+    )
+    item = ["response.output_item.added", "response.content_part.added"]
+    reasoned = ["response.reasoning_text.delta"] * 2 + ["response.reasoning_text.done"]
+    said = ["response.output_text.delta"] * 2 + ["response.output_text.done"]
+    called = "response.function_call_arguments"
+    end = ["response.content_part.done", "response.output_item.done"]
+    assert [event["type"] for event in events] == [
+        *("response.created", "response.in_progress"),
+        *(*item, *reasoned, *end),
+        *(*item, *said, *end),
+        *("response.output_item.added", f"{called}.delta", f"{called}.done", "response.output_item.done"),
+        *("response.output_item.added", *[f"{called}.delta"] * 2, f"{called}.done", "response.output_item.done"),
+        "response.completed",
+    ]
+    reasoning, message, *calls = events[-1]["response"]["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "easy"}]
+    assert message["content"][0]["text"] == "2!"
+    assert [(call["call_id"], call["arguments"]) for call in calls] == [("call0", "{}"), ("call1", "[]")]
+
+
+DELTAS = st.lists(
+    st.one_of(
+        st.builds(lambda text: {"content": text}, st.text("ab", max_size=2)),
+        st.builds(lambda text: {"reasoning": text}, st.text("ab", max_size=2)),
+        st.builds(lambda index, text: {"tool_calls": [tool_call(index, text)]}, st.integers(0, 2), st.text("{}")),
+        st.just({}),
+    ),
+    max_size=12,
+)
+
+
+@given(deltas=DELTAS)
+def test_the_deltas_of_a_stream_add_up_to_its_items(deltas: list[Json]):
+    *events, completed = streamed(*(chunk(**delta) for delta in deltas), chunk("stop"), LAST)
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in added] == [event["output_index"] for event in done]
+    assert [event["output_index"] for event in done] == list(range(len(done)))
+    assert [event["item"] for event in done] == completed["response"]["output"]
+    for place, item in enumerate(completed["response"]["output"]):
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert text == "".join(event.get("delta", "") for event in events if event.get("output_index") == place)
+
+
+ERROR = {"error": {"message": "out of memory", "type": "InternalServerError", "param": None, "code": 500}}
+
+
+@pytest.mark.parametrize("before", [[], [chunk(content="He")]], ids=["at once", "after words"])
+def test_an_error_ends_a_stream_as_clients_know_it(before: list[Json]):
+    *_, error, failed = streamed(*before, ERROR, chunk("stop", content="llo"), LAST)
+    assert (error["type"], error["message"], error["code"]) == ("error", "out of memory", "500")
+    assert failed["type"] == "response.failed"
+    response = Response.model_validate(failed["response"])
+    assert (response.status, response.error and response.error.message) == ("failed", "out of memory")
+
+
+@pytest.mark.parametrize("chunks", [[], [chunk(content="He")], [chunk("stop", content="He")]])
+def test_a_stream_that_breaks_off_is_not_called_completed(chunks: list[Json]):
+    broken = [{**each, "usage": None} for each in chunks]
+    assert [event["type"] for event in streamed(*broken)][-2:] == ["error", "response.failed"]

@@ -1,0 +1,206 @@
+"""Versions that are adapters: clients see what they would see of all weights, and nothing in flight is disturbed."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
+from tests.explorer import adapters, checkpoints
+from tests.explorer.conftest import Run
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tuneloop.explorer.engines.adapter_names import Renaming
+from tuneloop.explorer.engines.client import RenamedReply, _Connection
+from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.engines.vllm import command, environment
+from tuneloop.shared.checkpoint import Probe
+from tuneloop.shared.experience import VersionState
+from tuneloop.shared.settings.serving import LoraSettings
+from tuneloop.shared.settings.settings import Settings
+
+Start = Callable[..., RunningExplorer]
+
+
+def adapted(tmp_path: Path, *doubles: EngineDouble, **explorer: Any) -> Settings:
+    settings = settings_for(tmp_path, [each.url for each in doubles], **explorer)
+    adapters.write_base(settings.model.model_path)
+    model = settings.model.model_copy(update={"lora": LoraSettings(rank=adapters.RANK)})
+    return settings.model_copy(update={"model": model})
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an explorer of adapters."""
+    with ExitStack() as stack:
+
+        def run(*doubles: EngineDouble, **explorer: Any) -> RunningExplorer:
+            running = stack.enter_context(explorer_running(adapted(tmp_path, *doubles, **explorer)))
+            eventually(lambda: {each.state for each in running.road.fleet.engines} == {EngineState.READY})
+            return running
+
+        yield run
+
+
+def candidate(explorer: RunningExplorer, probe: Probe | None = None) -> int:
+    settings = explorer.settings
+    return adapters.register(explorer.ledger, settings.job_dir, settings.model.model_path, probe=probe)
+
+
+def until(explorer: RunningExplorer, number: int, state: VersionState) -> None:
+    eventually(lambda: explorer.ledger.versions()[number].state == state)
+
+
+def asked(double: EngineDouble) -> str:
+    """What the newest chat named as its model."""
+    return str(double.chats[-1].body["model"])
+
+
+def test_a_version_is_loaded_beside_the_others_and_named_in_requests(start: Start, double: EngineDouble) -> None:
+    explorer = start(double)
+    assert explorer.version() == 0
+    assert asked(double) == MODEL
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    reply = explorer.chat()
+    assert (reply.headers["x-tuneloop-version"], reply.json()["model"]) == ("1", MODEL)
+    assert asked(double).startswith("tuneloop-adapter-1-")
+    assert double.chats[-1].weights == explorer.ledger.champion().path / "actor"
+    assert not {"/pause", "/collective_rpc", "/reset_prefix_cache"} & set(double.posts)
+
+
+def test_clients_see_their_own_name_of_the_model_only(start: Start, double: EngineDouble) -> None:
+    explorer = start(double)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    said = explorer.chat(stream=True).text
+    assert f'"model":"{MODEL}"' in said
+    assert "tuneloop-adapter" not in said
+    assert [each["id"] for each in explorer.http.get("/v1/models").json()["data"]] == [MODEL]
+    assert explorer.http.get(f"/v1/models/{asked(double)}").status_code == 404
+    assert explorer.chat(model="another").status_code == 404
+
+
+@pytest.mark.parametrize("on_reload", ["keep", "wait"])
+def test_a_reply_in_flight_ends_with_the_adapter_that_it_began_with(
+    start: Start, double: EngineDouble, on_reload: str
+) -> None:
+    explorer = start(double, on_reload=on_reload)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    double.hangs = True
+    asking = threading.Thread(target=explorer.chat)
+    asking.start()
+    eventually(lambda: len(double.chats) == 1)
+    candidate(explorer)
+    until(explorer, 2, VersionState.CHAMPION)
+    double.hangs = False
+    asking.join()
+    assert explorer.version() == 2
+    kept = [each.experiences[0] for each in explorer.exchanges()]
+    assert [(each.version_min, each.version_max, each.unsampled) for each in kept] == [(1, 1, None), (2, 2, None)]
+
+
+def test_an_adapter_that_is_not_the_trainer_s_is_rejected_and_the_old_one_serves_on(
+    start: Start, double: EngineDouble
+) -> None:
+    explorer = start(double)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    candidate(explorer, Probe(prompt_ids=checkpoints.PROMPT, logprobs=(-9.0, -9.0, -9.0), tolerance=0.01))
+    until(explorer, 2, VersionState.REJECTED)
+    assert "nats from the trainer's" in str(explorer.ledger.versions()[2].reason)
+    assert explorer.version() == 1
+    assert asked(double).startswith("tuneloop-adapter-1-")
+
+
+def test_an_adapter_that_the_engine_refuses_is_rejected(start: Start, double: EngineDouble) -> None:
+    explorer = start(double)
+    double.refuses_load_of = {"global_step_1"}
+    candidate(explorer)
+    until(explorer, 1, VersionState.REJECTED)
+    assert explorer.version() == 0
+
+
+def test_old_names_are_forgotten_but_the_last_ones(start: Start, double: EngineDouble) -> None:
+    explorer = start(double)
+    for number in range(1, 7):
+        candidate(explorer)
+        until(explorer, number, VersionState.CHAMPION)
+    assert [name.split("-")[2] for name in double.adapters] == ["3", "4", "5", "6"]
+
+
+@pytest.mark.parametrize("engine_too", [False, True])
+def test_after_a_restart_the_champion_is_served(
+    tmp_path: Path, places: list[EnginePlace], double: EngineDouble, engine_too: bool
+) -> None:
+    with explorer_running(adapted(tmp_path, double)) as first:
+        candidate(first)
+        until(first, 1, VersionState.CHAMPION)
+    if engine_too:
+        double = places[0].fresh()
+    with explorer_running(adapted(tmp_path, double)) as second:
+        eventually(lambda: second.road.fleet.engines[0].state == EngineState.READY)
+        assert second.version() == 1
+        assert asked(double).startswith("tuneloop-adapter-1-")
+
+
+def test_all_weights_are_rejected_where_adapters_are_served(start: Start, double: EngineDouble) -> None:
+    explorer = start(double)
+    checkpoints.register(explorer.ledger, explorer.settings.job_dir)
+    until(explorer, 1, VersionState.REJECTED)
+    assert explorer.version() == 0
+
+
+def test_an_adapter_is_rejected_where_all_weights_are_served(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    adapters.write_base(explorer.settings.model.model_path)
+    candidate(explorer)
+    until(explorer, 1, VersionState.REJECTED)
+    assert "model.lora.rank is 0" in str(explorer.ledger.versions()[1].reason)
+    assert double.weights == explorer.settings.model.model_path.absolute()
+
+
+def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path: Path) -> None:
+    settings = adapted(tmp_path)
+    said = command(settings, model=Path("m"), socket=Path("s"))
+    assert "--enable-lora" in said
+    assert said[said.index("--max-lora-rank") + 1] == "8"
+    targets = said.index("--lora-target-modules") + 1
+    assert tuple(said[targets : targets + 7]) == settings.model.lora.targets
+    assert environment(settings, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    without = settings_for(tmp_path)
+    assert not [
+        each for each in command(without, model=Path("m"), socket=Path("s")) if each.startswith("--") and "lora" in each
+    ]
+    assert environment(without, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
+
+
+THEIRS = "tuneloop-adapter-2-abc"
+RENAMING = Renaming(public="ours", adapter=THEIRS)
+
+
+@pytest.mark.parametrize("model", ["ours", "", None])
+def test_a_request_for_what_we_serve_is_for_the_adapter(model: str | None) -> None:
+    asked = RENAMING.asked(json.dumps({"model": model, "max_tokens": 1}).encode())
+    assert json.loads(asked or b"") == {"model": THEIRS, "max_tokens": 1}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model":"another"}', b'{"model":["ours"]}'])
+def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
+    assert RENAMING.asked(body) is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
+    event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
+    reply, heard = RenamedReply(cast(_Connection, None), RENAMING), bytearray()
+    reply._pour = lambda block: heard.extend(block) is None
+    said = event % THEIRS.encode() * 3 + b'{"model":"tuneloop-adapter-1-of-before"}'
+    for at in range(0, len(said), size):
+        reply.take(said[at : at + size])
+    reply.end()
+    assert heard == event % b"ours" * 3 + b'{"model":"ours"}'

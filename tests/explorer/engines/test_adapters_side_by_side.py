@@ -1,0 +1,144 @@
+"""Two adapters on one engine: it has two places for a version, and all that needs two engines does with one."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
+from tests.explorer.engines.test_adapters import adapted, candidate, until
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
+from tests.explorer.versions.test_gate import RIGHT, WRONG, gated
+from tests.explorer.versions.test_reload import until_ready
+from tests.explorer.versions.test_trial import SHARE, answered, by_hash
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.processes.engine_supervisor import stay_attached
+from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import RolloutSettings
+
+Start = Callable[[Settings], RunningExplorer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def run(settings: Settings) -> RunningExplorer:
+            running = stack.enter_context(explorer_running(settings))
+            until_ready(running, 2)
+            return running
+
+        yield run
+
+
+def tried(tmp_path: Path, double: EngineDouble, **rollout: Any) -> Settings:
+    return adapted(tmp_path, double).model_copy(
+        update={"rollout": RolloutSettings(**{"mode": "canary", "share": SHARE} | rollout)}
+    )
+
+
+def test_a_version_is_tried_beside_the_champion_and_rolled_back(
+    start: Start, tmp_path: Path, double: EngineDouble
+) -> None:
+    explorer = start(tried(tmp_path, double))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    until_ready(explorer, 2)
+    assert answered(explorer) == by_hash()
+    asked = {str(each.body["user"]): str(each.body["model"]) for each in double.chats if "user" in each.body}
+    assert {user: name.startswith("tuneloop-adapter-1-") for user, name in asked.items()} == {
+        user: bool(version) for user, version in by_hash().items()
+    }
+    assert not {"/pause", "/collective_rpc"} & set(double.posts)
+    explorer.ledger.roll_back(1, by="admin:anna", reason="to see")
+    eventually(lambda: explorer.road.fleet.split is None)
+    until_ready(explorer, 2)
+    assert set(answered(explorer).values()) == {0}
+
+
+def test_a_version_that_is_promoted_takes_both_places(start: Start, tmp_path: Path, double: EngineDouble) -> None:
+    explorer = start(tried(tmp_path, double, mode="ab"))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    explorer.ledger.promote(1, by="admin:anna", reason="to see")
+    eventually(lambda: [each.version for each in explorer.road.fleet.engines] == [1, 1])
+    until_ready(explorer, 2)
+    assert set(answered(explorer).values()) == {1}
+
+
+def test_the_gate_tries_a_candidate_while_the_champion_answers(
+    start: Start, tmp_path: Path, double: EngineDouble
+) -> None:
+    gate = gated(tmp_path, [double])
+    double.says = {tmp_path.name: RIGHT, "global_step_1": WRONG, "global_step_2": RIGHT}
+    explorer = start(adapted(tmp_path, double).model_copy(update={"gate": gate.gate, "monitor": gate.monitor}))
+    candidate(explorer)
+    while explorer.ledger.versions()[1].state is VersionState.CANDIDATE:
+        assert explorer.chat().headers["x-tuneloop-version"] == "0"
+    until(explorer, 1, VersionState.REJECTED)
+    (evaluated,) = [each for each in explorer.ledger.version_events(1) if each.action is VersionAction.EVALUATED]
+    assert (evaluated.actor, evaluated.details["candidate"]["score"]) == ("explorer", 0.0)
+    assert explorer.ledger.evaluation(1, Evaluator.ENGINE)
+    candidate(explorer)
+    until(explorer, 2, VersionState.CHAMPION)
+
+
+def test_an_engine_has_one_place_where_nothing_is_tried(tmp_path: Path, doubles: list[EngineDouble]) -> None:
+    assert adapted(tmp_path, doubles[0]).engine_places == 1
+    assert tried(tmp_path, doubles[0]).engine_places == 2
+    assert tried(tmp_path, doubles[0]).model_copy(update={"model": adapted(tmp_path).model}).engine_places == 2
+    whole = adapted(tmp_path, *doubles)
+    assert whole.engine_places == 2
+    assert whole.model_copy(update={"rollout": RolloutSettings(mode="canary")}).engine_places == 2
+
+
+def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(
+    tmp_path: Path, places: list[EnginePlace], start: Start
+) -> None:
+    explorer = start(tried(tmp_path, places[0].fresh()))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    explorer.ledger.promote(1, by="admin:anna", reason="to see")
+    eventually(lambda: [each.version for each in explorer.road.fleet.engines] == [1, 1])
+    places[0].fresh().dead = True
+    eventually(lambda: {each.state for each in explorer.road.fleet.engines} == {EngineState.DOWN})
+    again = places[0].fresh()
+    until_ready(explorer, 2)
+    assert explorer.version() == 1
+    assert str(again.chats[-1].body["model"]).startswith("tuneloop-adapter-1-")
+
+
+async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, double: EngineDouble) -> None:
+    settings = settings_for(tmp_path)
+    ledger, host = open_ledger(settings), Engine(0, EngineHttp())
+    async with vllm.open_session(url=double.url, socket=None, key=None) as session:
+        second = Engine(1, EngineHttp(), vllm.Control(session, model_name=MODEL))
+        fleet = Fleet([host, second], patience_s=60)
+        staying = asyncio.ensure_future(
+            stay_attached(second, fleet=fleet, ledger=ledger, health_timeout_s=1.0, host=host)
+        )
+        try:
+            for state, then in (
+                (EngineState.STARTING, EngineState.STARTING),
+                (EngineState.READY, EngineState.READY),
+                (EngineState.RELOADING, EngineState.READY),
+                (EngineState.DOWN, EngineState.DOWN),
+                (EngineState.READY, EngineState.READY),
+            ):
+                await fleet.set(host, state)
+                async with asyncio.timeout(60):
+                    while second.state is not then:  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.05)
+                if state in {EngineState.STARTING, EngineState.RELOADING}:
+                    await asyncio.sleep(1.2)
+                    assert second.state is then, state
+        finally:
+            staying.cancel()
+            await asyncio.gather(staying, return_exceptions=True)
+            ledger.close()

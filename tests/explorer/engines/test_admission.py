@@ -1,0 +1,171 @@
+"""Places under every order of coming, going, waiting too long and giving up that hypothesis thinks of."""
+
+import asyncio
+import selectors
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tuneloop.explorer.engines.admission import Places
+from tuneloop.shared.errors import RequestRefused
+
+PATIENCE_S = 1000.0
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop whose time passes when it is told to."""
+
+    ahead_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(selectors.SelectSelector())
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+class Visitor:
+    """Takes a place, keeps it until told to go."""
+
+    def __init__(self, places: Places, loop: asyncio.AbstractEventLoop) -> None:
+        self.holds = False
+        self.refused: RequestRefused | None = None
+        self._leave = asyncio.Event()
+        self.task = loop.create_task(self._visit(places))
+
+    async def _visit(self, places: Places) -> None:
+        try:
+            await places.take()
+        except RequestRefused as error:
+            self.refused = error
+            return
+        try:
+            self.holds = True
+            await self._leave.wait()
+        finally:
+            self.holds = False
+            places.give_back()
+
+    def leave(self) -> None:
+        self._leave.set()
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """`visitors` are in the order in which they came."""
+
+    @initialize(places=st.integers(1, 3), waiting=st.integers(0, 4))
+    def open(self, places: int, waiting: int) -> None:
+        self.loop = Clock()
+        self.most, self.most_waiting = places, waiting
+        self.places = Places(places=places, waiting=waiting, patience_s=PATIENCE_S)
+        self.visitors: list[Visitor] = []
+
+    def settle(self) -> None:
+        for _ in range(6):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    def those(self, *, hold: bool) -> list[Visitor]:
+        return [each for each in self.visitors if not each.task.done() and each.holds == hold]
+
+    @rule()
+    def come(self) -> None:
+        held, waiting = self.places.taken, self.places.waiting
+        visitor = Visitor(self.places, self.loop)
+        self.visitors.append(visitor)
+        self.settle()
+        if held < self.most:
+            assert visitor.holds
+        elif waiting >= self.most_waiting:
+            assert visitor.refused
+            assert (visitor.refused.status, visitor.refused.retry_after_s) == (429, 1.0)
+        else:
+            assert self.places.waiting == waiting + 1
+
+    @precondition(lambda self: self.those(hold=True))
+    @rule(data=st.data(), hurried=st.booleans())
+    def go(self, data: st.DataObject, hurried: bool) -> None:
+        next_one = next(iter(self.those(hold=False)), None)
+        leaving = data.draw(st.sampled_from(self.those(hold=True)))
+        leaving.leave() if data.draw(st.booleans()) else leaving.task.cancel()
+        if hurried:  # whoever is next gives up between being given the place and having it
+            self.loop.run_until_complete(asyncio.sleep(0))
+            if next_one:
+                next_one.task.cancel()
+            self.settle()
+            return
+        self.settle()
+        assert next_one is None or next_one.holds
+
+    @precondition(lambda self: self.those(hold=False))
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.those(hold=False))).task.cancel()
+        self.settle()
+
+    @precondition(lambda self: self.visitors)
+    @rule(data=st.data())
+    def several_things_at_once(self, data: st.DataObject) -> None:
+        for visitor in data.draw(st.lists(st.sampled_from(self.visitors), unique=True, max_size=4)):
+            visitor.leave() if visitor.holds and data.draw(st.booleans()) else visitor.task.cancel()
+        if data.draw(st.booleans()):
+            self.loop.ahead_s += PATIENCE_S + 1
+        self.settle()
+
+    @rule()
+    def wait_too_long(self) -> None:
+        waited = self.those(hold=False)
+        self.loop.ahead_s += PATIENCE_S + 1
+        self.settle()
+        for each in waited:
+            assert each.refused
+            assert (each.refused.status, each.refused.code) == (503, "overloaded")
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        if not hasattr(self, "places"):
+            return
+        holding, waiting = self.those(hold=True), self.those(hold=False)
+        assert self.places.taken == len(holding) <= self.most
+        assert self.places.waiting == len(waiting) <= self.most_waiting
+        assert not waiting or len(holding) == self.most, "a place is free and somebody waits"
+
+    def teardown(self) -> None:
+        for each in self.visitors:
+            each.task.cancel()
+        self.settle()
+        assert (self.places.taken, self.places.waiting) == (0, 0)
+        self.loop.close()
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25)
+
+
+async def test_first_come_first_served() -> None:
+    places = Places(places=1, waiting=5, patience_s=10)
+    order = []
+
+    async def visit(number: int) -> None:
+        await places.take()
+        order.append(number)
+        await asyncio.sleep(0)
+        places.give_back()
+
+    await asyncio.gather(*(visit(number) for number in range(6)))
+    assert order == list(range(6))
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+async def test_a_refusal_says_how_many_there_are(waiting: int) -> None:
+    places = Places(places=3, waiting=waiting, patience_s=0.01)
+    for _ in range(3):
+        await places.take()
+    queue = [asyncio.ensure_future(places.take()) for _ in range(waiting)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestRefused, match=f"3 requests are being answered and {waiting} wait"):
+        await places.take()
+    for each in queue:
+        with pytest.raises(RequestRefused, match=r"no place became free for 0\.01 seconds"):
+            await each

@@ -1,0 +1,393 @@
+"""The client's side of HTTP, against engines whose every byte the test writes."""
+
+import asyncio
+import contextlib
+import ssl
+import subprocess
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tuneloop.explorer.engines.client import KEEP_S, EngineHttp
+from tuneloop.shared.errors import EngineError, EngineUnreachable
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+BODY = bytes(range(256)) * 3
+
+Answer = Callable[[StreamWriter], Awaitable[None]]
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test on the loop that serves."""
+
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        uvloop.run(test(**fixtures))
+
+    return run
+
+
+class RawEngine:
+    """Answers each request that it hears with the next of its answers, the last one for ever."""
+
+    def __init__(self, *answers: bytes | Answer) -> None:
+        self.answers = list(answers)
+        self.heard: list[bytes] = []
+        self.connections = 0
+        self.left = asyncio.Event()
+        self.port = 0
+        self._tasks: set[Any] = set()
+
+    async def __call__(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self.connections += 1
+        self._tasks.add(asyncio.current_task())
+        try:
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.heard.append(head + await reader.readexactly(length))
+                answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                if isinstance(answer, bytes):
+                    writer.write(answer)
+                    await writer.drain()
+                else:
+                    await answer(writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.left.set()
+        finally:
+            writer.transport.abort()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def served(engine: RawEngine, *, host: str = "127.0.0.1", **more: Any) -> AsyncIterator[str]:
+    """The URL of a raw engine."""
+    server = await asyncio.start_server(engine, host, 0, **more)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"http{'s' if more else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        server.close()
+        await engine.stop()
+
+
+@asynccontextmanager
+async def asking(*answers: bytes | Answer) -> AsyncIterator[tuple[EngineHttp, RawEngine]]:
+    """A client, and the engine that it asks."""
+    engine = RawEngine(*answers)
+    async with served(engine) as url:
+        http = EngineHttp(url=url)
+        try:
+            yield http, engine
+        finally:
+            await http.close()
+
+
+async def whole(http: EngineHttp) -> tuple[int, bytes]:
+    reply = await http.ask("POST", "/x", b"{}")
+    try:
+        return reply.status, await asyncio.wait_for(reply.read(), 5)
+    finally:
+        reply.close()
+
+
+def closing(data: bytes) -> Answer:
+    """Say something, then close the connection."""
+
+    async def answer(writer: StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+        writer.close()
+
+    return answer
+
+
+async def resetting(writer: StreamWriter) -> None:
+    """Close before anything is answered."""
+    writer.transport.abort()
+
+
+def in_pieces(data: bytes, cuts: list[int]) -> Answer:
+    """Say something in pieces that arrive one by one."""
+
+    async def answer(writer: StreamWriter) -> None:
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            writer.write(data[start:end])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    return answer
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    chunks = [body[at : at + size] for at in range(0, len(body), size)]
+    return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n\r\n"
+
+
+def sized(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.mark.parametrize("framed", [sized(BODY), chunked(BODY, 1), chunked(BODY, 7), chunked(BODY, 10_000)])
+@pytest.mark.parametrize("cut", ["nowhere", "everywhere"])
+@on_uvloop
+async def test_a_reply_arrives_however_it_is_framed_and_cut(framed: bytes, cut: str) -> None:
+    cuts = list(range(1, len(framed), 3)) if cut == "everywhere" else []
+    async with asking(in_pieces(framed, cuts)) as (http, engine):
+        assert [await whole(http) for _ in range(3)] == [(200, BODY)] * 3
+        assert engine.connections == 1
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), body=st.binary(min_size=1, max_size=200), chunk=st.integers(1, 50), sizes=st.booleans())
+def test_no_cut_of_the_bytes_changes_a_reply(data: Any, body: bytes, chunk: int, sizes: bool) -> None:
+    framed = sized(body) if sizes else chunked(body, chunk)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(framed) - 1), max_size=12)))
+
+    async def check() -> None:
+        async with asking(in_pieces(framed, cuts)) as (http, engine):
+            assert [await whole(http) for _ in range(2)] == [(200, body)] * 2
+            assert engine.connections == 1
+
+    uvloop.run(check())
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(noise=st.binary(max_size=40), at=st.integers(0, len(OK)), keeps=st.booleans())
+def test_whatever_an_engine_says_it_is_a_reply_or_an_error(noise: bytes, at: int, keeps: bool) -> None:
+    said = closing(OK[:at] + noise + (OK[at:] if keeps else b""))
+
+    async def check() -> None:
+        async with asking(said) as (http, _):
+            with contextlib.suppress(EngineError):
+                await whole(http)
+
+    uvloop.run(check())
+
+
+@on_uvloop
+async def test_a_connection_that_is_kept_is_used_again() -> None:
+    async with asking(OK) as (http, engine):
+        assert [await whole(http) for _ in range(5)] == [(200, b"hello")] * 5
+        assert engine.connections == 1
+
+
+@on_uvloop
+async def test_a_connection_too_old_is_not_used_again() -> None:
+    async with asking(OK) as (http, engine):
+        await whole(http)
+        http._idle[0].idle_since -= KEEP_S + 1
+        assert await whole(http) == (200, b"hello")
+        assert engine.connections == 2
+        await asyncio.wait_for(engine.left.wait(), 5)
+
+
+@on_uvloop
+async def test_what_says_that_it_closes_is_not_used_again() -> None:
+    said = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello"
+    async with asking(said) as (http, engine):
+        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
+        assert engine.connections == 2
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@on_uvloop
+async def test_a_reply_that_ends_with_its_connection_is_whole(version: bytes) -> None:
+    async with asking(closing(b"HTTP/%b 200 OK\r\nconnection: close\r\n\r\nhello" % version)) as (http, engine):
+        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
+        assert engine.connections == 2
+
+
+@on_uvloop
+async def test_to_continue_is_no_reply_yet() -> None:
+    async with asking(b"HTTP/1.1 100 Continue\r\ncontent-length: 3\r\n\r\n" + OK) as (http, engine):
+        for _ in range(2):
+            reply = await http.ask("POST", "/x", b"{}")
+            assert (reply.status, await reply.read()) == (200, b"hello")
+            assert reply.headers == {b"content-length": b"5"}
+        assert engine.connections == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"garbage, and no HTTP\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-le",
+        b"HTTP/1.1 2",
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n",
+        CHUNKED + b"5\r\nhello\r\n",
+        CHUNKED + b"5\r\nhe",
+        CHUNKED + b"zz\r\nhello\r\n0\r\n\r\n",
+        CHUNKED,
+    ],
+)
+@on_uvloop
+async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(said: bytes) -> None:
+    async with asking(closing(said)) as (http, engine):
+        with pytest.raises(EngineError) as caught:
+            await whole(http)
+        assert not isinstance(caught.value, EngineUnreachable)
+        assert len(engine.heard) == 1
+
+
+@on_uvloop
+async def test_what_nobody_asked_for_is_not_taken_for_the_next_reply() -> None:
+    async with asking(OK + b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad", OK) as (http, engine):
+        assert [await whole(http) for _ in range(3)] == [(200, b"hello")] * 3
+        assert engine.connections == 2
+
+
+@on_uvloop
+async def test_what_comes_late_is_not_taken_for_the_next_reply() -> None:
+    async def late(writer: StreamWriter) -> None:
+        writer.write(OK)
+        await asyncio.sleep(0.05)
+        writer.write(b"HTTP/1.1 408 Timeout\r\ncontent-length: 3\r\n\r\nbad")
+
+    async with asking(late, OK) as (http, _):
+        await whole(http)
+        async with asyncio.timeout(60):
+            while http._idle and not http._idle[0].closing:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        assert await whole(http) == (200, b"hello")
+
+
+@on_uvloop
+async def test_a_kept_connection_closed_at_the_moment_of_use_costs_nothing() -> None:
+    async with asking(OK, resetting, OK) as (http, engine):
+        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
+        assert engine.connections == 2
+
+
+@on_uvloop
+async def test_a_new_connection_that_is_lost_is_not_tried_again() -> None:
+    async with asking(resetting) as (http, engine):
+        with pytest.raises(EngineUnreachable):
+            await whole(http)
+        assert len(engine.heard) == 1
+    async with asking(OK, resetting) as (http, engine):
+        await whole(http)
+        with pytest.raises(EngineUnreachable):
+            await whole(http)
+        assert len(engine.heard) == 3
+
+
+@on_uvloop
+async def test_nobody_at_home_is_said_so() -> None:
+    async with served(RawEngine(OK)) as url:
+        pass
+    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+        await EngineHttp(url=url).ask("GET", "/")
+    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+        await EngineHttp(socket="/nowhere.sock").ask("GET", "/")
+
+
+@on_uvloop
+async def test_an_engine_is_asked_at_its_url_with_its_key() -> None:
+    engine = RawEngine(OK)
+    async with served(engine) as url:
+        at = url.removeprefix("http://")
+        http = EngineHttp(url=f"http://{at}/below/", key="secret")
+        reply = await http.ask("POST", "/v1/x", b"{}", {"X-Request-Id": "7"})
+        assert await reply.read() == b"hello"
+        await http.close()
+    lines = engine.heard[0].decode().split("\r\n")
+    assert lines[0] == "POST /below/v1/x HTTP/1.1"
+    assert {f"Host: {at}", "Authorization: Bearer secret", "X-Request-Id: 7", "Content-Length: 2"} < set(lines)
+
+
+@on_uvloop
+async def test_an_engine_may_be_at_an_ipv6_address() -> None:
+    engine = RawEngine(OK)
+    async with served(engine, host="::1") as url:
+        http = EngineHttp(url=url)
+        assert await whole(http) == (200, b"hello")
+        await http.close()
+    assert b"Host: [::1]:" in engine.heard[0]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and its self-signed certificate for 127.0.0.1, in one file."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, signed = folder / "key.pem", folder / "signed.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(signed)], check=True, capture_output=True)
+    both = folder / "both.pem"
+    both.write_bytes(key.read_bytes() + signed.read_bytes())
+    return both
+
+
+@on_uvloop
+async def test_tls_is_spoken_and_a_certificate_that_nobody_trusts_is_refused(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    async with served(RawEngine(OK), ssl=context) as url:
+        with pytest.raises(EngineUnreachable, match="certificate verify failed"):
+            await EngineHttp(url=url).ask("GET", "/")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        http = EngineHttp(url=url)
+        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
+        await http.close()
+
+
+@on_uvloop
+async def test_who_is_cancelled_before_the_reply_closes_the_connection() -> None:
+    async def silent(writer: StreamWriter) -> None:
+        pass
+
+    async with asking(silent) as (http, engine):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await http.ask("POST", "/x")
+        await asyncio.wait_for(engine.left.wait(), 5)
+
+
+@on_uvloop
+async def test_who_closes_a_reply_before_its_end_closes_the_connection() -> None:
+    async with asking(CHUNKED + b"5\r\nhello\r\n") as (http, engine):
+        reply = await http.ask("POST", "/x")
+        assert await anext(reply.blocks()) == b"hello"
+        reply.close()
+        await asyncio.wait_for(engine.left.wait(), 5)
+
+
+@on_uvloop
+async def test_what_nobody_reads_is_not_heaped_up() -> None:
+    block, blocks, sent = b"x" * 65536, 1000, 0
+
+    async def much(writer: StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (blocks * len(block)))
+        for _ in range(blocks):
+            writer.write(block)
+            await writer.drain()
+            sent += len(block)
+
+    async with asking(much) as (http, _):
+        reply = await http.ask("POST", "/x")
+        await asyncio.sleep(0.3)
+        assert reply._held < 1 << 20
+        assert sent < 16 << 20  # the rest lies in the two sockets
+        assert len(await reply.read()) == blocks * len(block)
+        assert sent == blocks * len(block)

@@ -1,0 +1,180 @@
+"""Engines that hang or die: they get no more requests, are started again, and come back with the champion."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.doubles.engine import MODEL, EngineDouble
+from tests.explorer.checkpoints import register
+from tests.explorer.conftest import Run
+from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.processes import engine_supervisor
+from tuneloop.explorer.processes.engine_supervisor import keep_running
+from tuneloop.shared.experience import VersionState
+
+
+def states(fleet: Fleet) -> list[EngineState]:
+    return [each.state for each in fleet.engines]
+
+
+@dataclass
+class DoubleProcess:
+    """The process of a double: it is up again, and heals, when it is started."""
+
+    double: EngineDouble
+    started: list[Path] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self, model: Path) -> None:
+        self.started.append(model)
+        self.over = asyncio.Event()
+        self.double.weights, self.double.silent, self.double.dead = model, False, False
+
+    async def ended(self) -> int:
+        await self.over.wait()
+        return 1
+
+    async def stop(self) -> None:
+        self.double.dead = True
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - the doubles live in another thread
+            await asyncio.sleep(0.01)
+
+
+async def running(
+    doubles: list[EngineDouble], folder: Path, then: Callable[[Fleet, list[DoubleProcess]], Awaitable[None]]
+) -> None:
+    """Do something with two engines under their supervisors."""
+    settings = settings_for(folder)
+    ledger, base = open_ledger(settings), settings.model.model_path
+    async with AsyncExitStack() as stack:
+        stack.callback(ledger.close)
+        engines = []
+        for number, double in enumerate(doubles):
+            session = vllm.open_session(url=double.url, socket=None, key=None)
+            await stack.enter_async_context(session)
+            http = EngineHttp(url=double.url)
+            stack.push_async_callback(http.close)
+            engines.append(Engine(number, http, vllm.Control(session, model_name=MODEL)))
+        fleet, processes = Fleet(engines, patience_s=60), [DoubleProcess(each) for each in doubles]
+        tasks = [
+            asyncio.ensure_future(
+                keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=1.0)
+            )
+            for engine, process in zip(engines, processes, strict=True)
+        ]
+        try:
+            await until(lambda: states(fleet) == [EngineState.READY] * 2)
+            await then(fleet, processes)
+        finally:
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+async def test_an_engine_of_ours_that_hangs_or_dies_is_started_again(
+    tmp_path: Path, doubles: list[EngineDouble], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "_PAUSE_S", 0.1)
+
+    async def lose_the_first(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        ill, well = fleet.engines
+        loads = ill.loads
+        if how == "hangs":
+            doubles[0].silent = True
+        else:
+            doubles[0].dead = True
+            processes[0].over.set()
+        await until(lambda: ill.state is EngineState.DOWN)
+        assert await fleet.take() is well
+        assert await fleet.take() is well
+        await until(lambda: ill.state is EngineState.READY)
+        assert [len(each.started) for each in processes] == [2, 1]
+        assert ill.loads > loads
+        assert await fleet.take() is ill
+
+    with capture_logs() as logs:
+        await running(doubles, tmp_path, lose_the_first)
+    (down,) = [each for each in logs if each["event"] == "engine_down"]
+    assert down["engine"] == 0
+    assert down["reason"] == ("it does not say that it is healthy" if how == "hangs" else "its process ended")
+
+
+async def test_an_engine_that_is_being_reloaded_has_time_to_be_silent(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    async def reload(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        engine = fleet.engines[0]
+        await fleet.set(engine, EngineState.RELOADING)
+        doubles[0].silent = True
+        ill = asyncio.ensure_future(engine_supervisor._until_ill(engine, 0.01))
+        _, pending = await asyncio.wait([ill], timeout=3)
+        assert pending, "it was asked several times"
+        doubles[0].silent = False
+        ill.cancel()
+        await fleet.set(engine, EngineState.READY)
+
+    await running(doubles, tmp_path, reload)
+
+
+@pytest.fixture
+def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
+    """An explorer with two engines of others, both ready; the first is asked first."""
+    rollout = {"engine_urls": [each.url for each in doubles], "dtype": "float32", "health_timeout": 1.0}
+    explorer = running_explorer(*doubles, rollout_model=rollout)
+    eventually(lambda: states(explorer.road.fleet) == [EngineState.READY] * 2)
+    return explorer
+
+
+def test_an_engine_of_others_that_hangs_is_left_alone_and_comes_back_with_the_champion(
+    two: RunningExplorer, doubles: list[EngineDouble]
+) -> None:
+    doubles[0].silent = True
+    eventually(lambda: states(two.road.fleet) == [EngineState.DOWN, EngineState.READY])
+    assert two.chat().status_code == 200
+    version = register(two.ledger, two.settings.job_dir)
+    eventually(lambda: two.ledger.versions()[version].state is VersionState.CHAMPION)
+    assert [len(each.chats) for each in doubles] == [0, 1]
+    doubles[0].silent = False
+    eventually(lambda: states(two.road.fleet) == [EngineState.READY] * 2)
+    assert doubles[0].weights == doubles[1].weights == two.ledger.champion().path / "actor"
+    assert two.chat().headers["x-tuneloop-version"] == str(version)
+    assert len(doubles[0].chats) == 1
+
+
+def test_a_request_waits_for_the_other_engine_where_that_is_being_reloaded(
+    two: RunningExplorer, doubles: list[EngineDouble]
+) -> None:
+    doubles[1].load_s = 2.0
+    register(two.ledger, two.settings.job_dir)
+    eventually(lambda: doubles[1].loading == 1)
+    doubles[0].dead = True
+    assert two.chat().status_code == 200
+    assert [len(each.chats) for each in doubles] == [0, 1]
+
+
+async def test_nobody_waits_for_another_engine_that_is_not_about_to_be_ready() -> None:
+    ill, other = engines = [Engine(number, EngineHttp()) for number in range(2)]
+    fleet = Fleet(engines, patience_s=60)
+    for other.state in (EngineState.STARTING, EngineState.DOWN):
+        assert await fleet.wait_for_another(ill) is None
+    await fleet.set(other, EngineState.RELOADING)
+    waiting = asyncio.ensure_future(fleet.wait_for_another(ill))
+    await asyncio.sleep(0)
+    await fleet.set(ill, EngineState.DOWN)
+    assert not waiting.done()
+    await fleet.set(other, EngineState.READY)
+    assert await waiting is other

@@ -1,0 +1,103 @@
+"""The gauges that say what waits where, and why no step is happening."""
+
+import time
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
+from tests.factories import committed, exchange, feedback
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.ledger_gauges import Watch
+from tuneloop.shared.errors import LedgerUnavailable
+from tuneloop.shared.ledger.facts import LedgerFacts
+from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.operations.diagnosis import WAITING, Code
+
+
+class AwayLedger(Ledger):
+    """Its database cannot be reached."""
+
+    def facts(self, policy: BatchPolicy, *, aside: int = 0) -> LedgerFacts:
+        raise LedgerUnavailable("connection refused")
+
+
+def by_label(explorer: RunningExplorer, name: str) -> dict[str, float]:
+    """The samples of one gauge, by their only label."""
+    text = explorer.http.get("/metrics").text
+    [family] = [each for each in text_string_to_metric_families(text) if each.name == name]
+    return {next(iter(sample.labels.values())): sample.value for sample in family.samples}
+
+
+def holding(explorer: RunningExplorer) -> set[str]:
+    found = by_label(explorer, "tuneloop_no_step")
+    assert set(found) == {code.value for code in Code}
+    assert set(found.values()) <= {0, 1}
+    return {code for code, holds in found.items() if holds}
+
+
+def test_reasons_are_gauges_and_go_when_they_are_cured(explorer: RunningExplorer) -> None:
+    eventually(lambda: holding(explorer) == {"no_trainer", "nothing_recorded"})
+    said = explorer.chat().json()["id"]
+    eventually(lambda: holding(explorer) == {"no_trainer", "no_feedback"})
+    explorer.feedback(said)
+    eventually(lambda: holding(explorer) == {"no_trainer", "not_committed"})
+    explorer.commit()
+    explorer.ledger.take_epoch("host:1")
+    eventually(lambda: holding(explorer) == {"batch_not_full"})
+    committed(explorer.ledger, 31)
+    explorer.commit()
+    explorer.ledger.commit("acme")
+    eventually(lambda: holding(explorer) == {"none"})
+
+
+def test_a_trainer_is_up_until_it_stops(explorer: RunningExplorer) -> None:
+    eventually(lambda: explorer.metrics()["tuneloop_trainer_up"] == 0)
+    epoch = explorer.ledger.take_epoch("host:1")
+    eventually(lambda: explorer.metrics()["tuneloop_trainer_up"] == 1)
+    explorer.ledger.end(epoch)
+    eventually(lambda: explorer.metrics()["tuneloop_trainer_up"] == 0)
+
+
+def test_a_trainer_that_was_not_seen_for_a_minute_is_not_up(explorer: RunningExplorer) -> None:
+    Ledger(explorer.ledger._engine, clock=lambda: time.time() - 61).take_epoch("host:1")
+    eventually(lambda: holding(explorer) == {"no_trainer", "nothing_recorded"})
+    assert explorer.metrics()["tuneloop_trainer_up"] == 0
+
+
+def test_what_waits_has_an_age_by_state(explorer: RunningExplorer) -> None:
+    now = time.time()
+    explorer.ledger.record([exchange(received_at=now - 100), exchange(received_at=now - 50)])
+    eventually(lambda: by_label(explorer, "tuneloop_waiting_seconds").get("recorded", 0) > 99)
+    found = by_label(explorer, "tuneloop_waiting_seconds")
+    assert set(found) == {state.value for state in WAITING}
+    assert 100 <= found["recorded"] < 160
+    assert found["committed"] == 0
+
+
+def test_feedback_without_its_reply_is_pending(explorer: RunningExplorer) -> None:
+    explorer.ledger.record([feedback(msg_id="chatcmpl-unknown")])
+    eventually(lambda: explorer.metrics()["tuneloop_feedback_pending"] == 1)
+    explorer.ledger.record([exchange(msg_id="chatcmpl-unknown")])
+    eventually(lambda: explorer.metrics()["tuneloop_feedback_pending"] == 0)
+
+
+def test_a_database_that_is_away_is_the_reason(tmp_path: Path) -> None:
+    settings, metrics = settings_for(tmp_path), Metrics()
+    ledger = open_ledger(settings)
+    watch = Watch(AwayLedger(ledger._engine), metrics, settings, interval_s=60)
+    watch.look_or_say_why_not()
+    assert not watch.reached
+    assert metrics.registry.get_sample_value("tuneloop_no_step", {"reason": "database_away"}) == 1
+    assert metrics.registry.get_sample_value("tuneloop_no_step", {"reason": "no_trainer"}) == 0
+    watch.close()
+    ledger.close()
+
+
+def test_an_alarm_is_a_gauge_until_it_is_cleared(explorer: RunningExplorer) -> None:
+    assert by_label(explorer, "tuneloop_alarm") == {}
+    explorer.ledger.raise_alarm(Alarm("length", "replies got long"))
+    eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 1})
+    explorer.ledger.raise_alarm(Alarm("entropy", "it fell"))
+    explorer.ledger.clear_alarm("length")
+    eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 0, "entropy": 1})

@@ -1,0 +1,275 @@
+"""Several workers under one control process, as their users start them."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
+from tests.explorer.checkpoints import register
+from tests.explorer.running import HELLO, eventually, settings_for
+from tests.explorer.test_main import attached_to, job, service, write_settings
+from tests.loop.harness.services import alive, command_of, descendants
+from tuneloop.explorer.capture import spool
+from tuneloop.explorer.http.sockets import listen
+from tuneloop.shared import spool_format
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import Exchange, State, VersionState, decode
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import Position
+
+STREAM = HELLO | {"stream": True}
+
+pytestmark = pytest.mark.xdist_group("workers")
+
+
+@dataclass
+class Staff:
+    """A service of two workers."""
+
+    folder: Path
+    process: "subprocess.Popen[bytes]"
+    http: httpx.Client
+    double: EngineDouble
+
+    @property
+    def root(self) -> Path:
+        return job(self.folder) / "spool"
+
+    def pids(self) -> list[int]:
+        """The workers that live."""
+        return [pid for pid in descendants(self.process.pid) if "tuneloop.explorer.processes.worker" in command_of(pid)]
+
+    def slot_of(self, pid: int) -> str | None:
+        """The slot whose lock a worker holds."""
+        for held in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it has just been closed
+                path = held.readlink()
+                if path.name == "lock":
+                    return path.parent.name
+        return None
+
+    def kept(self) -> dict[str, list[str]]:
+        """The ids on disk by slot, as often as they are there."""
+        return {
+            slot.name: [
+                record.msg_id
+                for payload, _ in spool.read(slot, Position(0, 0))
+                if isinstance(record := decode(payload), Exchange)
+            ]
+            for slot in spool_format.slots(self.root)
+        }
+
+    def slot_of_reply(self, msg_id: str) -> str:
+        (slot,) = [slot for slot, ids in self.kept().items() if msg_id in ids]
+        return slot
+
+    def clients_of_both(self, stack: ExitStack) -> dict[str, httpx.Client]:
+        """A client with a kept connection to each worker, by its slot."""
+        found: dict[str, httpx.Client] = {}
+        while len(found) < 2:
+            client = stack.enter_context(httpx.Client(base_url=self.http.base_url, timeout=30))
+            found[self.slot_of_reply(chat(client))] = client
+        return found
+
+    def metrics(self, client: httpx.Client) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for family in text_string_to_metric_families(client.get("/metrics").text):
+            for sample in family.samples:
+                found[sample.name] += sample.value
+        return dict(found)
+
+    def ledger(self) -> Ledger:
+        return Ledger(connect(f"sqlite:///{job(self.folder)}/buffer/exp_buffer.db"))
+
+
+def chat(client: httpx.Client, **but: object) -> str:
+    reply = client.post(CHAT, json=HELLO | but)
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["id"])
+
+
+@contextmanager
+def hired(folder: Path, double: EngineDouble, **explorer: object) -> Iterator[Staff]:
+    """A service, its `explorer` with these settings, both of whose workers serve."""
+    but = {f"explorer__{name}": value for name, value in explorer.items()} | attached_to(double)
+    settings = write_settings(folder, explorer__workers=2, explorer__service_status_check_interval=0.1, **but)
+    with service(settings) as (process, http):
+        found = Staff(folder, process, http, double)
+        eventually(lambda: len([pid for pid in found.pids() if found.slot_of(pid)]) == 2)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def staff(tmp_path_factory: pytest.TempPathFactory, places: list[EnginePlace]) -> Iterator[Staff]:
+    with hired(tmp_path_factory.mktemp("workers"), places[0].fresh()) as found:
+        yield found
+
+
+def test_both_answer_and_every_reply_is_recorded_once(staff: Staff) -> None:
+    said = []
+    for _ in range(40):
+        with httpx.Client(base_url=staff.http.base_url, timeout=30) as client:
+            said += [chat(client) for _ in range(5)]
+    eventually(lambda: staff.http.post("/commit").status_code == 200)
+    kept = staff.kept()
+    assert all(len(set(said) & set(ids)) >= 20 for ids in kept.values()), {slot: len(ids) for slot, ids in kept.items()}
+    assert Counter(each for ids in kept.values() for each in ids if each in set(said)) == Counter(said)
+    ledger = staff.ledger()
+    assert sum(ledger.counts().values()) == sum(map(len, kept.values()))
+    ledger.close()
+
+
+def test_what_one_has_acknowledged_the_other_knows(staff: Staff) -> None:
+    with ExitStack() as stack:
+        one, other = staff.clients_of_both(stack).values()
+        for _ in range(20):
+            said = chat(one, store=True, metadata={"task_id": "across"})
+            told = other.post("/feedback", json={"msg_ids": [said], "reward": 1}).json()
+            assert told["outcomes"][said] in {"accepted", "pending"}
+            eventually(lambda: one.post("/commit", json={"task_id": "across"}).json().get("committed") == 1)
+            assert other.get(f"/v1/chat/completions/{chat(one)}").status_code == 200
+
+
+def test_metrics_are_those_of_the_whole_service(staff: Staff) -> None:
+    with ExitStack() as stack:
+        clients = list(staff.clients_of_both(stack).values())
+        before = staff.metrics(clients[0])
+        for client in clients:
+            for _ in range(3):
+                chat(client)
+        for client in clients:
+            found = staff.metrics(client)
+            assert found["tuneloop_requests_total"] == before["tuneloop_requests_total"] + 6
+            assert found["tuneloop_request_seconds_count"] == found["tuneloop_requests_total"]
+            assert found["tuneloop_engines"] == 1
+            assert found["tuneloop_database_up"] == 1
+
+
+async def _stream(client: httpx.AsyncClient) -> str:
+    async with client.stream("POST", CHAT, json=STREAM) as reply:
+        assert reply.status_code == 200
+        lines = [line async for line in reply.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]", lines[-1]
+    return str(json.loads(lines[0].removeprefix("data: "))["id"])
+
+
+async def test_no_weights_change_before_both_know(staff: Staff) -> None:
+    """Replies across a reload are marked, whoever of the two passes them on, and both serve the new version then."""
+    staff.double.piece_pause_s = 2.0
+    ledger, heard = staff.ledger(), len(staff.double.chats)
+    new_connections = httpx.Limits(max_keepalive_connections=0)
+    async with (
+        httpx.AsyncClient(base_url=staff.http.base_url, timeout=60, limits=new_connections) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        across = [group.create_task(_stream(client)) for _ in range(16)]
+        while len(staff.double.chats) < heard + 16:  # noqa: ASYNC110 - the double hears them in another thread
+            await asyncio.sleep(0.01)
+        version = await asyncio.to_thread(register, ledger, job(staff.folder))
+        await asyncio.to_thread(eventually, lambda: ledger.champion().version == version)
+        staff.double.piece_pause_s = 0.0
+    assert ledger.versions()[version].state is VersionState.CHAMPION
+    ledger.close()
+    found = {
+        record.msg_id: record.experiences[0]
+        for slot in spool_format.slots(staff.root)
+        for payload, _ in spool.read(slot, Position(0, 0))
+        if isinstance(record := decode(payload), Exchange)
+    }
+    spoken = [found[task.result()] for task in across]
+    marks = [(each.unsampled, each.version_min, each.version_max) for each in spoken]
+    assert marks == [("mixed_version", 0, version)] * 16
+    assert len({slot for slot, ids in staff.kept().items() for task in across if task.result() in ids}) == 2
+    with ExitStack() as stack:
+        for client in staff.clients_of_both(stack).values():
+            assert client.post(CHAT, json=HELLO).headers["x-tuneloop-version"] == str(version)
+
+
+def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> None:
+    with ExitStack() as stack:
+        clients = staff.clients_of_both(stack)
+        victim, survivor = staff.pids()
+        lost, spared = clients[str(staff.slot_of(victim))], clients[str(staff.slot_of(survivor))]
+        acknowledged = [chat(client) for client in (lost, spared) for _ in range(20)]
+        before = staff.metrics(spared)
+        os.kill(victim, signal.SIGKILL)
+        for _ in range(20):
+            acknowledged.append(chat(spared))
+            with httpx.Client(base_url=staff.http.base_url, timeout=30) as fresh:
+                acknowledged.append(chat(fresh))
+        assert staff.metrics(spared)["tuneloop_requests_total"] >= before["tuneloop_requests_total"] + 40
+        eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+        assert victim not in staff.pids()
+        assert survivor in staff.pids()
+        counts = spared.post("/feedback", json={"msg_ids": acknowledged, "reward": 1}).json()["counts"]
+        assert counts["accepted"] + counts["pending"] == len(acknowledged)
+        staff.clients_of_both(stack)
+        after = staff.metrics(spared)
+        assert after["tuneloop_requests_total"] >= before["tuneloop_requests_total"] + 40
+        assert after["tuneloop_requests_in_flight"] == 0
+
+
+def test_a_port_that_is_shared_among_workers_is_shared_with_nobody_else(tmp_path: Path) -> None:
+    def wanted(port: int, workers: int) -> Settings:
+        return settings_for(tmp_path, proxy_port=port, workers=workers)
+
+    with ExitStack() as stack:
+        port = listen(wanted(0, 2), stack)[0].getsockname()[1]
+        for workers in (1, 2):
+            with pytest.raises(EnvironmentRefused, match=f"127.0.0.1:{port}"):
+                listen(wanted(port, workers), stack)
+    with ExitStack() as stack:
+        assert len({each.fileno() for each in listen(wanted(port, 3), stack)}) == 3
+
+
+def test_when_the_control_process_dies_nothing_of_it_stays(staff: Staff) -> None:
+    """Last of those that share a service: it ends here."""
+    said, workers = chat(staff.http), descendants(staff.process.pid)
+    assert len(workers) == 2
+    staff.process.kill()
+    staff.process.wait()
+    eventually(lambda: not any(map(alive, workers)), within_s=5)
+    assert staff.slot_of_reply(said)
+
+
+def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_stop(
+    tmp_path: Path, double: EngineDouble
+) -> None:
+    double.piece_pause_s = 0.1
+    with hired(tmp_path, double, on_reload="wait") as staff, ExitStack() as stack:
+        clients, ledger = staff.clients_of_both(stack).values(), staff.ledger()
+        pids, heard = staff.pids(), len(double.chats)
+        double.hangs = True
+        asking = [threading.Thread(target=client.post, args=[CHAT], kwargs={"json": STREAM}) for client in clients]
+        for each in asking:
+            each.start()
+        eventually(lambda: len(double.chats) == heard + 2)
+        version = register(ledger, job(tmp_path))
+        reloading = 'tuneloop_engines{state="reloading"} 1.0'
+        eventually(lambda: reloading in staff.http.get("/metrics").text)
+        assert double.posts == []
+        double.hangs = False
+        for each in asking:
+            each.join()
+        eventually(lambda: ledger.champion().version == version)
+        streams = [stack.enter_context(each.stream("POST", CHAT, json=STREAM)) for each in clients]
+        staff.process.send_signal(signal.SIGTERM)
+        assert [[line for line in each.iter_lines() if line][-1] for each in streams] == ["data: [DONE]"] * 2
+        assert staff.process.wait(60) == 0
+        assert not any(map(alive, pids))
+        assert {state for state, count in ledger.counts().items() if count} == {State.RECORDED, State.TRAINED}
+        ledger.close()

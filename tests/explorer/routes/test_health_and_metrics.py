@@ -1,0 +1,109 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.checkpoints import register
+from tests.explorer.conftest import Run
+from tests.explorer.running import RunningExplorer, eventually
+from tests.trainer.factories import points
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.ledger.ledger import Alarm
+
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+NAMES = [family.name for family in Metrics().registry.collect()]
+
+
+def test_live_and_ready_are_two_questions(explorer: RunningExplorer, double: EngineDouble) -> None:
+    assert explorer.http.get("/health").json() == {"status": "live"}
+    assert explorer.http.get("/health/ready").json() == {"status": "ready", "reason": None}
+    double.dead = True
+    eventually(lambda: explorer.http.get("/health/ready").status_code == 503)
+    assert explorer.http.get("/health/ready").json()["reason"] == "no engine is ready"
+    assert explorer.http.get("/health/live").status_code == 200
+    double.dead = False
+    eventually(lambda: explorer.http.get("/health/ready").status_code == 200)
+
+
+def test_a_database_that_is_away_is_no_reason_not_to_be_ready(explorer: RunningExplorer) -> None:
+    explorer.ledger.away = True
+    assert explorer.chat().status_code == 200
+    assert explorer.http.get("/health/ready").status_code == 200
+    eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 0)
+    explorer.ledger.away = False
+    eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 1)
+
+
+def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    explorer.ledger.refuses = lambda record: getattr(record, "task_id", None) == "poison"
+    said = explorer.chat().json()["id"]
+    explorer.feedback(said)
+    explorer.chat(metadata={"task_id": "poison"})
+    explorer.commit()
+    double.refuses_load_of.add("global_step_1")
+    register(explorer.ledger, explorer.settings.job_dir)
+    eventually(lambda: explorer.metrics()["tuneloop_versions_rejected_total"] == 1)
+    register(explorer.ledger, explorer.settings.job_dir)
+    eventually(lambda: explorer.version() == 2)
+    eventually(lambda: explorer.metrics()["tuneloop_experiences"] > 2)
+    eventually(lambda: explorer.metrics()["tuneloop_feedback_to_served_seconds_count"] > 0)
+    explorer.ledger.raise_alarm(Alarm("reply_length", "replies got long"))
+    eventually(lambda: explorer.metrics().get("tuneloop_alarm") == 1)
+    found = explorer.metrics()
+    assert found["tuneloop_version_served"] == 2
+    assert found["tuneloop_requests_total"] >= 3
+    assert found["tuneloop_request_seconds_count"] == found["tuneloop_requests_total"]
+    assert found["tuneloop_experiences_recorded_total"] == found["tuneloop_requests_total"]
+    assert found["tuneloop_feedback_total"] == 1
+    assert found["tuneloop_spool_quarantined_total"] == 1
+    assert found["tuneloop_reload_seconds_count"] == 1
+    assert found["tuneloop_engines"] == 1
+    explorer.ledger.away = True
+    explorer.chat()
+    assert explorer.metrics()["tuneloop_spool_bytes"] > 0
+    eventually(lambda: explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0)
+    explorer.ledger.away = False
+    explorer.until_flushed()
+    assert explorer.metrics()["tuneloop_spool_bytes"] == 0
+    assert explorer.metrics()["tuneloop_spool_oldest_seconds"] == 0
+    seen = set(found)
+
+    def untouched() -> set[str]:
+        seen.update(explorer.metrics())
+        return {name for name in NAMES if not any(key.startswith(name) for key in seen)}
+
+    eventually(lambda: not untouched())  # the first probe of an engine takes its time
+
+
+def test_an_imbalance_of_the_ledger_is_shown(explorer: RunningExplorer) -> None:
+    assert explorer.metrics()["tuneloop_ledger_imbalance"] == 0
+    version = register(explorer.ledger, explorer.settings.job_dir)
+    assert version == 1
+    with explorer.ledger._write() as connection:
+        connection.exec_driver_sql("UPDATE versions SET consumed = 7 WHERE version = 1")
+    eventually(lambda: explorer.metrics()["tuneloop_ledger_imbalance"] == 1)
+
+
+def test_what_each_version_earned_is_a_curve(explorer: RunningExplorer) -> None:
+    ids = [explorer.chat().json()["id"] for _ in range(3)]
+    explorer.feedback(ids[0], reward=1)
+    explorer.feedback(ids[1], reward=0)
+    folder = explorer.settings.tensorboard_dir / "explorer"
+    eventually(lambda: points(folder, "served/reward_mean")[-1:] == [(0, 0.5)])
+    assert points(folder, "served/requests")[-1] == (0, 3.0)
+    assert points(folder, "served/rewarded")[-1] == (0, 2.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_metric_is_written_down(name: str) -> None:
+    assert f"`{name}" in DOCS.read_text()
+
+
+def test_every_curve_is_written_down() -> None:
+    root = DOCS.parents[1]
+    sources = [*root.glob("explorer/*.py"), *root.glob("trainer/**/*.py")]
+    curves = {curve for path in sources for curve in re.findall(r'"([a-z_]+/[a-z_/0-9]+)"', path.read_text())}
+    written = DOCS.read_text()
+    assert {curve for curve in curves - {"application/json"} if f"`{curve}`" not in written} == set()

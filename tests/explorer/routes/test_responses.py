@@ -1,0 +1,370 @@
+"""Responses that only the engine's own route can answer, and responses asked for again, through a running explorer."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.doubles.engine import MODEL, EnginePlace
+from tests.doubles.responding import RESPONSES, RespondingDouble, said
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tuneloop.shared.experience import Exchange, State
+
+Json = dict[str, Any]
+
+PLAIN: Json = {"model": MODEL, "input": "3+4=", "max_output_tokens": 12}
+CUSTOM: Json = PLAIN | {"tools": [{"type": "custom", "name": "shell"}]}
+BACKGROUND: Json = PLAIN | {"background": True}
+CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}", "status": "completed"}
+
+
+@pytest.fixture(scope="module")
+def explorer(places: list[EnginePlace], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
+    """One explorer with two engines for all that is asked here."""
+    for place in places:
+        place.double = RespondingDouble(url=place.url)
+    folder: Path = tmp_path_factory.mktemp("responses")
+    with explorer_running(settings_for(folder, [place.url for place in places], max_in_flight=3, max_waiting=0)) as it:
+        yield it
+
+
+@pytest.fixture
+def engines(places: list[EnginePlace], explorer: RunningExplorer) -> Iterator[list[RespondingDouble]]:
+    """The two engines, new for each test; what is under way at its end is cancelled."""
+    doubles = [RespondingDouble(url=place.url) for place in places]
+    for place, double in zip(places, doubles, strict=True):
+        place.double = double
+    yield doubles
+    for double in doubles:
+        for response_id in double.held:
+            double.finish(response_id)
+    eventually(lambda: explorer.road.proxy.places.taken == 0)
+    assert all(engine.in_flight == 0 for engine in explorer.road.fleet.engines)
+
+
+def post(explorer: RunningExplorer, body: Json, **more: Any) -> httpx.Response:
+    return explorer.http.post(RESPONSES, json=body, **more)
+
+
+def again(explorer: RunningExplorer, response_id: str, query: str = "") -> httpx.Response:
+    return explorer.http.get(f"{RESPONSES}/{response_id}{query}")
+
+
+def cancel(explorer: RunningExplorer, response_id: str) -> httpx.Response:
+    return explorer.http.post(f"{RESPONSES}/{response_id}/cancel")
+
+
+def kept_as(explorer: RunningExplorer, msg_id: str) -> Exchange | None:
+    return next((each for each in explorer.exchanges() if each.msg_id == msg_id), None)
+
+
+def events(text: str) -> list[Json]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def holder(engines: list[RespondingDouble], response_id: str) -> RespondingDouble:
+    (found,) = [each for each in engines if response_id in each.held]
+    return found
+
+
+def asked_itself(engines: list[RespondingDouble]) -> Json:
+    (found,) = [asked for each in engines for asked in each.asked_itself]
+    return found
+
+
+ONLY_THERE = {
+    "a custom tool": CUSTOM,
+    "a built-in tool": PLAIN | {"tools": [{"type": "web_search_preview"}]},
+    "a server of tools": PLAIN | {"tools": [{"type": "mcp", "server_label": "s", "server_url": "http://s"}]},
+    "allowed tools": PLAIN | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+    "messages as tokens": PLAIN | {"enable_response_messages": True},
+}
+
+
+@pytest.mark.parametrize("body", ONLY_THERE.values(), ids=ONLY_THERE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_chat_completion_is_answered_by_the_engine_and_kept_without_ids(
+    explorer: RunningExplorer, engines: list[RespondingDouble], body: Json, stream: bool
+) -> None:
+    body = body | {"stream": stream, "metadata": {"task_id": 7, "user_id": "u"}, "store": True, "temperature": 0.5}
+    for engine in engines:
+        engine.output = [said("Do"), CALL, said("ne.")]
+    reply = post(explorer, body)
+    assert reply.status_code == 200
+    told = events(reply.text)[-1]["response"] if stream else reply.json()
+    assert told["id"].startswith("resp_")
+    assert told["metadata"] == body["metadata"]
+    assert told["output"] == engines[0].output
+    asked = asked_itself(engines)
+    assert asked == body | {"request_id": told["id"], "store": False, "metadata": {"task_id": "7", "user_id": "u"}}
+    kept = kept_as(explorer, told["id"])
+    assert kept is not None
+    assert (kept.endpoint, json.loads(kept.request), kept.task_id) == (RESPONSES, body, "7")
+    (experience,) = kept.experiences
+    assert (experience.text, experience.finish_reason) == ("Done.", "tool_calls")
+    assert json.loads(experience.tool_calls or b"")[0]["function"] == {"name": "add", "arguments": "{}"}
+    assert (experience.prompt_ids, experience.completion_ids, experience.logprobs) == (b"", b"", b"")
+    assert experience.drop_reason == "no_token_ids"
+
+
+def test_what_has_no_ids_takes_feedback_but_is_never_trained_on(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    before = explorer.counts()
+    name = post(explorer, CUSTOM).json()["id"]
+    assert explorer.feedback(name).status_code == 200
+    assert explorer.commit().status_code == 200
+    after = explorer.counts()
+    assert after[State.DROPPED] == before[State.DROPPED] + 1
+    assert after[State.COMMITTED] == before[State.COMMITTED]
+    assert explorer.rows(f"select reason from experiences where msg_id = '{name}'") == [("no_token_ids",)]
+
+
+def test_a_client_cannot_choose_the_id(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
+    first = post(explorer, CUSTOM).json()["id"]
+    second = post(explorer, CUSTOM | {"request_id": first}).json()["id"]
+    assert first != second
+    assert explorer.feedback(second).status_code == 200
+
+
+def test_what_the_engine_refuses_is_refused_in_its_words(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    reply = post(explorer, BACKGROUND | {"store": False})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "background")
+    assert post(explorer, CUSTOM | {"metadata": []}).status_code == 400
+    both = {"previous_response_id": "resp_x", "previous_input_messages": [{}]}
+    assert post(explorer, PLAIN | both).json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    for engine in engines:
+        engine.breaks_after = 2
+    told = events(post(explorer, CUSTOM | {"stream": True}).text)
+    assert [each["type"] for each in told[-2:]] == ["error", "response.failed"]
+    assert [each["sequence_number"] for each in told] == list(range(len(told)))
+    kept = kept_as(explorer, told[0]["response"]["id"])
+    assert kept is not None
+    assert (kept.experiences[0].text, kept.experiences[0].drop_reason) == ("Done.", "cut_off")
+
+
+def test_what_must_not_be_stored_is_not(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
+    name = post(explorer, CUSTOM | {"store": False}).json()["id"]
+    assert kept_as(explorer, name) is None
+    assert again(explorer, name).status_code == 404
+    assert engines[0].held == engines[1].held == {}
+
+
+def test_a_background_response_is_told_from_any_engine_and_kept_at_its_end(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    body = BACKGROUND | {"metadata": {"run_id": "1"}}
+    for _ in range(2):
+        begun = post(explorer, body)
+        assert (begun.status_code, begun.json()["status"]) == (200, "queued")
+        name = begun.json()["id"]
+        assert again(explorer, name).json() == begun.json()
+        assert kept_as(explorer, name) is None
+        holder(engines, name).finish(name)
+        over = again(explorer, name).json()
+        assert (over["id"], over["status"], over["output"]) == (name, "completed", [said("Done.")])
+        kept = kept_as(explorer, name)  # before anybody is told that it is over
+        assert kept is not None
+        assert (kept.run_id, kept.experiences[0].text) == ("1", "Done.")
+        assert kept.experiences[0].drop_reason == "no_token_ids"
+        assert explorer.feedback(name).status_code == 200
+        late = cancel(explorer, name)
+        assert (late.status_code, late.json()["error"]["message"]) == (400, "Cannot cancel a synchronous response.")
+    assert len(engines[0].held) + len(engines[1].held) == 2
+
+
+def test_a_background_response_is_cancelled_at_its_engine(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    name = post(explorer, BACKGROUND).json()["id"]
+    assert cancel(explorer, name).json()["status"] == "cancelled"
+    eventually(lambda: kept_as(explorer, name) is not None)
+    kept = kept_as(explorer, name)
+    assert kept is not None
+    assert kept.experiences[0].drop_reason == "cut_off"
+    assert again(explorer, name).json()["status"] == "cancelled"
+    assert cancel(explorer, name).status_code == 400
+
+
+def test_a_background_stream_goes_on_without_its_client(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    with explorer.http.stream("POST", RESPONSES, json=BACKGROUND | {"stream": True}) as reply:
+        first = json.loads(next(line[6:] for line in reply.iter_lines() if line.startswith("data: ")))
+    name = first["response"]["id"]
+    engine = holder(engines, name)
+    engine.finish(name)
+    told = events(again(explorer, name, "?stream=true&starting_after=0").text)
+    assert told[-1]["response"]["output"] == [said("Done.")]
+    eventually(lambda: kept_as(explorer, name) is not None)
+    kept = kept_as(explorer, name)
+    assert kept is not None
+    assert (kept.experiences[0].text, kept.experiences[0].finish_reason) == ("Done.", "stop")
+
+
+def test_a_background_stream_heard_to_its_end_is_kept_once(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    with explorer.http.stream("POST", RESPONSES, json=BACKGROUND | {"stream": True}) as reply:
+        lines = (line[6:] for line in reply.iter_lines() if line.startswith("data: "))
+        name = json.loads(next(lines))["response"]["id"]
+        holder(engines, name).finish(name)
+        assert json.loads([*lines][-1])["type"] == "response.completed"
+        assert kept_as(explorer, name) is not None
+    assert [each.msg_id for each in explorer.exchanges()].count(name) == 1
+
+
+def test_background_responses_hold_their_places(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
+    names = [post(explorer, BACKGROUND).json()["id"] for _ in range(3)]
+    assert post(explorer, PLAIN).status_code == 429
+    holder(engines, names[0]).finish(names[0])
+    eventually(lambda: post(explorer, PLAIN).status_code == 200)
+
+
+def test_a_background_response_whose_engine_forgot_it_is_kept_as_cut_off(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    name = post(explorer, BACKGROUND).json()["id"]
+    holder(engines, name).held.clear()
+    eventually(lambda: kept_as(explorer, name) is not None)
+    kept = kept_as(explorer, name)
+    assert kept is not None
+    assert kept.experiences[0].drop_reason == "cut_off"
+    assert again(explorer, name).status_code == 404
+
+
+def test_a_background_response_that_takes_too_long_is_cancelled_and_kept_as_cut_off(
+    places: list[EnginePlace], tmp_path: Path
+) -> None:
+    double = places[0].double = RespondingDouble(url=places[0].url)
+    with explorer_running(settings_for(tmp_path, [double.url], request_timeout=0.4)) as explorer:
+        name = post(explorer, BACKGROUND).json()["id"]
+        eventually(lambda: kept_as(explorer, name) is not None)
+        kept = kept_as(explorer, name)
+        assert kept is not None
+        assert kept.experiences[0].drop_reason == "cut_off"
+        assert double.held[name]["status"] == "cancelled"
+
+
+def test_an_explorer_stops_while_a_background_response_is_under_way(places: list[EnginePlace], tmp_path: Path) -> None:
+    double = places[0].double = RespondingDouble(url=places[0].url)
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        name = post(explorer, BACKGROUND).json()["id"]
+    assert explorer.failures == []
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        assert again(explorer, name).json()["status"] == "queued"
+
+
+def test_an_engine_that_cannot_be_asked_makes_no_response_unknown(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    name = post(explorer, BACKGROUND).json()["id"]
+    engine = holder(engines, name)
+    engine.fails = True
+    reply = again(explorer, name)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert "retry-after" in reply.headers
+    engine.fails = False
+    assert again(explorer, name).json()["status"] == "queued"
+
+
+SAID_AGAIN: dict[str, Json] = {
+    "words": {},
+    "instructed": {"instructions": "Be short.", "metadata": {"a": 1}, "temperature": 0.5, "user": "u"},
+    "no limit": {"max_output_tokens": None},
+    "tools": {"tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}]},
+}
+
+
+@pytest.mark.parametrize("more", SAID_AGAIN.values(), ids=SAID_AGAIN)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_of_ours_is_told_again_as_it_was(
+    explorer: RunningExplorer, engines: list[RespondingDouble], more: Json, stream: bool
+) -> None:
+    reply = post(explorer, PLAIN | more | {"stream": stream})
+    told = events(reply.text)[-1]["response"] if stream else reply.json()
+    found = again(explorer, told["id"])
+    assert found.status_code == 200
+    differ = {key for key, value in found.json().items() if told[key] != value}
+    assert differ <= ({"max_output_tokens"} if stream else set())  # the double's streams begin without usage
+    assert [each.asked_itself for each in engines] == [[], []]
+    refusal = cancel(explorer, told["id"])
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "response_id")
+    assert again(explorer, told["id"], "?stream=true").status_code == 400
+
+
+def test_of_what_the_engine_answered_itself_the_words_are_told_again(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    told = post(explorer, CUSTOM).json()
+    found = again(explorer, told["id"]).json()
+    assert [item["content"][0]["text"] for item in found["output"]] == ["Done."]
+    assert (found["id"], found["tools"], found["usage"]) == (told["id"], told["tools"], None)
+
+
+def test_what_is_no_response_of_ours_is_not_found(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
+    chat = explorer.chat().json()["id"]
+    response = post(explorer, PLAIN).json()["id"]
+    forgotten = post(explorer, PLAIN | {"store": False}).json()["id"]
+    engines[0].held["resp_other"] = {"status": "completed"}
+    wrong = (forgotten, "resp_x", "resp_other", chat, "resp_" + chat.removeprefix("chatcmpl-"), f"{response}:0", "..")
+    for name in wrong[:-1]:
+        for reply in (again(explorer, name), again(explorer, name, "?stream=true"), cancel(explorer, name)):
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"], error["code"]) == (404, "response_id", "not_found"), name
+            assert error["message"] == f"Response with id '{name}' not found."
+    for query in ("?stream=maybe", "?starting_after=x", "?starting_after=-1"):
+        assert again(explorer, response, query).status_code == 400
+    assert again(explorer, response, "?stream=false&starting_after=3").status_code == 200
+
+
+def continuing(explorer: RunningExplorer, engines: list[RespondingDouble], body: Json) -> Callable[[Json], Json]:
+    name = post(explorer, body).json()["id"]
+    if body.get("background"):
+        holder(engines, name).finish(name)
+        assert again(explorer, name).json()["status"] == "completed"
+    for engine in engines:
+        engine.asked_itself.clear()
+    return lambda more: post(explorer, more | {"previous_response_id": name}).json()
+
+
+@pytest.mark.parametrize("first", [BACKGROUND, CUSTOM], ids=["background", "custom"])
+def test_a_response_goes_on_from_one_of_the_engine(
+    explorer: RunningExplorer, engines: list[RespondingDouble], first: Json
+) -> None:
+    told = continuing(explorer, engines, first)(PLAIN | {"input": "and?"})
+    assert told["previous_response_id"]
+    (chat,) = [each for engine in engines for each in engine.chats]
+    said = [(each["role"], each["content"]) for each in chat.body["messages"]]
+    assert said == [("user", "3+4="), ("assistant", "Done."), ("user", "and?")]
+
+
+def test_a_response_of_the_engine_goes_on_from_one_of_ours(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    heard = [
+        {"role": "user", "content": [{"type": "input_text", "text": "3+4="}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": "ls"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "7"},
+    ]
+    go_on = continuing(explorer, engines, PLAIN | {"input": heard, "instructions": "Be short."})
+    told = go_on(CUSTOM | {"input": "and?", "instructions": "Be long."})
+    asked = asked_itself(engines)
+    assert "previous_response_id" not in asked
+    call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": '{"input": "ls"}'}
+    assert asked["input"][:4] == [*heard[:2], call, {"type": "function_call_output", "call_id": "c", "output": "7"}]
+    assert [each["role"] for each in asked["input"][4:]] == ["assistant", "user"]
+    assert asked["instructions"] == "Be long."
+    assert told["previous_response_id"]
+    assert again(explorer, told["id"]).json()["previous_response_id"] == told["previous_response_id"]

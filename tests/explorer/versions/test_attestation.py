@@ -1,0 +1,177 @@
+"""Engines that do not have the weights they should have are found out by the next probe, and set right."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import factories
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.running import MoodyLedger, RunningExplorer, eventually
+from tests.explorer.versions.test_reload import SWAP, actor, all_ready, candidate, model, until_ready
+from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.shared.errors import LedgerUnavailable
+from tuneloop.shared.experience import State, VersionAction
+from tuneloop.shared.ledger.recording.attestation import Distrusted, Mismatch
+
+PROBE_S = 0.2
+ANOTHER = "somebody else has, such as another explorer"
+
+
+def outcomes(explorer: RunningExplorer) -> dict[str, float]:
+    """How many probes there were, by what came of them."""
+    found = explorer.http.get("/metrics").text.splitlines()
+    counts = [line.rsplit(" ", 1) for line in found if line.startswith("tuneloop_engine_probes_total{")]
+    return {name.split('"')[1]: float(count) for name, count in counts}
+
+
+def last_good(explorer: RunningExplorer, engine: int) -> float:
+    """When the last good probe of an engine began."""
+    name = f'tuneloop_engine_last_good_probe_timestamp_seconds{{engine="{engine}"}} '
+    [line] = [each for each in explorer.http.get("/metrics").text.splitlines() if each.startswith(name)]
+    return float(line.removeprefix(name))
+
+
+def served(running_explorer: Run, *doubles: EngineDouble, probe_interval: float = PROBE_S) -> RunningExplorer:
+    """An explorer whose engines have version 1 and were found right."""
+    explorer = all_ready(running_explorer, list(doubles), probe_interval=probe_interval)
+    eventually(lambda: outcomes(explorer)["matched"] >= len(doubles))
+    candidate(explorer)
+    eventually(lambda: explorer.ledger.champion().version == 1)
+    engines = explorer.road.fleet.engines
+    eventually(lambda: all(each.version == 1 and each.state is EngineState.READY for each in engines))
+    now = time.time()
+    eventually(lambda: outcomes(explorer)["matched"] >= 2 * len(doubles))
+    if probe_interval == PROBE_S:
+        eventually(lambda: all(last_good(explorer, each.number) > now for each in engines))
+    return explorer
+
+
+def said_by(explorer: RunningExplorer, engine: int) -> str:
+    """A reply of an engine, waiting to be trained on."""
+    [exchange] = factories.committed(explorer.ledger, engine=engine, received_at=time.time(), latency_s=0.1)
+    return exchange.msg_id
+
+
+def state_of(explorer: RunningExplorer, msg_id: str) -> tuple[str, str | None]:
+    """State and reason of a reply's row."""
+    [row] = explorer.rows(f"SELECT state, reason FROM experiences WHERE msg_id = '{msg_id}'")
+    return row.state, row.reason
+
+
+def mismatches(explorer: RunningExplorer) -> list[dict[str, Any]]:
+    """The figures of the mismatches that were found."""
+    return [each.details for each in explorer.ledger.version_events() if each.action == VersionAction.MISMATCH]
+
+
+def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    """Out of rotation, loaded anew, proven, alarmed; what that engine said is out of training, and only that."""
+    explorer = served(running_explorer, *doubles, probe_interval=3600)
+    wrong_ones, right_ones = said_by(explorer, 0), said_by(explorer, 1)
+    heard = explorer.chat().json()["id"]
+    for double in doubles:
+        double.posts.clear()
+    doubles[0].weights = model(explorer)  # a reload that nobody was told was skipped
+    explorer.road.fleet.engines[0].loads += 1
+
+    eventually(lambda: explorer.ledger.alarms() != [] and doubles[0].weights == actor(explorer, 1))
+    until_ready(explorer, 2)
+    assert (doubles[0].posts, doubles[1].posts) == (SWAP, [])
+    assert state_of(explorer, wrong_ones) == (State.DROPPED, "engine_mismatch")
+    assert state_of(explorer, heard) == (State.DROPPED, "engine_mismatch")
+    assert state_of(explorer, right_ones) == (State.COMMITTED, None)
+    [alarm] = explorer.ledger.alarms()
+    assert (alarm.name, alarm.version, alarm.holds) == ("engine_mismatch", 1, False)
+    assert "engine 0 did not answer with the weights of version 1" in alarm.reason
+    assert ANOTHER not in alarm.reason, "what was loaded last was ours"
+    [figures] = mismatches(explorer)
+    assert (figures["engine"], figures["trained"]) == (0, {})
+    assert figures["dropped"] >= 1
+    assert figures["weights"] > figures["allowed"]
+    eventually(lambda: outcomes(explorer)["matched"] >= 5)
+    assert outcomes(explorer)["mismatched"] == 1
+
+    again = explorer.chat().json()["id"]
+    assert state_of(explorer, again) == (State.RECORDED, None)
+    assert explorer.version() == 1
+
+
+def test_it_is_found_out_without_any_reload_too(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    explorer = served(running_explorer, *doubles)
+    doubles[1].weights = Path("/jobs/global_step_9/actor")
+    eventually(lambda: doubles[1].weights == actor(explorer, 1))
+    eventually(lambda: [each["engine"] for each in mismatches(explorer)] == [1])
+    eventually(lambda: explorer.ledger.alarms() != [])
+    assert ANOTHER in explorer.ledger.alarms()[0].reason, "nobody here has loaded those weights"
+
+
+@pytest.mark.parametrize("cause", ["weights", "prefixes"])
+def test_the_base_model_is_known_by_what_an_engine_said_of_it_at_first(
+    running_explorer: Run, doubles: list[EngineDouble], cause: str
+) -> None:
+    explorer = all_ready(running_explorer, doubles, probe_interval=PROBE_S)
+    eventually(lambda: outcomes(explorer)["matched"] >= 4)
+    other = Path("/jobs/global_step_9/actor")
+    if cause == "weights":
+        doubles[1].weights = other
+    else:
+        doubles[1].prefixes = dict.fromkeys(doubles[1].prefixes, other)
+    eventually(lambda: len(mismatches(explorer)) == 1)
+    until_ready(explorer, 2)
+    assert doubles[1].weights == model(explorer)
+    [figures] = mismatches(explorer)
+    assert (figures["engine"], explorer.ledger.alarms()[0].version) == (1, 0)
+    assert figures["cache" if cause == "prefixes" else "weights"] > figures["allowed"]
+    assert (ANOTHER in explorer.ledger.alarms()[0].reason) == (cause == "weights")
+
+
+def test_an_engine_that_cannot_be_set_right_is_out_of_rotation(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = served(running_explorer, *doubles)
+    doubles[0].keeps_old_weights = True
+    doubles[0].weights = model(explorer)
+    # Its supervisor attaches to it again and again, and each time it is found out.
+    eventually(lambda: len(mismatches(explorer)) >= 2)
+    msg_id = explorer.chat().json()["id"]
+    if explorer.exchanges()[-1].engine == 0:
+        eventually(lambda: state_of(explorer, msg_id) == (State.DROPPED, "engine_mismatch"))
+
+
+def test_an_engine_that_is_away_is_no_mismatch(explorer: RunningExplorer, double: EngineDouble) -> None:
+    double.resets = True
+    eventually(lambda: explorer.road.fleet.engines[0].state is EngineState.DOWN)
+    double.resets = False
+    until_ready(explorer, 1)
+    assert explorer.ledger.alarms() == []
+
+
+def test_a_prefix_cache_that_outlives_its_weights_fails_the_reload(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    double.keeps_prefixes = True
+    candidate(explorer)
+    eventually(lambda: explorer.ledger.versions()[1].reason is not None)
+    assert "with and without its prefix cache" in str(explorer.ledger.versions()[1].reason)
+
+
+def test_what_the_database_could_not_be_told_it_is_told_later(
+    running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explorer = served(running_explorer, double)
+    away, distrust = [True], MoodyLedger.distrust
+
+    def moody(self: MoodyLedger, found: Mismatch) -> Distrusted:
+        if away[0]:
+            raise LedgerUnavailable("away")
+        return distrust(self, found)
+
+    monkeypatch.setattr(MoodyLedger, "distrust", moody)
+    double.weights = model(explorer)
+    eventually(lambda: double.weights == actor(explorer, 1))
+    until_ready(explorer, 1)
+    assert mismatches(explorer) == []
+    away[0] = False
+    eventually(lambda: len(mismatches(explorer)) == 1)

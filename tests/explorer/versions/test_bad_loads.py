@@ -1,0 +1,102 @@
+"""A version that goes wrong while an engine is loading it never answers, and what answered before goes on."""
+
+import shutil
+from pathlib import Path
+
+from structlog.testing import capture_logs
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.running import RunningExplorer, eventually
+from tests.explorer.versions.test_reload import (
+    actor,
+    all_ready,
+    candidate,
+    model,
+    rejected,
+    until,
+    until_ready,
+    version,
+)
+from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.shared.experience import VersionAction, VersionState
+
+
+class Vanishing(set[str]):
+    """Checkpoints that are deleted just when an engine has loaded half of them."""
+
+    def __init__(self, double: EngineDouble, path: Path) -> None:
+        super().__init__({path.name})
+        self._double, self._path = double, path
+
+    def __contains__(self, name: object) -> bool:
+        if name != self._path.name:
+            return False
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._double.weights = Path("/half/loaded")
+        return True
+
+
+def why_rejected(explorer: RunningExplorer, number: int) -> tuple[str, str | None]:
+    event = explorer.ledger.version_events(number)[-1]
+    assert event.action == VersionAction.REJECTED
+    return event.actor, event.reason
+
+
+def test_a_folder_that_is_deleted_while_it_is_loaded_is_rejected_and_the_old_weights_serve_on(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    double.refuses_load_of = Vanishing(double, explorer.settings.job_dir / "global_step_1")
+    candidate(explorer)
+    rejected(explorer, 1, "/collective_rpc: 500")
+    assert (double.weights, double.paused) == (model(explorer), False)
+    assert why_rejected(explorer, 1) == ("explorer", version(explorer, 1).reason)
+    assert explorer.ledger.newest().version == 0
+    candidate(explorer)
+    until(explorer, 2, VersionState.CHAMPION)
+    assert double.weights == actor(explorer, 2)
+
+
+def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_weights(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    double.dies_of = Vanishing(double, explorer.settings.job_dir / "global_step_1")
+    candidate(explorer)
+    eventually(lambda: explorer.road.fleet.engines[0].state == EngineState.DOWN)
+    double.dead = double.paused = False
+    until(explorer, 1, VersionState.REJECTED)
+    assert "its manifest cannot be read" in (why_rejected(explorer, 1)[1] or "")
+    until_ready(explorer, 1)
+    assert (explorer.version(), double.weights) == (0, model(explorer))
+    assert explorer.ledger.newest().version == 0
+
+
+def test_a_damaged_version_is_not_gone_back_to(explorer: RunningExplorer, double: EngineDouble) -> None:
+    for number in (1, 2):
+        candidate(explorer)
+        until(explorer, number, VersionState.CHAMPION)
+    weights = next(actor(explorer, 1).glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with capture_logs() as logs:
+        explorer.ledger.roll_back(2, by="anna", reason="it swears")
+        eventually(lambda: any(entry["event"] == "champion_damaged" for entry in logs))
+    assert (double.weights, explorer.version()) == (actor(explorer, 2), 2)
+    weights.write_bytes(whole)
+    eventually(lambda: explorer.version() == 1)
+    assert double.weights == actor(explorer, 1)
+
+
+def test_what_is_rejected_meanwhile_gets_no_further_engine(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    explorer = all_ready(running_explorer, doubles)
+    for each in doubles:
+        each.weights = model(explorer)
+    doubles[0].load_s = 1.0
+    candidate(explorer)
+    eventually(lambda: doubles[0].loading == 1)
+    explorer.ledger.reject(1, "an administrator says so")
+    eventually(lambda: doubles[0].posts.count("/collective_rpc") == 2)
+    until_ready(explorer, 2)
+    assert [each.weights for each in doubles] == [model(explorer)] * 2
+    assert "/collective_rpc" not in doubles[1].posts
+    assert explorer.version() == 0

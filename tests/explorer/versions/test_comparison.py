@@ -1,0 +1,180 @@
+"""What becomes of a version that is tried: simulated rollouts, and each reason to decide."""
+
+import json
+import math
+import statistics
+from typing import Any
+
+import pytest
+
+from tests.explorer.rollouts import Traffic, bernoulli, normal, trials
+from tuneloop.explorer.versions.comparison import decide
+from tuneloop.shared.evaluation.samples import Figures, Sample, Share
+from tuneloop.shared.settings.versions import RolloutSettings
+
+CANARY, AB, SHADOW = (RolloutSettings(mode=mode) for mode in ("canary", "ab", "shadow"))
+
+
+def sample(mean: float, replies: int = 400, *, deviation: float = 1.0, units: int | None = None) -> Sample:
+    return Sample(replies, replies if units is None else units, mean, deviation**2)
+
+
+def fine(**but: Any) -> Figures:
+    fields: dict[str, Any] = {
+        "reward": sample(0.5, deviation=0.5),
+        "failures": Share(1, 400),
+        "refusals": Share(2, 400),
+        "latency": sample(0.02, deviation=0.01),
+        "length": sample(100.0, deviation=50.0),
+    }
+    return Figures(**fields | but)
+
+
+def action(
+    rollout: RolloutSettings = CANARY, *, elapsed_s: float = 0.0, champion: Figures | None = None, **but: Any
+) -> str:
+    return decide(rollout, champion or fine(), fine(**but), elapsed_s=elapsed_s).action
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reward", "rewards"),
+    [(AB, bernoulli(0.6), 1000), (CANARY, bernoulli(0.6), 2000), (AB, normal(0.0), 1000), (CANARY, normal(0.0), 2000)],
+)
+def test_of_200_versions_as_good_as_the_champion_no_more_than_the_error_are_promoted(rollout, reward, rewards):
+    """Called better or worse wrongly are at most 5 % of them: 10. (Of 1000, 0 to 2.4 % are.)"""
+    ends = [each.decision for each in trials(200, rollout, Traffic(reward, reward), rewards=rewards)]
+    promoted = sum(end.action == "promote" for end in ends)
+    worse = sum(end.reason.startswith("it earns less") for end in ends)
+    assert promoted + worse <= rollout.error * len(ends)
+    assert {end.reason.partition(":")[0] for end in ends if end.action == "roll_back"} <= {
+        "the window has ended",
+        "it earns less",
+    }
+
+
+@pytest.mark.parametrize(
+    ("rollout", "champion", "tried", "most"),
+    [(AB, bernoulli(0.6), bernoulli(0.7), 4000), (CANARY, normal(0.0), normal(0.3), 4000)],
+)
+def test_a_better_version_is_promoted(rollout, champion, tried, most):
+    ends = list(trials(50, rollout, Traffic(champion, tried), rewards=most))
+    assert [end.decision.reason for end in ends if end.decision.action != "promote"] == []
+
+
+@pytest.mark.parametrize("rollout", [CANARY, AB])
+def test_a_scrambled_version_is_rolled_back_as_soon_as_there_are_rewards_enough(rollout):
+    ends = list(trials(50, rollout, Traffic(bernoulli(0.6), bernoulli(0.05)), rewards=1000))
+    assert {end.decision.action for end in ends} == {"roll_back"}
+    assert statistics.median(end.of_tried for end in ends) <= rollout.rewards + 10
+
+
+@pytest.mark.parametrize("rollout", [CANARY, AB])
+@pytest.mark.parametrize("elsewhere", [0.6, 0.7])
+def test_a_version_that_fails_on_a_twentieth_of_the_requests_is_rolled_back(elsewhere, rollout):
+    """Even if it is better elsewhere."""
+    failing = Traffic(bernoulli(0.6), bernoulli(elsewhere), there=bernoulli(0.0))
+    ends = list(trials(50, rollout, failing, rewards=10_000))
+    assert {end.decision.action for end in ends} == {"roll_back"}
+    by_its_slice = [end for end in ends if "'few'" in end.decision.reason]
+    assert len(by_its_slice) >= 45
+    assert statistics.median(end.of_tried for end in by_its_slice) < 600
+
+
+def test_a_better_version_whose_slices_are_all_fine_is_promoted():
+    better = Traffic(bernoulli(0.6), bernoulli(0.75), there=bernoulli(0.75))
+    ends = [each.decision.action for each in trials(50, AB, better, rewards=3000)]
+    assert ends.count("promote") >= 48
+
+
+def test_all_well_means_to_wait_until_the_window_ends():
+    assert action() == "wait"
+    assert action(elapsed_s=CANARY.window) == "roll_back"
+    assert action(CANARY.model_copy(update={"undecided": "promote"}), elapsed_s=CANARY.window) == "promote"
+
+
+@pytest.mark.parametrize(
+    ("but", "word", "setting"),
+    [
+        ({"failures": Share(40, 400)}, "failed requests", "failures"),
+        ({"refusals": Share(120, 400)}, "refusals", "refusals"),
+        ({"latency": sample(0.05, deviation=0.02)}, "seconds per token", "latency"),
+        ({"length": sample(300.0, deviation=90.0)}, "tokens per reply", "reply_length"),
+        ({"length": sample(20.0, deviation=15.0)}, "shorter", "reply_length"),
+    ],
+)
+@pytest.mark.parametrize("rollout", [CANARY, AB, SHADOW])
+def test_a_broken_guard_rolls_it_back_unless_it_is_switched_off(but, word, setting, rollout):
+    decision = decide(rollout, fine(), fine(**but), elapsed_s=0.0)
+    assert decision.action == "roll_back"
+    assert word in decision.reason
+    assert action(rollout.model_copy(update={setting: None}), **but) == "wait"
+
+
+@pytest.mark.parametrize(
+    "but",
+    [
+        {"failures": Share(19, 19)},
+        {"refusals": Share(19, 19)},
+        {"failures": Share(8, 400)},
+        {"latency": sample(9.0, 19, deviation=0.1)},
+        {"latency": Sample.of([0.02] * 99 + [60.0])},  # one slow reply
+        {"length": Sample.of([100.0] * 99 + [100_000.0])},
+        {"latency": sample(0.029, deviation=0.01)},
+        {"reward": sample(0.5, deviation=0.5)},
+        {"reward": sample(-100.0, 49)},
+        {"reward": sample(-100.0, units=9)},
+    ],
+)
+def test_few_observations_or_small_differences_break_no_guard(but):
+    assert action(**but) == "wait"
+
+
+def test_a_shadow_is_promoted_at_the_end_if_it_had_replies():
+    unrewarded = fine(reward=Sample())
+    assert decide(SHADOW, fine(), unrewarded, elapsed_s=0.0).action == "wait"
+    assert decide(SHADOW, fine(), unrewarded, elapsed_s=SHADOW.window).action == "promote"
+    assert decide(SHADOW, fine(), Figures(), elapsed_s=SHADOW.window).action == "roll_back"
+
+
+def test_rewards_that_are_all_alike_decide_only_if_they_differ():
+    alike = sample(1.0, deviation=0.0)
+    assert action(champion=fine(reward=alike), reward=alike) == "wait"
+    assert action(champion=fine(reward=alike), reward=sample(0.0, deviation=0.0)) == "roll_back"
+    assert action(champion=fine(reward=sample(0.0, deviation=0.0)), reward=alike) == "promote"
+
+
+def test_a_better_version_waits_for_a_slice_that_is_in_doubt_or_has_too_few_rewards():
+    champion = fine(slices={"a": sample(0.5, 300, deviation=0.5), "b": sample(0.5, 100, deviation=0.5)})
+    better = {"reward": sample(0.9, deviation=0.3)}
+    most = {"a": sample(0.95, 380, deviation=0.2)}
+    few = decide(CANARY, champion, fine(**better, slices=most), elapsed_s=0.0)
+    assert few.action == "wait"
+    assert "only 0 of 24" in few.reason
+    assert action(champion=champion, **better, slices=most, elapsed_s=CANARY.window) == "promote"
+    doubtful = most | {"b": sample(0.0, 7, deviation=0.0)}
+    for elapsed_s, expected in ((0.0, "wait"), (CANARY.window, "roll_back")):
+        assert action(champion=champion, **better, slices=doubtful, elapsed_s=elapsed_s) == expected
+    assert action(champion=champion, **better, slices=most | {"b": sample(0.5, 24, deviation=0.5)}) == "promote"
+
+
+def test_the_reason_has_the_numbers_and_says_what_is_missing():
+    worse = decide(CANARY, fine(), fine(reward=sample(0.1, 60, deviation=0.3)), elapsed_s=0.0)
+    assert worse.reason.startswith(
+        "it earns less: 0.1 in 60 replies against 0.5 in 400, the difference lies between -0."
+    )
+    assert decide(CANARY, fine(), Figures(), elapsed_s=0.0).reason == "it has only 0 of 50 rewarded replies"
+    late = decide(CANARY, Figures(), fine(), elapsed_s=CANARY.window)
+    assert late.reason == "the window has ended: the champion has only 0 of 50 rewarded replies"
+    users = decide(CANARY, fine(), fine(reward=sample(0.1, units=9)), elapsed_s=0.0)
+    assert "fewer than 10 users or tasks" in users.reason
+
+
+@pytest.mark.parametrize("mean", [1e100, -1e100, math.inf, math.nan])
+@pytest.mark.parametrize("variance", [0.0, 1e200, math.inf, math.nan])
+def test_details_are_json_whatever_the_figures(mean, variance):
+    odd = Sample(100, 100, mean, variance)
+    tried = fine(reward=odd, latency=odd, length=odd, slices={"a": odd})
+    for champion in (fine(slices={"a": sample(0.5)}), tried, Figures()):
+        decision = decide(CANARY, champion, tried, elapsed_s=1.5)
+        told = json.loads(json.dumps(dict(decision.details), allow_nan=False))
+        assert told["elapsed_s"] == 1.5

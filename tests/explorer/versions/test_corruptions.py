@@ -1,0 +1,72 @@
+"""No bad checkpoint gets past the verifier, and each is told what is wrong with it."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.checkpoints import seal
+from tests.explorer.corruptions import Corruption, corruptions, write_full_model
+from tuneloop.explorer.versions.loading import verified
+from tuneloop.explorer.versions.verifier import verify
+from tuneloop.shared.checkpoint import CheckpointStore
+from tuneloop.shared.errors import CheckpointRejected
+from tuneloop.shared.experience import VersionState
+from tuneloop.shared.ledger.ledger import Version
+
+ALL = corruptions()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_full_model(tmp_path_factory.mktemp("base"))
+
+
+def published(job_dir: Path, corruption: Corruption | None) -> tuple[Path, str]:
+    """Version 1, spoilt before or after it was sealed."""
+    store = CheckpointStore(job_dir)
+    staging = store.stage(1)
+    write_full_model(staging / "actor", seed=1)
+    if corruption and corruption.sealed:
+        corruption.spoil(staging / "actor")
+    path, sha256 = seal(store, staging, 1, dtype=corruption.dtype if corruption else "float32")
+    if corruption and not corruption.sealed:
+        corruption.spoil(path)
+    return path, sha256
+
+
+def test_there_are_many_of_them() -> None:
+    assert len({each.name for each in ALL}) == len(ALL) >= 350
+
+
+def test_the_good_one_is_accepted(tmp_path: Path, base: Path) -> None:
+    path, sha256 = published(tmp_path / "job", None)
+    verify(path, manifest_sha256=sha256, version=1, base=base)
+
+
+@pytest.mark.parametrize("corruption", ALL, ids=[each.name for each in ALL])
+def test_it_is_rejected_and_the_reason_names_it(tmp_path: Path, base: Path, corruption: Corruption) -> None:
+    path, sha256 = published(tmp_path / "job", corruption)
+    with pytest.raises(CheckpointRejected) as raised:
+        verify(path, manifest_sha256=sha256, version=1, base=base)
+    assert re.search(corruption.reason, str(raised.value)), str(raised.value)
+
+
+@pytest.mark.parametrize("corruption", ALL[:: len(ALL) // 5], ids=lambda each: each.name)
+def test_the_verifier_s_process_says_the_same(tmp_path: Path, base: Path, corruption: Corruption) -> None:
+    path, sha256 = published(tmp_path / "job", corruption)
+    version = Version(
+        version=1,
+        state=VersionState.CANDIDATE,
+        step=1,
+        path=path,
+        manifest_sha256=sha256,
+        consumed=0,
+        created_at=0.0,
+        served_at=None,
+        reason=None,
+        pinned=False,
+    )
+    with pytest.raises(CheckpointRejected, match=corruption.reason):
+        asyncio.run(verified(version, base))

@@ -1,0 +1,241 @@
+"""What a version that is being tried gets, and what it never gets."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.engines.test_version_routing import engine
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
+from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.explorer.versions.canary import Trial, division, to_try_on
+from tuneloop.shared.experience import VersionState
+
+USERS = [f"user-{number}" for number in range(60)]
+SHARE = 0.3
+
+
+def trying(running_explorer: Run, doubles: list[EngineDouble], mode: str = "canary", **but: Any) -> RunningExplorer:
+    """An explorer that tries version 1."""
+    rollout = {"mode": mode, "share": SHARE} | but
+    explorer = all_ready(running_explorer, doubles, rollout=rollout)
+    for each in doubles:
+        each.weights = model(explorer)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
+    until_ready(explorer, 2)
+    return explorer
+
+
+@contextmanager
+def one_explorer(tmp_path: Path) -> Iterator[Run]:
+    """Like `running_explorer`, but it ends with the block."""
+    with ExitStack() as stack:
+
+        def run(*engines: EngineDouble, **but: Any) -> RunningExplorer:
+            settings = settings_for(tmp_path, [each.url for each in engines], **but)
+            return stack.enter_context(explorer_running(settings))
+
+        yield run
+
+
+def answered(explorer: RunningExplorer, **but: Any) -> dict[str, int]:
+    """Which version answers each user."""
+    replies = {user: explorer.chat(user=user, **but) for user in USERS}
+    assert {reply.status_code for reply in replies.values()} == {200}
+    return {user: int(reply.headers["x-tuneloop-version"]) for user, reply in replies.items()}
+
+
+def by_hash(version: int = 1) -> dict[str, int]:
+    split = Split(version, share=SHARE)
+    return {user: version if split.answers(f"default:{user}") else 0 for user in USERS}
+
+
+def reasons(explorer: RunningExplorer, number: int) -> list[tuple[str, str]]:
+    return [(str(each.action), each.reason or "") for each in explorer.ledger.version_events(number)]
+
+
+def test_about_its_share_of_the_engines_but_one_stays_with_the_champion() -> None:
+    down = EngineState.DOWN
+
+    def numbers(*engines: Any, share: float) -> list[int]:
+        return [each.number for each in to_try_on(engines, 2, share)]
+
+    assert numbers(engine(0, 1), engine(1, 1), share=0.1) == [1]
+    assert numbers(engine(0, 2), engine(1, 1), share=0.1) == [0]
+    assert numbers(*(engine(number, 1) for number in range(4)), share=0.5) == [3, 2]
+    assert numbers(engine(0, 1), engine(1, 1), share=0.9) == [1]
+    assert numbers(engine(0, 1, state=down), engine(1, 2), share=0.5) == []
+    assert numbers(engine(0, 1, state=down), share=0.5) == []
+
+
+def test_what_is_tried_no_more_gets_nothing_as_long_as_an_engine_has_it() -> None:
+    split = Split(2, share=0.1)
+    assert division([engine(0, 1), engine(1, 2)], split, 1, None) == Split(2)
+    assert division([engine(0, 1), engine(1, 2, state=EngineState.RELOADING)], split, 1, None) == Split(2)
+    assert division([engine(0, 1), engine(1, 2)], split, 2, None) is None
+    assert division([engine(0, 1), engine(1, 2, state=EngineState.DOWN)], split, 1, None) is None
+    assert division([engine(0, 1)], None, 1, None) is None
+    tried: Any = engine(9, 3)  # all that is asked of a version is its number
+    assert division([engine(0, 1), engine(1, 2)], split, 1, Trial(tried, "ab", 0.5, 0.0)) == Split(2)
+    assert division([engine(0, 1), engine(1, 1)], Split(2), 1, Trial(tried, "ab", 0.5, 0.0)) == Split(3, share=0.5)
+
+
+@pytest.mark.parametrize("mode", ["canary", "ab"])
+def test_it_answers_its_share_and_always_the_same_users(
+    running_explorer: Run, doubles: list[EngineDouble], mode: str
+) -> None:
+    explorer = trying(running_explorer, doubles, mode)
+    assert explorer.ledger.champion().version == 0
+    assert answered(explorer) == by_hash()
+    assert answered(explorer, metadata={"task_id": "other"}) == by_hash()
+    assert {each.weights for each in doubles} == {model(explorer), actor(explorer, 1)}
+    found = explorer.metrics()
+    assert (found["tuneloop_canary_version"], found["tuneloop_canary_share"]) == (1, SHARE)
+    (event,) = [each for each in explorer.ledger.version_events(1) if each.action == "canary"]
+    assert (event.actor, event.details) == ("explorer", {"mode": mode, "share": SHARE})
+
+
+def test_without_a_user_runs_of_a_task_stay_together_and_others_are_on_their_own(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = trying(running_explorer, doubles)
+    for task, wanted in list(by_hash().items())[:12]:
+        assert explorer.chat(metadata={"task_id": task}).headers["x-tuneloop-version"] == str(wanted)
+    assert {explorer.version() for _ in range(60)} == {0, 1}
+
+
+def test_the_champions_traffic_never_goes_to_what_is_tried(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    """Where the champion has no engine left, the one of the version that is tried becomes its own."""
+    explorer = trying(running_explorer, doubles)
+    champions, tried = sorted(doubles, key=lambda each: each.weights == actor(explorer, 1))
+    champions.dead = True
+    eventually(lambda: explorer.road.fleet.engines[doubles.index(champions)].state == EngineState.DOWN)
+    allowed = by_hash()
+    assert all(found <= allowed[user] for user, found in answered(explorer).items())
+    eventually(lambda: tried.weights == model(explorer))
+    assert set(answered(explorer).values()) == {0}
+    assert version(explorer, 1).state is VersionState.CANARY
+    champions.dead = champions.paused = False
+    eventually(lambda: answered(explorer) == by_hash())
+
+
+def test_where_what_is_tried_has_no_engine_the_champion_answers(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = trying(running_explorer, doubles)
+    (tried,) = [each for each in doubles if each.weights == actor(explorer, 1)]
+    tried.status = 500  # its requests are asked of another engine
+    assert set(answered(explorer).values()) == {0}
+
+
+def test_when_both_fail_what_the_champion_cannot_answer_is_not_asked_of_what_is_tried(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = trying(running_explorer, doubles)
+    champions, tried = sorted(doubles, key=lambda each: each.weights == actor(explorer, 1))
+    champions.status = 500
+    heard = len(tried.chats)
+    user = next(user for user, number in by_hash().items() if number == 0)
+    assert explorer.chat(user=user).status_code == 500
+    assert len(tried.chats) == heard
+
+
+def test_when_it_is_rolled_back_its_engine_goes_back(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    explorer = trying(running_explorer, doubles)
+    explorer.ledger.roll_back(1, by="admin:anna", reason="it swears")
+    eventually(lambda: [each.weights for each in doubles] == [model(explorer)] * 2)
+    until_ready(explorer, 2)
+    assert set(answered(explorer).values()) == {0}
+    eventually(lambda: explorer.road.fleet.split is None)
+    assert explorer.metrics()["tuneloop_canary_version"] == 0
+
+
+def test_when_it_is_promoted_all_engines_get_it(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    explorer = trying(running_explorer, doubles)
+    explorer.ledger.appoint(1, instead_of=0, by="admin:anna", reason="it is better")
+    eventually(lambda: [each.weights for each in doubles] == [actor(explorer, 1)] * 2)
+    until_ready(explorer, 2)
+    eventually(lambda: explorer.road.fleet.split is None)
+    assert set(answered(explorer).values()) == {1}
+
+
+def test_an_older_version_that_is_appointed_is_served_and_a_newer_candidate_waits_while_it_is_pinned(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = all_ready(running_explorer, doubles)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    explorer.ledger.pin(0, instead_of=1, by="admin:anna", reason="the release")
+    candidate(explorer)
+    eventually(lambda: [each.weights for each in doubles] == [model(explorer)] * 2)
+    until_ready(explorer, 2)
+    assert explorer.version() == 0
+    assert version(explorer, 2).state is VersionState.CANDIDATE
+    explorer.ledger.unpin(by="admin:anna")
+    until(explorer, 2, VersionState.CHAMPION)
+    assert explorer.version() == 2
+
+
+def test_a_candidate_waits_until_the_one_that_is_tried_is_decided_about(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = trying(running_explorer, doubles)
+    candidate(explorer)
+    assert answered(explorer) == by_hash()
+    assert version(explorer, 2).state is VersionState.CANDIDATE
+    explorer.ledger.promote(1)
+    until(explorer, 2, VersionState.CANARY)
+    assert reasons(explorer, 1)[-1][0] == "promoted"
+
+
+def test_a_new_explorer_goes_on_with_what_was_tried(tmp_path: Path, doubles: list[EngineDouble]) -> None:
+    with one_explorer(tmp_path) as run:
+        explorer = trying(run, doubles)
+    for each in doubles:
+        each.weights = model(explorer)
+    settings = explorer.settings.model_copy(
+        update={"rollout": explorer.settings.rollout.model_copy(update={"mode": "all", "share": None})}
+    )
+    with explorer_running(settings) as again:
+        eventually(lambda: sorted(each.version for each in again.road.fleet.engines) == [0, 1])
+        until_ready(again, 2)
+        assert answered(again) == by_hash()
+        assert [each[0] for each in reasons(again, 1)] == ["published", "canary"]
+
+
+def test_a_version_that_cannot_be_loaded_is_never_tried(running_explorer: Run, doubles: list[EngineDouble]) -> None:
+    explorer = all_ready(running_explorer, doubles, rollout={"mode": "canary"})
+    for each in doubles:
+        each.keeps_old_weights = True
+    candidate(explorer)
+    until(explorer, 1, VersionState.REJECTED)
+    until_ready(explorer, 2)
+    assert [each[0] for each in reasons(explorer, 1)] == ["published", "rejected"]
+    assert set(answered(explorer).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rollout": {"mode": "rolling"}}, {"min_running_model_num": 1}], ids=["rolling", "told"]
+)
+def test_an_engine_stays_as_long_as_no_other_one_would_answer(
+    running_explorer: Run, doubles: list[EngineDouble], settings: dict[str, Any]
+) -> None:
+    explorer = all_ready(running_explorer, doubles, **settings)
+    doubles[1].dead = True
+    eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
+    candidate(explorer)
+    time.sleep(1.0)
+    assert version(explorer, 1).state is VersionState.CANDIDATE
+    assert explorer.version() == 0
+    doubles[1].dead = doubles[1].paused = False
+    until(explorer, 1, VersionState.CHAMPION)
+    eventually(lambda: [each.weights for each in doubles] == [actor(explorer, 1)] * 2)

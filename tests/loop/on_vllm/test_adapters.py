@@ -1,0 +1,165 @@
+"""Adapters on real vLLM: what was trained is what is served, beside the champion's and in its place, before and after
+the engine dies, and no reply is cut.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.loop.harness.services import GPUS, Service, command_of, descendants, ledger_of, wait_for, write_settings
+from tests.trainer.factories import sample
+from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.shared.checkpoint import CheckpointStore
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.publication import Publication
+
+pytestmark = pytest.mark.vllm
+
+#: On GPUs vLLM serves adapters in half precision only.
+DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.2) if GPUS else ("float32", 1e-4, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    algorithm = {"algorithm_type": "reinforce", "optimizer": {"lr": 0.05}}
+    config = write_settings(tmp_path_factory.mktemp("adapters"), model, algorithm=algorithm)
+    values = yaml.safe_load(config.read_text())
+    values["model"]["lora"] = {"rank": 4}
+    values["explorer"]["rollout_model"]["dtype"] = values["trainer"]["dtype"] = DTYPE
+    values["rollout"] = {"mode": "canary", "share": 0.5}
+    config.write_text(yaml.safe_dump(values))
+    service = Service(config, "explorer")
+    service.wait_until_ready()
+    yield service
+    assert service.stop() == 0
+
+
+def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
+    """Train an adapter on made-up replies, and have it tried."""
+    learner = snapshot.load(settings, None)
+    for step in range(steps):
+        learner.step([sample(10 * step + each) for each in range(8)])
+    epoch = ledger.take_epoch("by hand")
+    publication = Publication(settings, CheckpointStore(settings.job_dir), learner, epoch=epoch, parent=0)
+    version = publication.register(ledger, [])
+    wait_for(lambda: ledger.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
+    return CheckpointStore(settings.job_dir).path(version) / "actor"
+
+
+def promote(service: Service, ledger: Ledger, version: int) -> None:
+    """Have a version served to all."""
+    ledger.promote(version, by="admin:tests", reason="it is right")
+    everybody = [someone(version, tried=tried) for tried in (False, True)]
+    wait_for(lambda: all(ask(service, user).headers["x-tuneloop-version"] == str(version) for user in everybody))
+
+
+def someone(version: int, *, tried: bool) -> str:
+    """A user whom the version answers while it is tried, or one whom it does not."""
+    split = Split(version, share=0.5)
+    return next(user for user in map(str, range(100)) if split.answers(f"default:{user}") is tried)
+
+
+def ask(service: Service, user: str = "anybody") -> httpx.Response:
+    body = {
+        "model": service.settings.served_model_name,
+        "messages": [{"role": "user", "content": "once upon a time " * 8}],
+        "user": user,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "logprobs": True,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    reply = httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+@torch.no_grad()
+def distance(service: Service, adapter: Path, user: str = "anybody") -> float:
+    """How far what is served to a user lies from what transformers and peft say, in nats."""
+    told = ask(service, user).json()
+    assert told["model"] == service.settings.served_model_name
+    [choice] = told["choices"]
+    prompt, ids = told["prompt_token_ids"], choice["token_ids"]
+    network = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(service.settings.model.model_path, dtype=torch.float32), adapter
+    ).eval()
+    logits = network(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+    found = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
+    return float((found - expected).abs().max())
+
+
+def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(service: Service) -> None:
+    settings, ledger = service.settings, ledger_of(service.settings)
+    first = publish(settings, ledger, steps=1)
+    assert ask(service, someone(1, tried=False)).headers["x-tuneloop-version"] == "0"
+    wait_for(lambda: ask(service, someone(1, tried=True)).headers["x-tuneloop-version"] == "1")
+    assert distance(service, first, someone(1, tried=True)) < NEAR
+    assert distance(service, first, someone(1, tried=False)) > FAR
+    promote(service, ledger, 1)
+    assert distance(service, first) < NEAR
+
+    begun, lines = threading.Event(), []
+    body = {"model": settings.served_model_name, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
+
+    def read() -> None:
+        url = f"{service.url}/v1/completions"
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=240) as reply:
+            lines.append(reply.headers["x-tuneloop-version"])
+            for line in reply.iter_lines():
+                lines.append(line)
+                begun.set()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert begun.wait(180)
+    second = publish(settings, ledger, steps=3)
+    wait_for(lambda: ask(service, someone(2, tried=True)).headers["x-tuneloop-version"] == "2")
+    assert distance(service, first, someone(2, tried=False)) < NEAR
+    assert distance(service, second, someone(2, tried=True)) < NEAR
+    assert distance(service, first, someone(2, tried=True)) > FAR
+    promote(service, ledger, 2)
+    reading.join()
+    assert lines[0] == "1"
+    assert lines[-2] == "data: [DONE]"
+    assert not [line for line in lines if "tuneloop-adapter" in line or '"error"' in line]
+    models = httpx.get(f"{service.url}/v1/models", timeout=60).json()["data"]
+    assert [each["id"] for each in models] == [settings.served_model_name]
+
+    _kill_engine(service)
+    answered = wait_for(lambda: _version(service), timeout_s=240, why="the engine did not come back")
+    assert answered == "2"
+    assert distance(service, second) < NEAR
+    assert ledger.imbalance() == []
+    ledger.close()
+
+
+def _kill_engine(service: Service) -> None:
+    for pid in descendants(service.process.pid):
+        words = command_of(pid)
+        if "vllm.entrypoints.openai.api_server" in words and "tuneloop.explorer.engines.guard" not in words:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError("there is no engine")
+
+
+def _version(service: Service) -> str | None:
+    try:
+        body = {"model": service.settings.served_model_name, "prompt": "hello", "max_tokens": 1}
+        reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120)
+    except httpx.TransportError:
+        return None
+    return reply.headers["x-tuneloop-version"] if reply.status_code == 200 else None

@@ -1,0 +1,140 @@
+"""On real vLLM: an engine that has other weights than it should have does not get through one probe."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.loop.harness.bare_engine import MODEL
+from tests.loop.harness.oracle import Oracle
+from tests.loop.harness.services import make_model
+from tuneloop.explorer.engines.vllm import Control, Findings
+from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe
+
+pytestmark = pytest.mark.vllm
+
+ROW = [(37 * i * i + 11 * i) % 250 for i in range(PROBE_LENGTH)]
+
+Told = Callable[[Callable[[Control], Awaitable[Any]]], Any]
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights that the engine should have, other than those it was started with."""
+    return make_model(tmp_path_factory.mktemp("new"), seed=7)
+
+
+@pytest.fixture(scope="module")
+def probe(new: Path) -> Probe:
+    return Oracle(new).probe(ROW)
+
+
+@pytest.fixture(scope="module")
+def half_old(tmp_path_factory: pytest.TempPathFactory, model: Path, new: Path) -> Path:
+    """Every other tensor is that of the old weights."""
+    folder = make_model(tmp_path_factory.mktemp("half"), seed=7)
+    old, mixed = load_file(model / "model.safetensors"), load_file(new / "model.safetensors")
+    mixed |= {name: old[name] for name in sorted(mixed)[::2]}
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def told(bare_engine: httpx.Client) -> Told:
+    """Has an engine's Control do something."""
+    socket = bare_engine._transport._pool._uds  # type: ignore[attr-defined]
+
+    def tell(what: Callable[[Control], Awaitable[Any]]) -> Any:
+        async def whole() -> Any:
+            async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(socket)) as session:
+                return await what(Control(session, model_name=MODEL, tolerance=1e-3))
+
+        return asyncio.run(whole())
+
+    return tell
+
+
+async def _loaded(control: Control, folder: Path | None, *, forgets: bool = True) -> None:
+    """A reload; None: all of it but the loading."""
+    await control.pause("keep")
+    if folder is not None:
+        await control.load(folder)
+    if forgets:
+        await control.forget_prefixes()
+    await control.resume()
+
+
+@pytest.fixture
+def findings(told: Told, model: Path, probe: Probe) -> Callable[..., Findings]:
+    """What the probe of the new weights finds after a reload from the old ones that went in some way."""
+
+    def found(folder: Path | None, *, forgets: bool = True) -> Findings:
+        async def whole(control: Control) -> Findings:
+            await _loaded(control, model)
+            await control.remember(probe)
+            await _loaded(control, folder, forgets=forgets)
+            return await control.examine(probe)
+
+        findings: Findings = told(whole)
+        return findings
+
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_it_was(bare_engine: httpx.Client, model: Path) -> Any:
+    """The engine is everybody's."""
+    yield
+    for path, body in (
+        ("/pause?mode=keep", None),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}),
+        ("/reset_prefix_cache", None),
+        ("/resume", None),
+    ):
+        bare_engine.post(path, json=body).raise_for_status()
+
+
+def test_a_right_engine_gets_through(findings: Callable[..., Findings], new: Path) -> None:
+    found = findings(new)
+    assert found.complaint is None
+    assert found.weights < 1e-4
+    assert found.cache < 1e-4
+
+
+@pytest.mark.parametrize("cause", ["skipped", "old_path", "half_old"])
+def test_wrong_weights_are_found_out(
+    findings: Callable[..., Findings], model: Path, half_old: Path, cause: str
+) -> None:
+    """`model` is the base too: the old path read again and the base model answering are the same here."""
+    found = findings({"skipped": None, "old_path": model, "half_old": half_old}[cause])
+    assert found.complaint is not None
+    assert "from the trainer's" in found.complaint
+    assert found.weights > 10 * found.allowed
+
+
+def test_a_prefix_cache_that_outlived_its_weights_is_found_out_again_and_again(
+    findings: Callable[..., Findings], told: Told, new: Path, probe: Probe
+) -> None:
+    for found in (findings(new, forgets=False), told(lambda control: control.examine(probe))):
+        assert found.weights < 1e-4
+        assert found.cache > 10 * found.allowed
+        assert "with and without its prefix cache" in str(found.complaint)
+
+
+def test_what_an_engine_says_of_a_text_tells_its_weights(told: Told, model: Path, new: Path) -> None:
+    async def whole(control: Control) -> list[str | None]:
+        await _loaded(control, model)
+        base = await control.describe()
+        assert len(base.prompt_ids) == PROBE_LENGTH
+        right = await control.examine(base)
+        await _loaded(control, new)
+        return [right.complaint, (await control.examine(base)).complaint]
+
+    right, wrong = told(whole)
+    assert right is None
+    assert wrong is not None

@@ -1,0 +1,283 @@
+"""Responses that vLLM's own route answers, and those asked for again, through two workers next to vLLM itself."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.loop.harness.services import Service, client_of_engine, ledger_of, wait_for, write_settings
+from tests.loop.on_vllm.likeness import Json, assert_alike, is_old, masked, nearly
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+
+pytestmark = pytest.mark.vllm
+
+RESPONSES = "/v1/responses"
+
+_ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 128 << 20,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "engine_args": ["--max-model-len", "4096"],
+}
+
+FUNCTION: Json = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
+CUSTOM: Json = {"type": "custom", "name": "shell", "description": "Runs a line."}
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
+    """Two workers, whose engine keeps responses as the environment says."""
+    folder = tmp_path_factory.mktemp("responding")
+    settings = yaml.safe_load(write_settings(folder, model).read_text())["explorer"]
+    config = write_settings(folder, model, explorer=settings | {"workers": 2, "rollout_model": _ENGINE})
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+        service = Service(config, "explorer")
+    service.wait_until_ready()
+    yield service
+    assert service.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def engine(explorer: Service) -> Iterator[httpx.Client]:
+    with client_of_engine(explorer) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def kept(explorer: Service) -> Iterator[Ledger]:
+    ledger = ledger_of(explorer.settings)
+    yield ledger
+    assert ledger.imbalance() == []
+    ledger.close()
+
+
+@pytest.fixture
+def ours(explorer: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=explorer.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def anybody(explorer: Service) -> Callable[[], httpx.Client]:
+    """A client on a new connection: the kernel gives it to one of the workers."""
+    return lambda: httpx.Client(base_url=explorer.url, timeout=60, headers={"connection": "close"})
+
+
+@pytest.fixture
+def common(explorer: Service) -> Json:
+    return {"model": explorer.settings.served_model_name, "input": "Hi.", "max_output_tokens": 6, "temperature": 0}
+
+
+PASSED: dict[str, Json] = {
+    "a custom tool": {"tools": [CUSTOM]},
+    "a custom tool among others": {"tools": [CUSTOM, FUNCTION], "parallel_tool_calls": False},
+    "a search": {"tools": [{"type": "web_search_preview"}]},
+    "code": {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]},
+    "a server": {"tools": [{"type": "mcp", "server_label": "s", "server_url": "http://localhost:1"}]},
+    "a namespace": {"tools": [{"type": "namespace", "name": "n", "description": "d", "tools": [FUNCTION]}]},
+    "allowed tools": {
+        "tools": [FUNCTION],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "clock"}]},
+    },
+    "messages as tokens": {"enable_response_messages": True},
+    "previous messages": {"previous_input_messages": [{"role": "user", "content": "x"}]},
+    "labels": {
+        "tools": [CUSTOM],
+        "metadata": {"task_id": "t"},
+        "user": "u",
+        "store": False,
+        "instructions": "Be kind.",
+    },
+    "logprobs": {"tools": [CUSTOM], "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "an unknown tool": {"tools": [{"type": "unknown"}]},
+    "a nameless custom tool": {"tools": [{"type": "custom"}]},
+    "an unknown choice": {"tools": [FUNCTION], "tool_choice": {"type": "unknown"}},
+    "background unstored": {"background": True, "store": False},
+    "background stored by null": {"background": True, "store": None},
+    "nobody's previous": {"tools": [CUSTOM], "previous_response_id": "resp_x"},
+    "two previous": {"previous_input_messages": [{}], "previous_response_id": "resp_x"},
+    "an unknown model": {"tools": [CUSTOM], "model": "unknown"},
+    "too long": {"tools": [CUSTOM], "input": "a" * 5000},
+}
+
+
+_TRIES = 5
+
+
+@pytest.mark.parametrize("more", PASSED.values(), ids=PASSED)
+def test_what_is_no_chat_completion_is_answered_as_by_vllm(
+    engine: httpx.Client, ours: httpx.Client, common: Json, more: Json
+) -> None:
+    theirs, told = (each.post(RESPONSES, json={**common, **more}) for each in (engine, ours))
+    assert told.status_code == theirs.status_code, told.text
+    if theirs.status_code == 200:
+        assert _comparable(told.json()) == nearly(_comparable(theirs.json()))
+    else:
+        assert set(told.json()["error"]) == {"message", "type", "param", "code"}
+    streamed = {**common, **more, "stream": True}
+    # vLLM loses the log-probabilities of a token whose bytes come in another event than the rest of their character.
+    for _ in range(_TRIES):
+        theirs, told = (each.post(RESPONSES, json=streamed) for each in (engine, ours))
+        assert told.status_code == theirs.status_code, told.text
+        if theirs.status_code != 200 or nearly(_joined(told.text)) == _joined(theirs.text):
+            return
+    assert nearly(_joined(told.text)) == _joined(theirs.text)
+
+
+def test_a_background_response_is_told_as_by_vllm(
+    engine: httpx.Client, anybody: Callable[[], httpx.Client], kept: Ledger, common: Json
+) -> None:
+    body = common | {"background": True, "metadata": {"task_id": "t"}}
+    for _ in range(4):  # so that both workers take a part
+        with anybody() as first:
+            begun = first.post(RESPONSES, json=body)
+        theirs = engine.post(RESPONSES, json=body)
+        assert (begun.status_code, _comparable(begun.json())) == (200, _comparable(theirs.json()))
+        name = begun.json()["id"]
+        over = wait_for(lambda name=name: _over(anybody, name))
+        expected = wait_for(lambda told=theirs: _over(lambda: engine, told.json()["id"]))
+        assert _comparable(over) == _comparable(expected)
+        with anybody() as late:
+            cancelled = late.post(f"{RESPONSES}/{name}/cancel")
+            counts = late.post("/feedback", json={"msg_ids": [name], "reward": 1}).json()["counts"]
+            assert counts["accepted"] + counts["pending"] == 1
+        refused = engine.post(f"{RESPONSES}/{theirs.json()['id']}/cancel")
+        assert (cancelled.status_code, refused.status_code) == (400, 400)
+        assert cancelled.json()["error"]["message"] == refused.json()["error"]["message"]
+    wait_for(lambda: kept.counts()[State.DROPPED] >= 4)
+
+
+def _over(anybody: Callable[[], httpx.Client], name: str) -> Json | None:
+    client = anybody()
+    reply = client.get(f"{RESPONSES}/{name}")
+    assert reply.status_code == 200
+    told: Json = reply.json()
+    return None if told["status"] in ("queued", "in_progress") else told
+
+
+def test_a_background_stream_is_told_again_from_any_event(
+    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
+) -> None:
+    body = common | {"background": True, "stream": True}
+    with anybody() as first:
+        reply = first.post(RESPONSES, json=body)
+    told = _events(reply.text)
+    name = told[0]["response"]["id"]
+    assert nearly(_joined(reply.text)) == _joined(engine.post(RESPONSES, json=body).text)
+    for after, query in ((-1, ""), (3, "&starting_after=3")):
+        with anybody() as again:
+            assert _events(again.get(f"{RESPONSES}/{name}?stream=true{query}").text) == told[after + 1 :]
+    with anybody() as again:
+        assert again.get(f"{RESPONSES}/{name}").json() == told[-1]["response"]
+
+
+def test_a_background_response_is_cancelled(
+    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
+) -> None:
+    body = common | {"background": True, "max_output_tokens": 3900, "ignore_eos": True}
+    names, told = zip(*(_cancelled(each, body) for each in (anybody, lambda: engine)), strict=True)
+    assert told[0]["status"] == "cancelled"
+    assert _comparable(told[0]) == _comparable(told[1])
+    assert anybody().get(f"{RESPONSES}/{names[0]}").json()["status"] == "cancelled"
+    clients = (anybody(), engine)
+    again = [client.post(f"{RESPONSES}/{name}/cancel") for client, name in zip(clients, names, strict=True)]
+    assert [each.status_code for each in again] == [400, 400]
+
+
+def _cancelled(anybody: Callable[[], httpx.Client], body: Json) -> tuple[str, Json]:
+    """The id of a response that was cancelled in time, and what was said to that."""
+    for _ in range(3):  # a machine that stands still may let it end before
+        name: str = anybody().post(RESPONSES, json=body).json()["id"]
+        told = anybody().post(f"{RESPONSES}/{name}/cancel")
+        if told.status_code == 200:
+            return name, told.json()
+    raise AssertionError(told.text)
+
+
+def test_a_response_is_told_again_as_by_vllm(
+    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
+) -> None:
+    if is_old(engine):
+        pytest.skip("an older vLLM puts the tools of a response into other words")
+    for more in ({}, {"instructions": "Be kind.", "metadata": {"a": "b"}, "max_output_tokens": 20}, {"stream": True}):
+        body = common | {"tools": [FUNCTION]} | more
+        with anybody() as first:
+            reply = first.post(RESPONSES, json=body)
+        told = _events(reply.text)[-1]["response"] if "stream" in more else reply.json()
+        with anybody() as second:
+            again = second.get(f"{RESPONSES}/{told['id']}")
+            refused = second.post(f"{RESPONSES}/{told['id']}/cancel")
+        assert (again.status_code, again.json()) == (200, told)
+        name = engine.post(RESPONSES, json=body | {"stream": False}).json()["id"]
+        theirs = engine.get(f"{RESPONSES}/{name}").json()
+        assert _comparable(again.json()) == nearly(_comparable(theirs))
+        expected = engine.post(f"{RESPONSES}/{name}/cancel")
+        assert refused.status_code == expected.status_code
+        assert refused.json()["error"]["message"] == expected.json()["error"]["message"]
+    for client in (engine, anybody()):
+        for reply in (client.get(f"{RESPONSES}/resp_x"), client.post(f"{RESPONSES}/resp_x/cancel")):
+            assert reply.status_code == 404
+            assert reply.json()["error"]["message"] == "Response with id 'resp_x' not found."
+
+
+def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
+    """The prompts have the same tokens as vLLM's, whichever of the two answered what went before."""
+    ways: list[Json] = [{"background": True}, {"tools": [CUSTOM]}, {}]
+    for first, second in itertools.product(ways, ways[1:]):
+        told = []
+        for client in (engine, ours):
+            name = client.post(RESPONSES, json={**common, **first, "instructions": "Be kind."}).json()["id"]
+            wait_for(lambda client=client, name=name: _over(lambda: client, name))
+            body = {**common, **second, "input": "And?", "previous_response_id": name}
+            told.append(client.post(RESPONSES, json=body).json())
+        assert told[1]["usage"]["input_tokens"] == told[0]["usage"]["input_tokens"], (first, second)
+        assert _comparable(told[1]["output"]) == _comparable(told[0]["output"])
+
+
+def test_custom_calls_are_heard_as_by_vllm(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
+    if is_old(engine):
+        pytest.skip("an older vLLM answers 500")
+    heard = [
+        {"role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"'},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "ü"},
+    ]
+    assert_alike(engine, ours, RESPONSES, common | {"input": heard})
+
+
+def _events(text: str) -> list[Json]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def _joined(text: str) -> list[Json]:
+    """The events, with neighbouring deltas as one: how many tokens come at once is up to the engine's scheduler."""
+    joined: list[Json] = []
+    for event in _comparable(_events(text)):
+        del event["sequence_number"]
+        if joined and "delta" in event and joined[-1]["type"] == event["type"]:
+            joined[-1] |= {key: joined[-1][key] + event[key] for key in ("delta", "logprobs") if key in event}
+        else:
+            joined.append(event)
+    return joined
+
+
+def _comparable(told: Any) -> Any:
+    """Without ids, times, and what was in the engine's cache."""
+    told = masked(told)
+    return _without(told)
+
+
+def _without(told: Any) -> Any:
+    if isinstance(told, dict):
+        gone = {"item_id", "previous_response_id", "cached_tokens", "cache_write_tokens"}
+        return {key: _without(value) for key, value in told.items() if key not in gone}
+    return [_without(each) for each in told] if isinstance(told, list) else told

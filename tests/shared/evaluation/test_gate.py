@@ -1,0 +1,161 @@
+"""What a candidate must show: each margin and each guard, at its edge and just beyond it."""
+
+import json
+
+import pytest
+
+from tuneloop.shared.evaluation.gate import evaluator_of, judge, same_tasks
+from tuneloop.shared.evaluation.scores import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
+from tuneloop.shared.experience import Evaluator
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import GateSettings
+
+
+def figures(**values: float) -> tuple[Figure, ...]:
+    """Figures by metric; `score__sums` is the score on the slice sums."""
+    named = {SCORE: 0.9, LENGTH: 100.0, REFUSALS: 0.1, TASKS: 7.0} | values
+    parts = [(*name.partition("__")[::2], value) for name, value in named.items()]
+    return tuple(Figure(metric, part, value, 0.0, 10) for metric, part, value in parts)
+
+
+CHAMPION = figures(score__sums=0.8, score__words=1.0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "candidate", "complaint"),
+    [
+        ({}, {}, None),
+        ({}, {SCORE: 0.95, "score__sums": 0.9}, None),
+        ({"margin": 0.1}, {SCORE: 0.8}, None),
+        ({"margin": 0.1}, {SCORE: 0.799}, "its score is 0.799, the champion's 0.9: more than 0.1 below"),
+        ({"margin": 0}, {SCORE: 0.9}, None),
+        ({"slice_margin": 0.1}, {"score__sums": 0.7}, None),
+        ({"slice_margin": 0.1}, {"score__sums": 0.69}, "its score on the slice sums is 0.69, the champion's 0.8"),
+        ({"margin": 1, "slice_margin": 0}, {"score__words": 0.99}, "on the slice words"),
+        ({}, {LENGTH: 200.0}, None),
+        ({}, {LENGTH: 201.0}, "its replies have 201 tokens, the champion's 100"),
+        ({}, {LENGTH: 50.0}, None),
+        ({}, {LENGTH: 49.0}, "its replies have 49 tokens"),
+        ({}, {LENGTH: 0.0}, "its replies have 0 tokens"),
+        ({"reply_length": None}, {LENGTH: 1000.0}, None),
+        ({}, {REFUSALS: 0.2}, None),
+        ({}, {REFUSALS: 0.21}, "21.0% of its replies refuse, 10.0% of the champion's"),
+        ({"refusals": None}, {REFUSALS: 1.0}, None),
+        ({}, {MALFORMED: 0.1}, None),
+        ({}, {MALFORMED: 0.11}, "11.0% of its replies lack the form that their task demands, 0.0% of the champion's"),
+        ({"format": None}, {MALFORMED: 1.0}, None),
+        ({"kl": 0.5}, {KL: 0.5}, None),
+        ({"kl": 0.5}, {KL: 0.51}, "it is 0.51 nats a token from the champion; allowed: 0.5"),
+        ({}, {KL: 9.0}, None),
+        ({"kl": 0.5}, {}, None),
+    ],
+)
+def test_each_margin_and_guard_at_its_edge(
+    gate: dict[str, float], candidate: dict[str, float], complaint: str | None
+) -> None:
+    found = figures(**{"score__sums": 0.8, "score__words": 1.0} | candidate)
+    verdict = judge(GateSettings.model_validate(gate), found, CHAMPION)
+    assert verdict.passed == (complaint is None)
+    assert len(verdict.reasons) == (complaint is not None)
+    assert (complaint or "") in "".join(verdict.reasons)
+
+
+def test_all_that_is_wrong_is_told_with_the_figures_of_both() -> None:
+    verdict = judge(GateSettings(), figures(score=0.5, reply_length=300.0, refusals=0.9), CHAMPION)
+    assert len(verdict.reasons) == 3
+    assert verdict.figures["candidate"] == {SCORE: 0.5, LENGTH: 300.0, REFUSALS: 0.9}
+    assert verdict.figures["champion"]["score/sums"] == 0.8
+    assert json.loads(json.dumps(verdict.figures)) == verdict.figures
+
+
+def test_a_champion_that_says_nothing_makes_no_length_too_long() -> None:
+    assert judge(GateSettings(), figures(), figures(reply_length=0.0)).passed
+
+
+def test_figures_of_other_tasks_are_not_compared() -> None:
+    assert same_tasks(figures(), CHAMPION)
+    assert not same_tasks(figures(tasks=8.0), CHAMPION)
+    assert not same_tasks((), ())
+
+
+# Held-out replies.
+
+REPLAYS = {"mode": "block", "replay": {"share": 0.1, "margin": 0.5, "slice_margin": 1.0}}
+
+
+def replay(now: float, size: float = 100.0, part: str = "") -> tuple[Figure, ...]:
+    """Beside a champion that earns 2."""
+    told = {"replay": now, "replay_champion": 2.0, "replay_size": size}
+    return tuple(Figure(metric, part, value, 0.0, 300) for metric, value in told.items())
+
+
+@pytest.mark.parametrize(
+    ("found", "complaint"),
+    [
+        (replay(1.5), None),
+        (replay(1.49), "on held-out replies it would earn 1.49, the champion 2: more than 0.5 below"),
+        (replay(0.0, size=99.9), None),
+        (replay(2.0) + replay(1.0, part="sums"), None),
+        (replay(2.0) + replay(0.9, part="sums"), "on the slice sums of held-out replies it would earn 0.9, the"),
+        (replay(2.0) + replay(0.0, size=99.9, part="sums"), None),
+    ],
+)
+def test_a_replay_decides_where_it_is_worth_enough(found: tuple[Figure, ...], complaint: str | None) -> None:
+    verdict = judge(GateSettings.model_validate(REPLAYS), figures() + found, figures())
+    assert verdict.passed == (complaint is None)
+    assert (complaint or "") in "".join(verdict.reasons)
+    assert judge(GateSettings(), figures() + found, figures()).passed  # where nothing is held out any more
+
+
+def test_what_a_replay_found_is_told_and_that_it_concludes_nothing() -> None:
+    gate = GateSettings.model_validate(REPLAYS)
+    enough = judge(gate, figures() + replay(2.0) + replay(1.0, part="a") + replay(1.0, 9.0, "b"), figures())
+    whole = {"replies": 300, "size": 100.0, "concluded": True, "candidate": 2.0, "champion": 2.0}
+    slices = {"a": whole | {"candidate": 1.0}}
+    assert enough.figures["replay"] == whole | {"needed": 100.0, "slices": slices}
+    assert "replay" not in enough.figures["candidate"]
+    assert enough.reason(7) == "no worse than version 7"
+    few = judge(gate, figures() + replay(0.0, 12.5), figures())
+    assert few.figures["replay"]["concluded"] is False
+    assert few.reason(7) == (
+        "nothing is known to be worse than version 7; the replay concludes nothing: 300 held-out replies are worth"
+        " 12.5 rewards, 100 are needed"
+    )
+    none = judge(gate, figures(), figures())
+    assert none.figures["replay"] == {"replies": 0, "size": 0.0, "concluded": False, "needed": 100.0}
+    assert json.loads(json.dumps(enough.figures)) == enough.figures
+
+
+@pytest.mark.parametrize(
+    ("rollout", "evaluator"),
+    [
+        ({}, Evaluator.TRAINER),
+        ({"engine_num": 2}, Evaluator.ENGINE),
+        ({"engine_urls": ["http://a:1"], "engine_num": 2}, Evaluator.TRAINER),
+        ({"engine_urls": ["http://a:1", "http://b:1"]}, Evaluator.ENGINE),
+    ],
+)
+def test_a_fleet_evaluates_on_an_engine_one_engine_leaves_it_to_the_trainer(
+    rollout: dict[str, object], evaluator: Evaluator
+) -> None:
+    settings = Settings.model_validate({"model": {"model_path": "/m"}, "explorer": {"rollout_model": rollout}})
+    assert evaluator_of(settings) is evaluator
+
+
+@pytest.mark.parametrize(
+    ("gate", "told"),
+    [
+        ("block", "gate.mode: block needs tasks to try a version on"),
+        ({"mode": "report", "replay": {"share": 0.1}}, None),
+        ({"mode": "report", "replay": {"share": 0.1}, "kl": 0.5}, "gate.kl: is measured on tasks"),
+        ({"replay": {"share": 0.1}, "kl": 0.5}, None),
+        ({"replay": {"share": 0.6}}, "less than or equal to 0.5"),
+    ],
+)
+def test_a_gate_needs_tasks_or_a_replay(gate: object, told: str | None) -> None:
+    settings = {"model": {"model_path": "/m"}, "gate": gate}
+    if told is None:
+        Settings.model_validate(settings)
+        return
+    with pytest.raises(ValueError, match=told):
+        Settings.model_validate(settings)

@@ -1,0 +1,118 @@
+"""How replies are judged by functions of users, and what an evaluation comes to."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
+from tuneloop.shared.evaluation.scores import Answered, Figure, figures_of
+from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of
+from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
+
+TASK = Task(1, "7+5=", "12", None)
+SUM = TASK._replace(slice="sums")
+
+
+@pytest.fixture
+def by_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[..., Judge]:
+    """Makes a judge of the body of a function of question, answer and reply, in a module of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    module = f"judge_{abs(hash(request.node.name))}"
+
+    def make(body: str, name: str = "f") -> Judge:
+        (tmp_path / f"{module}.py").write_text(f"def f(question, answer, reply):\n    {body}\n\n\ng = 3\n")
+        judge = judge_of(EvaluationSettings(judge="function", function=f"{module}:{name}"))
+        assert judge is not None
+        return judge
+
+    return make
+
+
+@pytest.mark.parametrize(("body", "score"), [("return reply == answer", 1.0), ("return 0.25", 0.25)])
+def test_a_function_says_how_right_a_reply_is(by_function: Callable[..., Judge], body: str, score: float) -> None:
+    assert by_function(body)(TASK, "<think>?</think>12") == score
+
+
+@pytest.mark.parametrize("body", ["return 1.5", "return float('nan')", "return None", "raise KeyError('x')"])
+def test_a_function_that_says_no_score_makes_no_wrong_answer(by_function: Callable[..., Judge], body: str) -> None:
+    judge = by_function(body)
+    with pytest.raises(NotEvaluated, match=r"^monitor\.evaluation\.function: judge_"):
+        judge(TASK, "12")
+
+
+@pytest.mark.parametrize(("body", "name", "reason"), [("return 1", "h", "cannot be"), ("return 1", "g", "is int, not")])
+def test_a_function_that_is_not_there_is_refused(
+    by_function: Callable[..., Judge], body: str, name: str, reason: str
+) -> None:
+    with pytest.raises(EnvironmentRefused, match=rf"^monitor\.evaluation\.function: .*{reason}"):
+        by_function(body, name)
+    with pytest.raises(EnvironmentRefused, match="cannot be imported"):
+        judge_of(EvaluationSettings(judge="function", function="no_such_module_here:f"))
+
+
+def test_a_function_goes_with_its_judge() -> None:
+    wrong = [EvaluationSettings(judge="function"), EvaluationSettings(function="a.b:c")]
+    assert all(list(MonitorSettings(evaluation=each).contradictions()) for each in wrong)
+    assert not list(MonitorSettings(evaluation=EvaluationSettings(judge="function", function="a.b:c")).contradictions())
+    with pytest.raises(ValueError, match=r"must be package\.module:name"):
+        EvaluationSettings(function="a.b")
+
+
+def test_an_evaluation_comes_to_means_of_all_and_of_each_slice() -> None:
+    answered = [
+        Answered(TASK, "12", 2, 1.0),
+        Answered(SUM, "I cannot", 4, 0.0),
+        Answered(SUM, "12", 6, 1.0),
+        Answered(SUM, "12", 8, 0.5),
+    ]
+    found = figures_of(answered, fingerprint=5, refusals=[re.compile("cannot")])
+    assert [each._replace(deviation=0.0) for each in found] == [
+        Figure("tasks", "", 5.0, 0.0, 4),
+        Figure("score", "", 0.625, 0.0, 4),
+        Figure("score", "sums", 0.5, 0.0, 3),
+        Figure("reply_length", "", 5.0, 0.0, 4),
+        Figure("refusals", "", 0.25, 0.0, 4),
+    ]
+
+
+def test_a_few_replies_may_be_without_a_verdict_but_not_many() -> None:
+    judged, not_judged = Answered(TASK, "12", 1, 1.0), Answered(TASK, "12", 1, None)
+    found = figures_of([judged] * 9 + [not_judged], fingerprint=1, refusals=[])
+    assert next(each for each in found if each.metric == "score").samples == 9
+    with pytest.raises(NotEvaluated, match="no verdict on 2 of 10"):
+        figures_of([judged] * 8 + [not_judged] * 2, fingerprint=1, refusals=[])
+
+
+def test_the_share_of_replies_without_the_form_that_is_demanded_is_of_those_tasks_alone() -> None:
+    data, letter = TASK._replace(form="json"), TASK._replace(form="[A-D]")
+    answered = [
+        Answered(TASK, "anything", 1, 1.0),
+        Answered(data, '<think>{</think> {"a": [1]}\n', 1, 0.0),
+        Answered(data, '{"a": NaN}', 1, 1.0),
+        Answered(data, "12", 1, 1.0, whole=False),
+        Answered(letter, "B", 1, 1.0),
+    ]
+    found = figures_of(answered, fingerprint=1, refusals=[])
+    assert found[-1]._replace(deviation=0.0) == Figure("malformed", "", 0.5, 0.0, 4)
+    assert "malformed" not in {each.metric for each in figures_of(answered[:1], fingerprint=1, refusals=[])}
+
+
+def test_where_nothing_was_asked_there_is_only_that() -> None:
+    assert figures_of([], fingerprint=5, refusals=[]) == (Figure("tasks", "", 5.0, 0.0, 1),)
+
+
+def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
+    alike = fingerprint([TASK], EvaluationSettings())
+    assert alike == fingerprint([TASK], EvaluationSettings(every=3))
+    others = [
+        ([TASK._replace(form="json")], EvaluationSettings()),
+        ([SUM], EvaluationSettings()),
+        ([TASK], EvaluationSettings(judge="exact")),
+        ([TASK], EvaluationSettings(most_tokens=5)),
+    ]
+    assert all(fingerprint(*each) != alike for each in others)

@@ -1,0 +1,389 @@
+"""What the ledger makes of feedback as people give it: early, late, again, corrected, taken back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Engine, delete, select
+
+from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
+from tuneloop.shared.experience import Feedback, Kind, Outcome, State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.recording.reward_rule import definition
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
+from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
+from tuneloop.shared.settings.feedback import RewardRule
+
+LATE = 1e9
+
+
+def rows(engine: Engine) -> list[Any]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(experiences).order_by(experiences.c.id)))
+
+
+def rewards(engine: Engine) -> list[float | None]:
+    return [row.reward for row in rows(engine)]
+
+
+def states(engine: Engine) -> list[str]:
+    return [row.state for row in rows(engine)]
+
+
+def events(engine: Engine) -> list[Any]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(feedback_table).order_by(feedback_table.c.id)))
+
+
+def hear(ledger: Ledger, **but: Any) -> Outcome:
+    """Record an event, and what the ledger says became of it."""
+    event = feedback(**{"call_id": "this call"} | but)
+    ledger.record([event])
+    return ledger.outcomes("this call", [event.event_id])[event.event_id]
+
+
+def run_of(name: str, **but: Any) -> dict[str, Any]:
+    """What an event about a whole trajectory says of its target."""
+    return {"msg_id": None, "task_id": "task", "run_id": name, **but}
+
+
+def retraction(**but: Any) -> dict[str, Any]:
+    return {"kind": Kind.RETRACTION, "value": None, **but}
+
+
+@pytest.fixture
+def under(engine: Engine) -> Iterator[Any]:
+    """Ledgers over one database: each with a rule, and what else is said."""
+
+    def made(ledger: type[Ledger] = Ledger, **rule: Any) -> Ledger:
+        options = {name: rule.pop(name) for name in ("compensate_late", "clock") if name in rule}
+        return ledger(engine, rule=RewardRule(**rule), **options)
+
+    return made
+
+
+def test_an_event_is_accepted_once(ledger: Ledger) -> None:
+    [said] = [exchange()]
+    ledger.record([said])
+    assert hear(ledger, msg_id=said.msg_id) == Outcome.ACCEPTED
+    assert hear(ledger, msg_id=said.msg_id) == Outcome.DUPLICATE
+    assert hear(ledger, msg_id=said.msg_id, value=0.5) == Outcome.ACCEPTED
+
+
+def test_a_repeated_event_is_a_duplicate_also_when_something_else_was_said_since(
+    ledger: Ledger, engine: Engine
+) -> None:
+    said = exchange()
+    ledger.record([said])
+    first = {"event_id": "by its key", "msg_id": said.msg_id, "value": 0.0}
+    assert hear(ledger, **first, call_id="first") == Outcome.DUPLICATE  # of another call than the one asked about
+    hear(ledger, msg_id=said.msg_id, value=1.0)
+    assert hear(ledger, **first) == Outcome.DUPLICATE
+    assert rewards(engine) == [1.0]
+
+
+def test_feedback_waits_for_its_reply_and_is_then_accepted(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    assert hear(ledger, event_id="early", msg_id=said.msg_id, value=0.5) == Outcome.PENDING
+    ledger.record([said])
+    assert ledger.outcomes("this call", ["early"]) == {"early": Outcome.ACCEPTED}
+    assert rewards(engine) == [0.5]
+
+
+def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.record([said])
+    assert hear(ledger, msg_id=said.msg_id, tenant="other") == Outcome.PENDING
+    assert rewards(engine) == [None]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
+    ledger: Ledger, engine: Engine, first: bool
+) -> None:
+    said = [exchange(task_id="task", run_id=run) for run in ("1", "1", "2")]
+    heard = feedback(**run_of("1"), value=0.25)
+    ledger.record([heard, *said] if first else [*said, heard])
+    assert rewards(engine) == [0.25, 0.25, None]
+
+
+def test_a_reply_added_to_a_rewarded_trajectory_takes_its_reward(ledger: Ledger, engine: Engine) -> None:
+    ledger.record([exchange(task_id="task", run_id="1"), feedback(**run_of("1"))])
+    ledger.record([exchange(task_id="task", run_id="1"), exchange(task_id="task", run_id="1", tenant="other")])
+    assert rewards(engine) == [1.0, 1.0, None]
+
+
+def test_of_feedback_on_a_reply_and_on_its_trajectory_the_later_counts(ledger: Ledger, engine: Engine) -> None:
+    said = [exchange(task_id="task", run_id="1") for _ in range(2)]
+    ledger.record([*said, feedback(**run_of("1"), value=0.0), feedback(msg_id=said[0].msg_id, value=1.0)])
+    assert rewards(engine) == [1.0, 0.0]
+    hear(ledger, **run_of("1"), value=0.5)
+    assert rewards(engine) == [0.5, 0.5]
+
+
+def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.record([said, feedback(**run_of("1"), value=0.25)])
+    ledger.record([feedback(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text="x", task_id="task", run_id="1")])
+    assert rewards(engine) == [0.25]
+
+
+def test_a_preference_is_for_one_reply_and_against_the_other(under: Any, engine: Engine) -> None:
+    ledger = under(weights={"preference": 1.0}, boolean_values=(-1.0, 1.0))
+    better, worse = exchange(), exchange(experiences=(experience(choice=0), experience(choice=1)))
+    preference = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None}
+    of_two = {"msg_id": better.msg_id, "other_msg_id": worse.msg_id, "other_choice": 1, **preference}
+    assert hear(ledger, **of_two) == Outcome.PENDING
+    ledger.record([better])
+    ledger.record([worse])
+    assert rewards(engine) == [1.0, None, -1.0]
+    hear(ledger, msg_id=better.msg_id, **retraction(metric="preference"))
+    assert rewards(engine)[0] is None
+
+
+@pytest.mark.parametrize("kind", [Kind.COMMENT, Kind.DEMONSTRATION])
+def test_words_are_kept_and_change_nothing(ledger: Ledger, engine: Engine, kind: Kind) -> None:
+    [said] = rewarded(ledger)
+    assert hear(ledger, msg_id=said.msg_id, kind=kind, metric=kind, value=None, text="so") == Outcome.ACCEPTED
+    assert rewards(engine) == [1.0]
+    assert [event.text for event in events(engine)] == [None, "so"]
+
+
+def test_all_that_an_event_says_is_kept(ledger: Ledger, engine: Engine) -> None:
+    event = feedback(msg_id="x", choice=1, source="rater", occurred_at=5.0, task_id="t", run_id="r", metric="help")
+    ledger.record([event])
+    [kept] = events(engine)
+    for name in Feedback.__struct_fields__:
+        assert getattr(kept, name) == getattr(event, name)
+
+
+def test_a_retracted_reward_puts_the_reply_back_also_after_the_commit(ledger: Ledger, engine: Engine) -> None:
+    said = [*rewarded(ledger), *committed(ledger)]
+    rewarded(ledger)
+    for each in said:
+        assert hear(ledger, msg_id=each.msg_id, **retraction()) == Outcome.ACCEPTED
+    assert states(engine) == [State.RECORDED, State.RECORDED, State.REWARDED]
+    assert [(row.reward, row.reward_rule, row.committed_at) for row in rows(engine)][:2] == [(None, None, None)] * 2
+    assert hear(ledger, msg_id=said[1].msg_id, value=0.5) == Outcome.ACCEPTED
+    assert ledger.commit("acme") == 2
+
+
+def test_a_retraction_of_one_source_leaves_the_other(ledger: Ledger, engine: Engine) -> None:
+    [said] = rewarded(ledger)
+    ledger.record([feedback(msg_id=said.msg_id, source="judge", value=0.0)])
+    assert rewards(engine) == [0.5]
+    hear(ledger, msg_id=said.msg_id, source="judge", **retraction())
+    assert rewards(engine) == [1.0]
+
+
+def test_feedback_for_a_leased_reply_is_late_until_the_lease_ends(ledger: Ledger, engine: Engine) -> None:
+    epoch, samples = leased(ledger)
+    msg_id = rows(engine)[0].msg_id
+    assert hear(ledger, event_id="late", msg_id=msg_id, value=-0.5) == Outcome.LATE
+    assert rewards(engine) == [1.0]
+    ledger.take_epoch("the next trainer")
+    assert ledger.outcomes("this call", ["late"]) == {"late": Outcome.ACCEPTED}
+    assert (rewards(engine), states(engine)) == ([-0.5], [State.COMMITTED])
+    assert (epoch, len(samples)) == (1, 1)
+
+
+def test_feedback_after_training_is_late(ledger: Ledger, engine: Engine) -> None:
+    trained(ledger)
+    msg_id = rows(engine)[0].msg_id
+    for said in ({"value": -0.5}, retraction()):
+        assert hear(ledger, msg_id=msg_id, **said) == Outcome.LATE
+    assert hear(ledger, msg_id=msg_id, kind=Kind.COMMENT, metric="comment", value=None, text="x") == Outcome.ACCEPTED
+    assert [(row.reward, row.state) for row in rows(engine)] == [(1.0, State.TRAINED)]
+
+
+def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
+    committed(ledger)
+    trained(ledger)
+    ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_age=1.0))
+    expired = [row for row in rows(engine) if row.state == State.EXPIRED]
+    assert expired
+    assert hear(ledger, msg_id=expired[0].msg_id, value=0.5) == Outcome.LATE
+
+
+def test_feedback_after_its_window_is_late_and_does_not_count(under: Any, engine: Engine) -> None:
+    ledger = under(attribution_window=10.0, clock=lambda: 115.0)
+    said = exchange(received_at=100.0)
+    ledger.record([said])
+    assert hear(ledger, msg_id=said.msg_id, received_at=110.0, value=0.5) == Outcome.ACCEPTED
+    assert hear(ledger, msg_id=said.msg_id, received_at=111.0, value=1.0) == Outcome.LATE
+    assert rewards(engine) == [0.5]
+
+
+def test_a_reply_without_feedback_gets_the_default_with_the_commit_after_its_window(under: Any, engine: Engine) -> None:
+    now = [105.0]
+    ledger = under(attribution_window=10.0, default=-1.0, clock=lambda: now[0])
+    ledger.record([exchange(received_at=100.0), exchange(received_at=100.0, tenant="other")])
+    assert ledger.commit("acme") == 0
+    now[0] = 111.0
+    assert ledger.commit("acme") == 1
+    assert rewards(engine) == [-1.0, None]
+
+
+def test_late_feedback_makes_a_compensating_experience_once(under: Any, engine: Engine) -> None:
+    ledger = under(compensate_late=True)
+    trained(ledger)
+    before = rows(engine)[0]
+    heard = feedback(msg_id=before.msg_id, value=-0.5, received_at=LATE)
+    for _ in range(3):
+        ledger.record([heard])
+    [same, copy] = rows(engine)
+    assert same == before
+    assert (copy.correction, copy.state, copy.reward, copy.blob) == (1, State.REWARDED, -0.5, before.blob)
+    assert ledger.commit("acme") == 1
+    samples = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy())
+    assert [sample.reward for sample in samples] == [-0.5]
+
+
+def test_a_compensating_experience_takes_corrections_until_it_is_trained_on(under: Any, engine: Engine) -> None:
+    ledger = under(compensate_late=True)
+    trained(ledger)
+    msg_id = rows(engine)[0].msg_id
+    for number, reward in enumerate((-0.5, 0.25, 0.5)):
+        hear(ledger, msg_id=msg_id, value=reward, received_at=LATE + number)
+    assert rewards(engine) == [1.0, 0.5]
+    ledger.commit("acme")
+    epoch = ledger.take_epoch("trainer")
+    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    hear(ledger, msg_id=msg_id, value=0.75, received_at=LATE + 9)
+    assert [(row.correction, row.state, row.reward) for row in rows(engine)] == [
+        (0, State.TRAINED, 1.0),
+        (1, State.TRAINED, 0.5),
+        (2, State.REWARDED, 0.75),
+    ]
+
+
+@pytest.mark.parametrize("said", [{"value": 1.0, "source": "who agrees"}, retraction()])
+def test_late_feedback_that_leaves_no_other_reward_is_not_compensated(
+    under: Any, engine: Engine, said: dict[str, Any]
+) -> None:
+    ledger = under(compensate_late=True)
+    trained(ledger)
+    assert hear(ledger, msg_id=rows(engine)[0].msg_id, received_at=LATE, **said) == Outcome.LATE
+    assert rewards(engine) == [1.0]
+
+
+def test_without_the_setting_late_feedback_makes_nothing(ledger: Ledger, engine: Engine) -> None:
+    trained(ledger)
+    hear(ledger, msg_id=rows(engine)[0].msg_id, value=-0.5, received_at=LATE)
+    assert rewards(engine) == [1.0]
+
+
+def test_each_row_keeps_the_rule_of_its_reward(under: Any, engine: Engine) -> None:
+    old, new = {"weights": {"reward": 1.0}}, {"weights": {"reward": 2.0}}
+    rewarded(under(**old))
+    rewarded(under(**new))
+    rewarded(under(**new))
+    with engine.connect() as connection:
+        kept = {row.id: row.definition for row in connection.execute(select(reward_rules))}
+    assert [kept[row.reward_rule] for row in rows(engine)] == [
+        definition(RewardRule(**rule)) for rule in (old, new, new)
+    ]
+
+
+def test_rewards_are_reckoned_anew_but_not_of_what_is_leased_or_trained(under: Any, engine: Engine) -> None:
+    old = under()
+    trained(old)
+    leased(old)
+    committed(old)
+    rewarded(old)
+    new = under(weights={"reward": 3.0})
+    before = rows(engine)
+    assert new.recompute_rewards(dry_run=True) == (2, 2)
+    assert rows(engine) == before
+    assert new.recompute_rewards() == (2, 2)
+    assert rewards(engine) == [1.0, 1.0, 3.0, 3.0]
+    assert [row.state for row in rows(engine)] == [row.state for row in before]
+    assert new.recompute_rewards() == (2, 0)
+
+
+def test_a_dry_run_writes_nothing_at_all(under: Any, engine: Engine) -> None:
+    rewarded(under())
+    under(weights={"reward": 3.0}).recompute_rewards(dry_run=True)
+    with engine.connect() as connection:
+        assert len(connection.execute(select(reward_rules)).all()) == 1
+
+
+def test_what_a_new_rule_leaves_as_it_was_is_under_the_new_rule(under: Any, engine: Engine) -> None:
+    rewarded(under())
+    new = under(clip=(-5.0, 5.0))
+    assert new.recompute_rewards() == (1, 0)
+    with engine.connect() as connection:
+        rules = list(connection.execute(select(reward_rules).order_by(reward_rules.c.id)))
+    assert [row.reward_rule for row in rows(engine)] == [rules[-1].id]
+
+
+def test_a_new_rule_may_reward_what_had_no_reward_and_take_others(under: Any, engine: Engine) -> None:
+    old, new = under(), under(weights={"help": 1.0})
+    said = [exchange(), exchange()]
+    old.record([*said, feedback(msg_id=said[0].msg_id), feedback(msg_id=said[1].msg_id, metric="help", value=0.5)])
+    assert new.recompute_rewards() == (2, 2)
+    assert [(row.state, row.reward) for row in rows(engine)] == [(State.RECORDED, None), (State.REWARDED, 0.5)]
+
+
+def test_more_replies_than_a_page_are_reckoned_anew(under: Any, engine: Engine) -> None:
+    said = [exchange() for _ in range(2_500)]
+    under().record([*said, *(feedback(msg_id=each.msg_id) for each in said)])
+    assert under(weights={"reward": 2.0}).recompute_rewards() == (2_500, 2_500)
+    assert set(rewards(engine)) == {2.0}
+
+
+def test_the_outcomes_of_a_hundred_thousand_events_are_told(ledger: Ledger) -> None:
+    outcomes = ledger.outcomes("this call", [f"event {number}" for number in range(100_000)])
+    assert len(outcomes) == 100_000
+
+
+_values = st.sampled_from([-1.0, 0.0, 0.5, 1.0])
+_said = st.one_of(
+    st.fixed_dictionaries({"value": _values}),
+    st.fixed_dictionaries({"value": st.sampled_from([0.0, 1.0]), "kind": st.just(Kind.BOOLEAN)}),
+    st.just({"value": None, "kind": Kind.RETRACTION}),
+    st.just({"value": None, "kind": Kind.COMMENT, "text": "so", "metric": "comment"}),
+)
+_whose = st.fixed_dictionaries({}, optional={"source": st.sampled_from(["a", "b"])})
+_about = st.sampled_from([{"msg_id": "chatcmpl-x"}, {"msg_id": None, "task_id": "task", "run_id": "run"}])
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(heard=st.lists(st.tuples(_said, _whose, _about), max_size=6), place=st.integers(0, 6), data=st.data())
+def test_the_reward_does_not_depend_on_when_the_row_comes_nor_on_repetitions(
+    ledger: Ledger, engine: Engine, heard: list[Any], place: int, data: st.DataObject
+) -> None:
+    with engine.begin() as connection:
+        for table in (feedback_table, experiences, exchanges):
+            connection.execute(delete(table))
+    said = exchange(msg_id="chatcmpl-x", task_id="task", run_id="run", received_at=0.0)
+    made = [feedback(**what, **whose, **about) for what, whose, about in heard]
+    ledger.record([said])
+    for event in made:
+        ledger.record([event])
+    expected = rewards(engine)
+    with engine.begin() as connection:
+        for table in (feedback_table, experiences, exchanges):
+            connection.execute(delete(table))
+    again = [*made[:place], said, *made[place:]]
+    cut = data.draw(st.integers(0, len(again)))
+    ledger.record(again[:cut])
+    ledger.record(again)
+    assert rewards(engine) == expected
+
+
+def test_a_preference_that_is_retracted_takes_its_reward_from_both(under: Any, engine: Engine) -> None:
+    ledger = under(weights={"preference": 1.0}, boolean_values=(-1.0, 1.0))
+    better, worse = exchange(), exchange()
+    preference = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None}
+    ledger.record([better, worse, feedback(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
+    assert rewards(engine) == [1.0, -1.0]
+    ledger.record([feedback(msg_id=better.msg_id, **retraction(metric="preference"))])
+    assert rewards(engine) == [None, None]
+    assert ledger.counts()[State.RECORDED] == 2
+    ledger.record([feedback(msg_id=worse.msg_id, other_msg_id=better.msg_id, **preference)])
+    assert rewards(engine) == [-1.0, 1.0]
+    ledger.recompute_rewards()
+    assert rewards(engine) == [-1.0, 1.0]

@@ -1,0 +1,167 @@
+"""The rule by itself: what events make of a reply."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuneloop.shared.experience import MAX_REWARD, Kind
+from tuneloop.shared.ledger.recording.reward_rule import (
+    Event,
+    Reward,
+    default_of,
+    definition,
+    in_window,
+    reward_of,
+    rewarding,
+    rule_of,
+)
+from tuneloop.shared.settings.feedback import RewardRule
+
+RULE = RewardRule()
+
+
+def event(**but: Any) -> Event:
+    fields: dict[str, Any] = {
+        "id": 1,
+        "kind": Kind.NUMBER,
+        "metric": "reward",
+        "value": 1.0,
+        "text": None,
+        "source": None,
+        "preferred": False,
+        "received_at": 10.0,
+    }
+    return Event(**fields | but)
+
+
+def value(rule: RewardRule, *events: Event, sampled_at: float = 0.0) -> float | None:
+    reward = reward_of(rule, events, sampled_at=sampled_at)
+    return None if reward is None else reward.value
+
+
+def label(text: str, **but: Any) -> Event:
+    return event(kind=Kind.LABEL, value=None, text=text, **but)
+
+
+def test_nothing_said_is_no_reward() -> None:
+    assert value(RULE) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "worth"),
+    [
+        (event(value=0.25), 0.25),
+        (event(kind=Kind.BOOLEAN, value=1.0), 3.0),
+        (event(kind=Kind.BOOLEAN, value=0.0), -2.0),
+        (label("good"), 0.5),
+        (label("unheard of"), None),
+        (event(kind=Kind.PREFERENCE, value=None, preferred=True), 3.0),
+        (event(kind=Kind.PREFERENCE, value=None, preferred=False), -2.0),
+        (event(kind=Kind.COMMENT, value=None, text="good"), None),
+        (event(kind=Kind.DEMONSTRATION, value=None, text="good"), None),
+        (event(kind=Kind.RETRACTION, value=None), None),
+    ],
+)
+def test_each_kind_is_worth_what_the_rule_says(said: Event, worth: float | None) -> None:
+    assert value(RewardRule(boolean_values=(-2.0, 3.0), label_values={"good": 0.5}), said) == worth
+
+
+def test_metrics_are_added_by_their_weights_and_others_do_not_count() -> None:
+    rule = RewardRule(weights={"help": 2.0, "harm": -1.0})
+    said = [event(metric="help", value=0.5), event(metric="harm", value=0.25), event(metric="reward", value=9.0)]
+    assert value(rule, *said) == 0.75
+    assert value(rule, said[2]) is None
+
+
+def test_sources_are_averaged_and_each_counts_with_its_latest() -> None:
+    said = [event(source="a", value=0.0), event(source="b", value=1.0), event(source="a", value=0.5), event(value=0.0)]
+    assert value(RULE, *said) == 0.5
+
+
+@pytest.mark.parametrize(("clip", "reward"), [(None, MAX_REWARD), ((-1.0, 1.0), 1.0), ((-1.0, 5e6), 5e6)])
+def test_the_sum_is_clipped(clip: tuple[float, float] | None, reward: float) -> None:
+    assert value(RewardRule(clip=clip, weights={"reward": 10.0}), event(value=MAX_REWARD)) == reward
+
+
+def test_feedback_counts_until_the_window_closes_and_its_last_moment_belongs_to_it() -> None:
+    rule = RewardRule(attribution_window=10.0)
+    assert value(rule, event(received_at=15.0), sampled_at=5.0) == 1.0
+    assert value(rule, event(received_at=15.1), sampled_at=5.0) is None
+    assert value(rule, event(value=0.5), event(received_at=15.1), sampled_at=5.0) == 0.5
+    assert in_window(RULE, sampled_at=0.0, received_at=1e12)
+
+
+def test_the_default_is_for_a_window_that_has_closed() -> None:
+    assert default_of(RewardRule(attribution_window=10.0, default=-1.0), sampled_at=5.0) == Reward(-1.0, 15.0)
+    assert default_of(RewardRule(attribution_window=10.0), sampled_at=5.0) is None
+    assert default_of(RULE, sampled_at=5.0) is None
+
+
+def test_a_retraction_takes_back_what_its_source_said_and_no_more() -> None:
+    taken_back = event(kind=Kind.RETRACTION, value=None, source="a")
+    said = [event(source="a", value=0.0), event(source="b", value=1.0)]
+    assert value(RULE, *said, taken_back) == 1.0
+    assert value(RULE, said[0], taken_back) is None
+    assert value(RULE, said[0], taken_back, event(source="a", value=0.5)) == 0.5
+    assert value(RULE, said[0], taken_back._replace(metric="other")) == 0.0
+
+
+def test_the_reward_is_as_old_as_the_last_event_that_counts() -> None:
+    said = [event(received_at=5.0), event(source="b", received_at=7.0), event(metric="other", received_at=9.0)]
+    assert reward_of(RULE, said, sampled_at=0.0) == Reward(1.0, 7.0)
+
+
+def test_a_correction_to_a_label_without_value_leaves_no_reward() -> None:
+    rule = RewardRule(label_values={"good": 1.0})
+    assert value(rule, label("good"), label("neither")) is None
+
+
+_events = st.builds(
+    event,
+    kind=st.sampled_from(Kind),
+    metric=st.sampled_from(["reward", "help", "other"]),
+    value=st.floats(-MAX_REWARD, MAX_REWARD),
+    text=st.sampled_from(["good", "bad", None]),
+    source=st.sampled_from(["a", "b", None]),
+    preferred=st.booleans(),
+    received_at=st.floats(0, 100),
+)
+_rules = st.builds(
+    RewardRule,
+    weights=st.dictionaries(st.sampled_from(["reward", "help"]), st.floats(-10, 10)),
+    label_values=st.dictionaries(st.sampled_from(["good", "bad"]), st.floats(-10, 10)),
+    clip=st.sampled_from([None, (-1.0, 1.0), (0.0, 0.5)]),
+    attribution_window=st.none() | st.floats(1, 100),
+    demonstration_value=st.none() | st.floats(-10, 10),
+)
+
+
+@given(_rules, st.lists(_events))
+def test_a_reward_lies_within_its_bounds(rule: RewardRule, said: list[Event]) -> None:
+    found = value(rule, *said)
+    low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
+    assert found is None or low <= found <= high
+
+
+@given(_rules, st.lists(_events), _events.filter(lambda last: rewarding(RewardRule(), last.kind)))
+def test_only_the_last_of_a_source_counts(rule: RewardRule, said: list[Event], last: Event) -> None:
+    last = last._replace(received_at=0.0)
+    of_others = [each for each in said if (each.metric, each.source) != (last.metric, last.source)]
+    # Not the bare value: floats are added in another order.
+    assert value(rule, *said, last) == pytest.approx(value(rule, *of_others, last))
+
+
+@given(_rules, st.lists(_events))
+def test_words_never_change_a_reward(rule: RewardRule, said: list[Event]) -> None:
+    rule = rule.model_copy(update={"demonstration_value": None})
+    counting = [each for each in said if each.kind not in (Kind.COMMENT, Kind.DEMONSTRATION)]
+    assert reward_of(rule, said, sampled_at=0.0) == reward_of(rule, counting, sampled_at=0.0)
+
+
+@given(_rules)
+def test_a_definition_is_the_rule_and_the_same_for_the_same_rule(rule: RewardRule) -> None:
+    turned = dict(reversed(rule.weights.items()))
+    assert rule_of(definition(rule)) == rule
+    assert definition(rule.model_copy(update={"weights": turned})) == definition(rule)

@@ -1,0 +1,143 @@
+"""Replies that are no samples of the policy: on the same road as all, taken by methods that learn from any reply."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select
+
+from tests.factories import exchange, experience, feedback, ids
+from tuneloop.shared.experience import Sample, State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import experiences
+
+Take = Callable[..., list[Sample]]
+
+NUCLEUS = (experience(unsampled="sampling:top_p"),)
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [1000.0]
+
+
+@pytest.fixture
+def ledger(engine: Engine, now: list[float]) -> Ledger:
+    return Ledger(engine, clock=lambda: now[0])
+
+
+@pytest.fixture
+def take(ledger: Ledger) -> Take:
+    """Leases a batch of the size and policy given."""
+    epoch = ledger.take_epoch("trainer")
+    return lambda size, **policy: ledger.lease(epoch, size, BatchPolicy(**policy))
+
+
+def give(ledger: Ledger, **but: Any) -> str:
+    """A rewarded reply, committed; its msg_id."""
+    said = exchange(**but)
+    ledger.record([said, feedback(msg_id=said.msg_id)])
+    ledger.commit("acme")
+    return said.msg_id
+
+
+def rows(engine: Engine) -> list[tuple[str, str | None, str | None]]:
+    with engine.connect() as connection:
+        columns = (experiences.c.state, experiences.c.reason, experiences.c.unsampled)
+        return [(*row,) for row in connection.execute(select(*columns).order_by(experiences.c.id))]
+
+
+DROPPED = (State.DROPPED, "sampling:top_p", "sampling:top_p")
+
+
+def test_it_is_recorded_rewarded_and_committed_like_others(ledger: Ledger, engine: Engine) -> None:
+    said = exchange(experiences=NUCLEUS)
+    for records, state in (([said], State.RECORDED), ([feedback(msg_id=said.msg_id)], State.REWARDED)):
+        ledger.record(records)
+        assert rows(engine) == [(state, None, "sampling:top_p")]
+    assert ledger.commit("acme") == 1
+    assert rows(engine) == [(State.COMMITTED, None, "sampling:top_p")]
+
+
+@pytest.mark.parametrize("group_by", ["none", "run"])
+def test_a_method_that_learns_from_any_reply_gets_it_with_the_mark(
+    ledger: Ledger, take: Take, engine: Engine, group_by: str
+) -> None:
+    give(ledger, experiences=NUCLEUS)
+    give(ledger)
+    batch = take(2, any_reply=True, group_by=group_by)
+    assert [sample.unsampled for sample in batch] == ["sampling:top_p", None]
+    assert [state for state, *_ in rows(engine)] == [State.LEASED] * 2
+
+
+@pytest.mark.parametrize("order", ["oldest", "freshest", "priority"])
+def test_any_other_method_never_gets_it_and_it_does_not_stand_in_the_way(
+    ledger: Ledger, take: Take, engine: Engine, order: str
+) -> None:
+    for _ in range(3):
+        give(ledger, experiences=NUCLEUS, priority=5.0)
+    plain = give(ledger)
+    assert [sample.id for sample in take(1, order=order)] == [4]
+    assert rows(engine) == [DROPPED] * 3 + [(State.LEASED, None, None)]
+    with engine.connect() as connection:
+        found = connection.execute(select(experiences.c.msg_id).where(experiences.c.state == State.LEASED))
+        assert found.scalars().all() == [plain]
+
+
+def test_it_is_set_aside_also_where_there_are_too_few_for_a_batch(ledger: Ledger, take: Take, engine: Engine) -> None:
+    give(ledger, experiences=NUCLEUS)
+    assert take(5) == []
+    assert rows(engine) == [DROPPED]
+
+
+def test_feedback_on_it_is_heeded_after_it_was_set_aside(ledger: Ledger, take: Take, engine: Engine) -> None:
+    msg_id = give(ledger, experiences=NUCLEUS)
+    take(1)
+    ledger.record([feedback(msg_id=msg_id, value=-1.0)])
+    with engine.connect() as connection:
+        assert connection.execute(select(experiences.c.reward)).scalar() == -1.0
+    assert rows(engine) == [DROPPED]
+
+
+def test_a_group_does_not_wait_for_it_where_it_is_not_taken(ledger: Ledger, take: Take) -> None:
+    for run in "12":
+        give(ledger, task_id="t", run_id=run)
+    ledger.record([exchange(task_id="t", run_id="2", experiences=NUCLEUS)])
+    assert take(1, group_by="task", group_size=2, any_reply=True) == []
+    assert len(take(1, group_by="task", group_size=2)) == 2
+
+
+def test_a_group_that_was_gathered_for_another_method_is_gathered_anew(
+    ledger: Ledger, take: Take, engine: Engine, now: list[float]
+) -> None:
+    give(ledger, task_id="t", run_id="1", experiences=NUCLEUS)
+    give(ledger, task_id="t", run_id="2")
+    assert take(9, group_by="task", group_size=2, any_reply=True) == []  # gathered, but too few for a batch
+    assert take(1, group_by="task", group_size=2) == []
+    assert rows(engine) == [DROPPED, (State.COMMITTED, None, None)]
+    now[0] += 3601.0
+    assert take(1, group_by="task", group_size=2) == []
+    assert rows(engine)[1][0] == State.EXPIRED
+
+
+def test_what_is_given_back_by_a_method_that_took_it_is_set_aside_by_one_that_does_not(
+    ledger: Ledger, take: Take, engine: Engine
+) -> None:
+    give(ledger, experiences=NUCLEUS)
+    assert ids(take(1, any_reply=True)) == [1]
+    assert ledger.lease(ledger.take_epoch("successor"), 1, BatchPolicy()) == []
+    assert rows(engine) == [DROPPED]
+
+
+def test_what_must_not_be_trained_on_is_dropped_however_it_was_sampled(ledger: Ledger, engine: Engine) -> None:
+    ledger.record([exchange(experiences=(experience(drop_reason="cut_off", unsampled="sampling:top_p"),))])
+    assert rows(engine) == [(State.DROPPED, "cut_off", "sampling:top_p")]
+
+
+@pytest.mark.parametrize(("any_reply", "claimable"), [(True, 2), (False, 1)])
+def test_the_facts_count_what_the_trainer_takes(ledger: Ledger, any_reply: bool, claimable: int) -> None:
+    give(ledger, experiences=NUCLEUS)
+    give(ledger)
+    ledger.record([exchange(experiences=NUCLEUS)])
+    facts = ledger.facts(BatchPolicy(any_reply=any_reply, max_age=1e9))
+    assert (facts.claimable, facts.too_old, facts.unsampled) == (claimable, 0, 0 if any_reply else 2)

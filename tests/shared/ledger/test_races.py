@@ -1,0 +1,156 @@
+"""Several processes at once, here threads with connections of their own."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, text
+
+from tests.factories import committed, exchange, feedback, fill, ids, leased, published, trained
+from tuneloop.shared.errors import LedgerError, StaleEpoch
+from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return (or raise), all started in the same moment."""
+    start = threading.Barrier(len(calls))
+
+    def one(call: Callable[[], Any]) -> Any:
+        start.wait()
+        try:
+            return call()
+        except LedgerError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(one, calls))
+
+
+def test_two_leasers_never_share_a_row(ledger: Ledger, engine: Engine) -> None:
+    fill(engine, 400)
+    epoch = ledger.take_epoch("trainer")
+    batches = at_once(*[lambda: [ledger.lease(epoch, 20, BatchPolicy()) for _ in range(5)]] * 4)
+    taken = [sample.id for each in batches for batch in each for sample in batch]
+    assert sorted(taken) == list(range(1, 401))
+
+
+def test_two_who_take_an_epoch_at_once_get_different_ones(ledger: Ledger) -> None:
+    """The first of them in an empty table."""
+    taken = [at_once(*[lambda: ledger.take_epoch("trainer")] * 4) for _ in range(5)]
+    assert sorted(epoch for four in taken for epoch in four) == list(range(1, 21))
+
+
+def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> None:
+    """A lease that waited for a new epoch to be taken must see that epoch."""
+    fill(engine, 200)
+
+    def live() -> None:
+        epoch = ledger.take_epoch("trainer")
+        try:
+            while ledger.lease(epoch, 1, BatchPolicy()):
+                pass
+        except StaleEpoch:
+            pass
+
+    at_once(*[live] * 6)
+    with engine.connect() as connection:
+        holders = connection.execute(text("SELECT DISTINCT lease_epoch FROM experiences WHERE state = 'leased'"))
+        newest = connection.execute(text("SELECT max(epoch) FROM epochs")).scalar()
+        assert holders.scalars().all() == [newest]
+
+
+def test_a_lease_waits_while_a_new_epoch_is_being_taken(ledger: Ledger, engine: Engine) -> None:
+    committed(ledger, 1)
+    old = ledger.take_epoch("trainer")
+    taking = threading.Event()
+
+    def clock() -> float:
+        taking.set()
+        time.sleep(0.3)
+        return 0.0
+
+    def lease() -> Any:
+        taking.wait()
+        return ledger.lease(old, 1, BatchPolicy())
+
+    epoch, stale = at_once(lambda: Ledger(engine, clock=clock).take_epoch("successor"), lease)
+    assert epoch == old + 1
+    assert isinstance(stale, StaleEpoch)
+
+
+def test_a_successor_waits_until_a_version_is_registered(ledger: Ledger) -> None:
+    """Else the version would hold rows that the successor trains on as well."""
+    epoch, samples = leased(ledger, 2)
+    publishing = threading.Event()
+
+    def publish(version: int) -> tuple[Path, str]:
+        publishing.set()
+        overtaker.join(0.3)
+        assert overtaker.is_alive()
+        return published(version)
+
+    overtaker = threading.Thread(target=lambda: publishing.wait() and ledger.take_epoch("successor"))
+    overtaker.start()
+    assert ledger.register(epoch, ids(samples), step=1, publish=publish) == 1
+    overtaker.join()
+    assert ledger.counts()[State.TRAINED] == 2
+    assert ledger.take_epoch("third") == epoch + 2
+
+
+def test_a_reply_and_its_feedback_recorded_at_once_find_each_other(ledger: Ledger) -> None:
+    for number in range(60):
+        name = f"chatcmpl-r{number}"
+        said, heard = exchange(msg_id=name), feedback(msg_id=name)
+        at_once(lambda said=said: ledger.record([said]), lambda heard=heard: ledger.record([heard]))  # type: ignore[misc]
+    assert ledger.counts()[State.REWARDED] == 60
+
+
+def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger) -> None:
+    said = exchange()
+    ledger.record([said])
+    events = [feedback(msg_id=said.msg_id, value=float(number)) for number in range(40)]
+    at_once(*[lambda some=events[start::4]: [ledger.record([event]) for event in some] for start in range(4)])  # type: ignore[misc]
+    assert [row.reward_sum for row in ledger.rewards()] == [39.0]
+
+
+def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
+    said = committed(ledger, 40)
+    epoch = ledger.take_epoch("trainer")
+    corrections = [feedback(msg_id=each.msg_id, value=-1.0) for each in said]
+    leases, _ = at_once(
+        lambda: [ledger.lease(epoch, 1, BatchPolicy()) for _ in said],
+        lambda: [ledger.record([correction]) for correction in corrections],
+    )
+    seen = {sample.id: sample.reward for batch in leases for sample in batch}
+    with engine.connect() as connection:
+        stored = connection.execute(text("SELECT id, reward FROM experiences WHERE state = 'leased'")).all()
+    assert {id_: reward for id_, reward in stored} == seen
+
+
+def test_there_is_one_champion_however_many_promote(ledger: Ledger) -> None:
+    ledger.ensure_base(Path("/base"))
+    for _ in range(8):
+        trained(ledger)
+    done = at_once(*[lambda version=version: ledger.promote(version) for version in range(1, 9)])  # type: ignore[misc]
+    assert done == [None] * 8
+    assert [version.version for version in ledger.versions() if version.state == VersionState.CHAMPION] == [8]
+    assert ledger.champion().version == 8
+
+
+def test_a_version_is_promoted_or_rejected_but_not_both(ledger: Ledger) -> None:
+    ledger.ensure_base(Path("/base"))
+    for _ in range(6):
+        version = trained(ledger)
+        at_once(lambda: ledger.promote(version), lambda: ledger.reject(version, "worse"))  # noqa: B023
+        found = ledger.versions()[version]
+        assert found.state == (VersionState.REJECTED if found.reason else VersionState.CHAMPION)
+
+
+def test_many_may_register_the_base_model_at_once(ledger: Ledger) -> None:
+    assert at_once(*[lambda: ledger.ensure_base(Path("/base"))] * 4) == [None] * 4
+    assert at_once(*[lambda: ledger.own("shop", "assistant")] * 4) == [None] * 4
+    assert len(ledger.versions()) == 1

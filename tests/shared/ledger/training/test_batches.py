@@ -1,0 +1,296 @@
+"""Which rows the next batch is made of."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select
+
+from tests.doubles.clock import Clock
+from tests.factories import exchange, experience, feedback, fill, ids, published, trained
+from tuneloop.shared.experience import Sample, State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.training.batches import next_groups, next_of, tenants, unsampled
+from tuneloop.shared.settings.settings import Settings
+
+
+@pytest.fixture
+def ledger(engine: Engine, clock: Clock) -> Ledger:
+    return Ledger(engine, clock=clock)
+
+
+@pytest.fixture
+def take(ledger: Ledger) -> Callable[..., list[Sample]]:
+    """Leases a batch of the size and policy given."""
+    epoch = ledger.take_epoch("trainer")
+    return lambda size, **policy: ledger.lease(epoch, size, BatchPolicy(**policy))
+
+
+def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
+    """A rewarded reply, committed; its msg_id."""
+    said = exchange(**but)
+    ledger.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
+    if commit:
+        ledger.commit(said.tenant)
+    return said.msg_id
+
+
+def states(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        rows = connection.execute(select(experiences.c.msg_id, experiences.c.state))
+        return {row.msg_id: row.state for row in rows}
+
+
+def reasons(engine: Engine) -> set[str]:
+    with engine.connect() as connection:
+        return set(connection.execute(select(experiences.c.reason).where(experiences.c.reason.is_not(None))).scalars())
+
+
+Take = Callable[..., list[Sample]]
+
+
+# Orders.
+
+
+def test_the_oldest_come_first_unless_the_policy_says_otherwise(ledger: Ledger, take: Take) -> None:
+    for _ in range(4):
+        give(ledger)
+    assert ids(take(2)) == [1, 2]
+
+
+def test_the_freshest_come_first_if_the_policy_says_so(ledger: Ledger, take: Take) -> None:
+    for _ in range(4):
+        give(ledger)
+    assert ids(take(2, order="freshest")) == [3, 4]
+
+
+def test_the_highest_priority_comes_first_and_among_equals_the_oldest(ledger: Ledger, take: Take) -> None:
+    for priority in (0.0, 2.0, -1.0, 2.0, 1.0):
+        give(ledger, priority=priority)
+    assert ids(take(3, order="priority")) == [2, 4, 5]
+    assert ids(take(1, order="priority")) == [1]
+
+
+@pytest.mark.parametrize("order", ["oldest", "freshest", "priority"])
+def test_each_tenant_gets_the_same_share_and_what_one_leaves_goes_to_the_others(
+    ledger: Ledger, take: Take, order: str
+) -> None:
+    for tenant, count in {"loud": 20, "quiet": 2, "middle": 5}.items():
+        for _ in range(count):
+            give(ledger, tenant=tenant)
+    batch = take(9, order=order)
+    assert Counter(sample.tenant for sample in batch) == {"loud": 4, "middle": 3, "quiet": 2}
+
+
+@pytest.mark.parametrize(("order", "first"), [("oldest", "loud"), ("freshest", "quiet"), ("priority", "quiet")])
+def test_without_fair_shares_the_order_alone_decides(ledger: Ledger, take: Take, order: str, first: str) -> None:
+    for tenant, priority in (("loud", 1.0), ("loud", 1.0), ("quiet", 2.0), ("quiet", 2.0)):
+        give(ledger, tenant=tenant, priority=priority)
+    assert {sample.tenant for sample in take(2, order=order, fair_share=False)} == {first}
+
+
+# Bounds.
+
+
+def test_what_was_sampled_too_long_ago_expires_with_the_reason(
+    ledger: Ledger, engine: Engine, take: Take, clock: Clock
+) -> None:
+    old, young = give(ledger, received_at=10.0), give(ledger, received_at=900.0)
+    assert [sample.id for sample in take(1, max_age=500.0)] == [2]
+    assert states(engine) == {old: State.EXPIRED, young: State.LEASED}
+    assert reasons(engine) == {"sampled more than 500 seconds ago"}
+
+
+def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: Ledger, engine: Engine) -> None:
+    for _ in range(3):
+        trained(ledger)
+    old = give(ledger, experiences=(experience(version_min=1, version_max=3),))
+    young = give(ledger, experiences=(experience(version_min=2, version_max=2),))
+    batch = ledger.lease(ledger.take_epoch("next"), 1, BatchPolicy(max_staleness=1))
+    assert len(batch) == 1
+    assert (states(engine)[old], states(engine)[young]) == (State.EXPIRED, State.LEASED)
+    assert reasons(engine) == {"sampled more than 1 versions before 3"}
+
+
+def test_a_group_of_which_a_part_is_too_old_expires_whole(ledger: Ledger, engine: Engine, take: Take) -> None:
+    old = give(ledger, task_id="t", run_id="1", received_at=10.0)
+    young = give(ledger, task_id="t", run_id="2", received_at=900.0)
+    assert take(9, group_by="task", group_size=2) == []  # gathered, but too few for a batch
+    assert take(1, group_by="task", group_size=2, max_age=500.0) == []
+    assert states(engine) == {old: State.EXPIRED, young: State.EXPIRED}
+
+
+# Groups.
+
+
+def test_a_group_is_gathered_across_commits_and_taken_whole(ledger: Ledger, take: Take, clock: Clock) -> None:
+    give(ledger, task_id="t", run_id="1")
+    clock.now += 3000.0
+    give(ledger, task_id="u", run_id="1")
+    assert take(1, group_by="task", group_size=2) == []
+    give(ledger, task_id="t", run_id="2")
+    batch = take(1, group_by="task", group_size=2)
+    assert [(sample.task_id, sample.run_id, sample.group_id) for sample in batch] == [("t", "1", 1), ("t", "2", 1)]
+
+
+def test_a_batch_of_groups_has_at_least_its_size(ledger: Ledger, take: Take) -> None:
+    for task in ("a", "b", "c"):
+        for run in ("1", "2", "3"):
+            give(ledger, task_id=task, run_id=run)
+    assert [sample.task_id for sample in take(4, group_by="task", group_size=3)] == ["a"] * 3 + ["b"] * 3
+    assert take(4, group_by="task", group_size=3) == []
+    assert len(take(3, group_by="task", group_size=3)) == 3
+
+
+def test_a_group_waits_for_its_replies_that_have_no_feedback_yet(ledger: Ledger, take: Take) -> None:
+    for run in ("1", "2"):
+        give(ledger, task_id="t", run_id=run)
+    waiting = exchange(task_id="t", run_id="2")
+    ledger.record([waiting])
+    assert take(1, group_by="task", group_size=2) == []
+    ledger.record([feedback(msg_id=waiting.msg_id)])
+    assert take(1, group_by="task", group_size=2) == []
+    ledger.commit("acme")
+    assert len(take(1, group_by="task", group_size=2)) == 3
+
+
+def test_after_the_timeout_a_group_is_what_there_is(ledger: Ledger, take: Take, clock: Clock) -> None:
+    for run in ("1", "2"):
+        give(ledger, task_id="t", run_id=run)
+    clock.now += 3599.0
+    assert take(1, group_by="task") == []
+    clock.now += 2.0
+    assert len(take(1, group_by="task")) == 2
+
+
+def test_a_lone_run_never_trains_as_a_group_but_expires(
+    ledger: Ledger, engine: Engine, take: Take, clock: Clock
+) -> None:
+    calls = [give(ledger, task_id="t", run_id="1") for _ in range(3)]
+    clock.now += 3601.0
+    assert take(1, group_by="task") == []
+    assert states(engine) == dict.fromkeys(calls, State.EXPIRED)
+    assert reasons(engine) == {"alone in its group 3600 s after it was committed"}
+
+
+def test_a_member_that_comes_when_its_group_has_left_starts_another(ledger: Ledger, take: Take, clock: Clock) -> None:
+    for run in ("1", "2"):
+        give(ledger, task_id="t", run_id=run)
+    assert len(take(1, group_by="task", group_size=2)) == 2
+    give(ledger, task_id="t", run_id="3")
+    assert take(1, group_by="task", group_size=2) == []
+    give(ledger, task_id="t", run_id="4")
+    assert [sample.group_id for sample in take(1, group_by="task", group_size=2)] == [3, 3]
+
+
+def test_the_choices_of_a_reply_that_names_no_task_are_a_group(ledger: Ledger, take: Take) -> None:
+    give(ledger, experiences=tuple(experience(choice=choice) for choice in range(4)))
+    assert len(take(1, group_by="task", group_size=4)) == 4
+
+
+def test_tenants_with_the_same_task_are_no_group(ledger: Ledger, take: Take) -> None:
+    for tenant in ("a", "b"):
+        give(ledger, tenant=tenant, task_id="t", run_id=tenant)
+    assert take(1, group_by="task", group_size=2) == []
+
+
+def test_a_trajectory_is_taken_whole(ledger: Ledger, take: Take) -> None:
+    for run in ("1", "2", "1", "1"):
+        give(ledger, task_id="t", run_id=run)
+    assert [sample.run_id for sample in take(2, group_by="run")] == ["1", "1", "1"]
+    assert [sample.run_id for sample in take(1, group_by="run")] == ["2"]
+
+
+def test_groups_are_shared_out_among_the_tenants(ledger: Ledger, take: Take) -> None:
+    for tenant, tasks in {"loud": "abcd", "quiet": "e"}.items():
+        for task in tasks:
+            for run in "12":
+                give(ledger, tenant=tenant, task_id=task, run_id=run)
+    assert {sample.task_id for sample in take(4, group_by="task", group_size=2)} == {"a", "e"}
+    assert {sample.task_id for sample in take(2, group_by="task", group_size=2, order="freshest")} == {"d"}
+    assert {sample.task_id for sample in take(2, group_by="task", group_size=2, fair_share=False)} == {"b"}
+
+
+def test_a_group_that_loses_a_member_is_gathered_anew(ledger: Ledger, engine: Engine, take: Take, clock: Clock) -> None:
+    first, second = (give(ledger, task_id="t", run_id=run) for run in "12")
+    assert take(9, group_by="task", group_size=2) == []
+    ledger.record([feedback(msg_id=first, kind="retraction", value=None)])
+    assert states(engine) == {first: State.RECORDED, second: State.COMMITTED}
+    assert take(1, group_by="task", group_size=2) == []
+    clock.now += 3601.0
+    take(1, group_by="task", group_size=2)
+    assert states(engine)[second] == State.EXPIRED
+
+
+def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:
+    for run in "12":
+        give(ledger, task_id="t", run_id=run)
+    policy = BatchPolicy(group_by="task", group_size=2)
+    epoch = ledger.take_epoch("one")
+    assert len(ledger.lease(epoch, 1, policy)) == 2
+    epoch = ledger.take_epoch("two")
+    batch = ledger.lease(epoch, 1, policy)
+    assert len(batch) == 2
+    assert ledger.register(epoch, ids(batch), step=1, publish=published) == 1
+
+
+# Cost.
+
+
+def plan_of(engine: Engine, query: Any) -> str:
+    sql = query.compile(engine, compile_kwargs={"literal_binds": True})
+    explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"
+    with engine.connect() as connection:
+        return str(connection.exec_driver_sql(f"{explain} {sql}").all())
+
+
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        (next_of("acme", BatchPolicy(order="oldest"), 512), "ix_experiences_committed"),
+        (next_of("acme", BatchPolicy(order="freshest"), 512), "ix_experiences_committed"),
+        (next_of("acme", BatchPolicy(order="priority"), 512), "ix_experiences_committed_by_priority"),
+        (next_of("acme", BatchPolicy(order="oldest", any_reply=True), 512), "ix_experiences_committed"),
+        (next_of("acme", BatchPolicy(order="priority", any_reply=True), 512), "ix_experiences_committed_by_priority"),
+        (next_groups("acme", "oldest", 512), "ix_experiences_grouped"),
+        (next_groups("acme", "freshest", 512), "ix_experiences_grouped"),
+    ],
+    ids=["oldest", "freshest", "priority", "oldest-any", "priority-any", "groups", "freshest-groups"],
+)
+def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine, query: Any, index: str) -> None:
+    fill(engine, 20_000)
+    with engine.begin() as connection:
+        aside = "UPDATE experiences SET state = 'dropped', reason = 'old' WHERE id <= 12000 OR id > 16000"
+        connection.exec_driver_sql(aside)
+        connection.exec_driver_sql("UPDATE experiences SET group_id = id WHERE id > 13000")
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "ANALYZE")
+    assert "ix_experiences_committed" in plan_of(engine, tenants(engine.dialect.name))
+    assert "ix_experiences_unsampled" in plan_of(engine, unsampled(engine.dialect.name))
+    plan = plan_of(engine, query)
+    assert index in plan
+    assert "Sort" not in plan
+    assert "TEMP B-TREE" not in plan
+
+
+def test_the_settings_make_the_policy(tmp_path: Path) -> None:
+    chosen = {
+        "order": "freshest",
+        "fair_share": False,
+        "group_by": "task",
+        "group_size": 3,
+        "group_timeout": 7.0,
+    }
+    bounds = {"max_staleness": 5, "max_age": 9.0}
+    settings = Settings(model={"model_path": tmp_path}, buffer=chosen, trainer=bounds)
+    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | {"any_reply": False, "by_result": False}
+    assert BatchPolicy.of(Settings(model={"model_path": tmp_path})) == BatchPolicy()
+
+
+@pytest.mark.parametrize(("method", "any_reply"), [("ppo", False), ("sft", True), ("raft", True), ("kto", True)])
+def test_the_method_says_whether_any_reply_will_do(tmp_path: Path, method: str, any_reply: bool) -> None:
+    settings = Settings(model={"model_path": tmp_path}, algorithm={"algorithm_type": method})
+    assert BatchPolicy.of(settings).any_reply is any_reply

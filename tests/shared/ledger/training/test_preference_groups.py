@@ -1,0 +1,224 @@
+"""`buffer.group_by: preference`: replies that preferences name together are trained on together."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select
+
+from tests.factories import exchange, experience, feedback, fill, ids, published
+from tuneloop.shared.experience import Feedback, Kind, Sample, State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.training.groups import _connected, _preferences
+
+Take = Callable[..., list[Sample]]
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [1000.0]
+
+
+@pytest.fixture
+def ledger(engine: Engine, now: list[float]) -> Ledger:
+    return Ledger(engine, clock=lambda: now[0])
+
+
+@pytest.fixture
+def take(ledger: Ledger) -> Take:
+    """Leases a batch of at least so many."""
+    epoch = ledger.take_epoch("trainer")
+    policy = BatchPolicy(group_by="preference", any_reply=True)
+    return lambda size=1, **but: ledger.lease(epoch, size, policy._replace(**but))
+
+
+def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
+    """A rewarded reply, committed; its msg_id."""
+    said = exchange(**but)
+    ledger.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
+    if commit:
+        ledger.commit(said.tenant)
+    return said.msg_id
+
+
+def preferred(better: str, worse: str, **but: Any) -> Feedback:
+    fields = {"msg_id": better, "kind": Kind.PREFERENCE, "metric": "preference", "value": None, "other_msg_id": worse}
+    return feedback(**fields | but)
+
+
+def names(samples: list[Sample]) -> list[str]:
+    return [sample.msg_id for sample in samples]
+
+
+def aside(engine: Engine) -> dict[str, str]:
+    with engine.connect() as connection:
+        columns = (experiences.c.msg_id, experiences.c.reason)
+        return {name: why for name, why in connection.execute(select(*columns)) if why is not None}
+
+
+def test_the_two_replies_of_a_preference_are_a_group(ledger: Ledger, take: Take) -> None:
+    a, b, c = (give(ledger) for _ in range(3))
+    ledger.record([preferred(c, a)])
+    batch = take()
+    assert names(batch) == [a, c]
+    assert {sample.group_id for sample in batch} == {1}
+    assert take() == []
+    assert b not in names(batch)
+
+
+def test_it_waits_until_both_are_committed(ledger: Ledger, take: Take) -> None:
+    a, b = give(ledger), give(ledger, commit=False)
+    ledger.record([preferred(a, b)])
+    assert take() == []
+    ledger.commit("acme")
+    assert names(take()) == [a, b]
+
+
+@pytest.mark.parametrize("early", ["recorded", "not there"])
+def test_it_waits_for_a_reply_that_has_no_reward_or_is_not_there_yet(ledger: Ledger, take: Take, early: str) -> None:
+    a, other = give(ledger), exchange()
+    ledger.record([preferred(a, other.msg_id), *([other] if early == "recorded" else [])])
+    assert take() == []
+    ledger.record([other, feedback(msg_id=other.msg_id)])
+    ledger.commit("acme")
+    assert names(take()) == [a, other.msg_id]
+
+
+def test_preferences_that_share_a_reply_make_one_group(ledger: Ledger, take: Take) -> None:
+    a, b, c, d, e = (give(ledger) for _ in range(5))
+    ledger.record([preferred(a, b), preferred(c, d), preferred(d, b), preferred(e, e)])
+    assert names(take()) == [a, b, c, d]
+
+
+def test_such_a_group_waits_for_all_of_them(ledger: Ledger, take: Take, now: list[float]) -> None:
+    a, b, c = give(ledger), give(ledger), give(ledger, commit=False)
+    ledger.record([preferred(a, b), preferred(c, b)])
+    assert take() == []
+    now[0] += 3600.0
+    assert names(take()) == [a, b]
+    ledger.commit("acme")
+    now[0] += 3600.0
+    assert take() == []
+
+
+def test_a_preference_names_choices(ledger: Ledger, take: Take) -> None:
+    one = give(ledger, experiences=tuple(experience(choice=choice) for choice in range(3)))
+    ledger.record([preferred(one, one, choice=0, other_choice=2)])
+    assert [sample.choice for sample in take()] == [0, 2]
+
+
+def test_what_no_preference_names_is_set_aside_after_the_timeout(
+    ledger: Ledger, engine: Engine, take: Take, now: list[float]
+) -> None:
+    a = give(ledger)
+    now[0] += 3599.0
+    assert take() == []
+    assert aside(engine) == {}
+    now[0] += 2.0
+    assert take() == []
+    assert aside(engine) == {a: "in no preference 3600 s after it was committed"}
+
+
+def test_so_is_what_stays_alone_in_its_preference(ledger: Ledger, engine: Engine, take: Take, now: list[float]) -> None:
+    a, b = give(ledger), exchange()
+    ledger.record([b, preferred(a, b.msg_id)])
+    now[0] += 3600.0
+    assert take() == []
+    assert aside(engine) == {a: "alone in its preference 3600 s after it was committed"}
+
+
+def test_a_preference_over_what_was_trained_on_makes_no_group(
+    ledger: Ledger, engine: Engine, take: Take, now: list[float]
+) -> None:
+    gone = give(ledger)
+    epoch = ledger.take_epoch("one")
+    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    a = give(ledger)
+    ledger.record([preferred(a, gone)])
+    epoch, policy = ledger.take_epoch("two"), BatchPolicy(group_by="preference", any_reply=True)
+    assert ledger.lease(epoch, 1, policy) == []
+    now[0] += 3600.0
+    assert ledger.lease(epoch, 1, policy) == []
+    assert aside(engine) == {a: "alone in its preference 3600 s after it was committed"}
+
+
+def test_a_preference_that_was_taken_back_groups_nothing(ledger: Ledger, take: Take) -> None:
+    a, b = give(ledger), give(ledger)
+    back = {"kind": Kind.RETRACTION, "metric": "preference", "value": None, "source": "ann"}
+    ledger.record([preferred(a, b, source="ann"), feedback(msg_id=a, **back)])
+    assert take() == []
+    ledger.record([preferred(b, a, source="ann")])
+    assert names(take()) == [a, b]
+
+
+def test_one_that_comes_before_its_group_is_taken_widens_it(ledger: Ledger, take: Take) -> None:
+    c, a, b = (give(ledger) for _ in range(3))
+    ledger.record([preferred(a, b)])
+    assert take(9) == []  # gathered, but too few for a batch
+    ledger.record([preferred(a, c)])
+    batch = take(3)
+    assert names(batch) == [c, a, b]
+    assert {sample.group_id for sample in batch} == {1}
+    assert ledger.audit() == []
+
+
+def test_one_that_comes_when_its_group_has_gone_does_not(ledger: Ledger, take: Take) -> None:
+    a, b, c = (give(ledger) for _ in range(3))
+    ledger.record([preferred(a, b)])
+    assert names(take()) == [a, b]
+    ledger.record([preferred(a, c)])
+    assert take() == []
+
+
+def test_replies_of_two_tenants_are_no_group(ledger: Ledger, take: Take) -> None:
+    a, b = give(ledger), give(ledger, tenant="other")
+    ledger.record([preferred(a, b)])
+    assert take() == []
+
+
+def test_what_is_no_sample_of_the_policy_is_no_part_of_it_where_it_is_not_taken(ledger: Ledger, take: Take) -> None:
+    unsampled = (experience(unsampled="sampling:top_p"),)
+    a, b, c = give(ledger), give(ledger, experiences=unsampled), give(ledger)
+    waits = exchange(experiences=unsampled)
+    ledger.record([waits, preferred(a, b), preferred(a, c), preferred(waits.msg_id, c)])
+    assert names(take(any_reply=False)) == [a, c]
+    assert ledger.counts()[State.DROPPED] == 1
+
+
+def test_a_retracted_reward_dissolves_the_group(ledger: Ledger, take: Take) -> None:
+    a, b = give(ledger), give(ledger)
+    ledger.record([preferred(a, b)])
+    assert take(9) == []
+    ledger.record([feedback(msg_id=a, kind=Kind.RETRACTION, value=None)])
+    assert take() == []
+    ledger.record([feedback(msg_id=a)])
+    ledger.commit("acme")
+    assert names(take()) == [a, b]
+
+
+def test_what_is_connected_is_found_however_it_is_told() -> None:
+    chain = [[number, number + 1] for number in range(0, 2000, 2)] + [[number, number + 3] for number in range(0, 1996)]
+    [one] = [each for each in _connected(range(3000), chain) if len(each) > 1]
+    assert one == set(range(2000))
+    assert _connected([1, 2], [[1], []]) == [{1}, {2}]
+
+
+def test_what_preferences_there_are_is_looked_up_in_indexes(engine: Engine) -> None:
+    """However much feedback there is of other kinds, and of other replies."""
+    fill(engine, 2000)
+    asked = list[str]()
+    with engine.connect() as connection:
+
+        class Listening:
+            def execute(self, query: Any) -> Iterator[Any]:
+                sql = query.compile(engine, compile_kwargs={"literal_binds": True})
+                explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"
+                asked.append(str(connection.exec_driver_sql(f"{explain} {sql}").all()))
+                return iter(())
+
+        assert _preferences(Listening(), {"chatcmpl-1"}) == []  # type: ignore[arg-type]
+    assert len(asked) == 2
+    assert "ix_feedback_msg_id_received_at" in asked[0] or "ix_feedback_other_msg_id" in asked[0]
+    assert "ix_feedback_other_msg_id" in asked[1]
+    assert not any("SCAN" in plan or "Seq Scan" in plan for plan in asked)

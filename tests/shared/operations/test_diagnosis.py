@@ -1,0 +1,347 @@
+"""Why no step is happening: each reason, from a ledger in which it holds."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from tests.factories import (
+    committed,
+    exchange,
+    experience,
+    feedback,
+    ids,
+    leased,
+    published,
+    rewarded,
+    trained,
+)
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Pile, Rules, Trainer, Weights
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.operations.diagnosis import Code, Reason, ago, diagnose, equation
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import Spooled
+
+PAIRS, ANY = Rules(2), BatchPolicy()
+NO_SPOOL = Spooled(slots=0, bytes=0, since=None, quarantined_bytes=0)
+
+
+def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchPolicy = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
+    """Why no step is happening by this ledger, so many seconds from now."""
+    facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.facts(policy, aside=5))
+    return dict(diagnose(facts))
+
+
+def rules_of(**but: Any) -> Rules:
+    """By settings."""
+    return Rules.of(Settings.model_validate({"model": {"model_path": "some/model"}, **but}))
+
+
+def served(ledger: Ledger) -> Ledger:
+    """The ledger with its base model, and a trainer that lives."""
+    ledger.ensure_base(Path("/base"))
+    ledger.take_epoch("host:1")
+    return ledger
+
+
+def test_every_reason_is_written_down() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    assert [code for code in Code if f"\n| `{code}` |" not in page] == []
+
+
+def test_an_experiment_that_has_just_begun(ledger: Ledger) -> None:
+    found = reasons(served(ledger))
+    assert list(found) == [Code.NOTHING_RECORDED]
+    assert found[Code.NOTHING_RECORDED].startswith("no experience was recorded yet: send requests")
+
+
+def test_nothing_was_recorded_since_the_last_step(ledger: Ledger) -> None:
+    trained(ledger, 2)
+    assert reasons(ledger)[Code.NOTHING_RECORDED].startswith("no experience was recorded since the last that was")
+
+
+def test_no_feedback_has_come(ledger: Ledger) -> None:
+    served(ledger).record([exchange(), exchange(), feedback(msg_id="chatcmpl-unknown")])
+    found = reasons(ledger)
+    assert list(found) == [Code.NO_FEEDBACK]
+    assert found[Code.NO_FEEDBACK].startswith("2 experiences wait for a reward, none has one")
+    assert found[Code.NO_FEEDBACK].endswith("1 event waits for a reply that is not recorded")
+
+
+PAIRED: dict[str, Any] = {
+    "algorithm": {"algorithm_type": "dpo"},
+    "buffer": {"train_batch_size": 2, "group_by": "preference"},
+}
+
+
+def test_preferences_that_are_worth_nothing_are_told(ledger: Ledger) -> None:
+    served(ledger).record([exchange()])
+    told = reasons(ledger, rules_of(**PAIRED))[Code.NO_FEEDBACK]
+    assert told.endswith("; preferences are worth nothing: give the metric preference a weight in reward.weights")
+    assert rules_of(**PAIRED, reward={"weights": {"preference": 1.0}}).uncounted is None
+    assert rules_of(**PAIRED, reward={"default": 0.0, "attribution_window": 60.0}).uncounted is None
+
+
+@pytest.mark.parametrize("targets", ["both", "demonstrations", "replies"])
+def test_edited_answers_that_are_worth_nothing_are_told(targets: str) -> None:
+    edits = {"algorithm_type": "sft", "sft": {"targets": targets}}
+    told = rules_of(algorithm=edits).uncounted
+    assert (told == "edited answers are worth nothing: set reward.demonstration_value") is (targets != "replies")
+    assert rules_of(algorithm=edits, reward={"demonstration_value": 1.0}).uncounted is None
+
+
+def test_a_judge_that_changes_nothing_is_told() -> None:
+    judge = {"url": "http://judge/v1", "model": "j"}
+    assert "give the metric judge a weight" in (rules_of(judge=judge).uncounted or "")
+    assert rules_of(judge=judge, reward={"weights": {"judge": 1.0}}).uncounted is None
+    assert rules_of(reward={"weights": {"judge": 1.0}}).uncounted is None
+
+
+def test_what_is_rewarded_is_not_committed(ledger: Ledger) -> None:
+    rewarded(served(ledger), 3)
+    assert reasons(ledger) == {
+        Code.NOT_COMMITTED: "3 experiences with a reward, but not committed: POST /commit",
+    }
+
+
+def test_a_batch_is_not_full(ledger: Ledger) -> None:
+    committed(served(ledger), 3)
+    found = reasons(ledger, Rules(5))
+    assert list(found) == [Code.BATCH_NOT_FULL]
+    assert found[Code.BATCH_NOT_FULL].startswith("a step takes 5, 3 can be had now")
+
+
+def test_what_the_trainer_holds_already_counts_for_the_batch(ledger: Ledger) -> None:
+    committed(ledger, 3)
+    ledger.lease(ledger.take_epoch("host:1"), 2, BatchPolicy())
+    assert reasons(ledger, Rules(5))[Code.BATCH_NOT_FULL].startswith("a step takes 5, 3 can be had now")
+
+
+def test_a_group_is_not_complete(ledger: Ledger) -> None:
+    policy = BatchPolicy(group_by="task", group_size=2)
+    committed(served(ledger), 2, task_id="a", run_id="first")
+    assert ledger.lease(1, 2, policy) == []
+    found = reasons(ledger, Rules(2, group_by="task"), policy)
+    assert list(found) == [Code.GROUPS_INCOMPLETE]
+    assert found[Code.GROUPS_INCOMPLETE].startswith("2 committed experiences wait until their task is complete")
+
+
+def test_groups_that_are_complete_are_a_batch(ledger: Ledger) -> None:
+    policy = BatchPolicy(group_by="task", group_size=2)
+    for run in ("first", "second"):
+        committed(served(ledger), 1, task_id="a", run_id=run)
+    ledger.lease(2, 3, policy)
+    assert list(reasons(ledger, Rules(2, group_by="task"), policy)) == [Code.NONE]
+    assert list(reasons(ledger, Rules(3, group_by="task"), policy)) == [Code.BATCH_NOT_FULL]
+
+
+@pytest.mark.parametrize("policy", [BatchPolicy(max_staleness=0), BatchPolicy(max_age=1000.0)])
+def test_what_is_committed_is_too_old(ledger: Ledger, policy: BatchPolicy) -> None:
+    trained(ledger)
+    committed(ledger, 2)
+    found = reasons(ledger, policy=policy)
+    assert list(found) == [Code.TOO_STALE]
+    assert found[Code.TOO_STALE].startswith("2 committed experiences too old for the next")
+
+
+def test_all_has_expired(ledger: Ledger) -> None:
+    trained(ledger)
+    committed(ledger, 2)
+    policy = BatchPolicy(max_staleness=0)
+    ledger.lease(ledger.take_epoch("host:1"), 2, policy)
+    found = reasons(ledger, policy=policy)
+    assert list(found) == [Code.ALL_EXPIRED]
+    assert found[Code.ALL_EXPIRED].startswith("2 experiences expired and none is left")
+
+
+def test_nothing_can_be_trained_on(ledger: Ledger) -> None:
+    why = ["cut off", "cut off", "sampled with top_p"]
+    served(ledger).record([exchange(experiences=(experience(drop_reason=each),)) for each in why])
+    found = reasons(ledger)
+    assert list(found) == [Code.NOT_TRAINABLE]
+    assert found[Code.NOT_TRAINABLE].startswith("3 of the last 3 experiences cannot be trained on, most often: cut off")
+
+
+def test_that_many_are_not_for_training_is_no_reason(ledger: Ledger) -> None:
+    served(ledger).record([exchange(experiences=(experience(drop_reason="opt_out"),)) for _ in range(20)])
+    ledger.record([exchange()])
+    assert list(reasons(ledger)) == [Code.NO_FEEDBACK]
+
+
+def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
+    served(ledger).record([exchange(experiences=(experience(unsampled="sampling:top_p"),)) for _ in range(3)])
+    found = reasons(ledger)
+    assert list(found) == [Code.NOT_TRAINABLE, Code.NO_FEEDBACK]
+    assert found[Code.NOT_TRAINABLE].startswith(
+        "3 of the last 3 experiences cannot be trained on (3 are no samples of the policy): see"
+    )
+    assert list(reasons(ledger, policy=BatchPolicy(any_reply=True))) == [Code.NO_FEEDBACK]
+
+
+def test_no_trainer_has_ever_started(ledger: Ledger) -> None:
+    committed(ledger, 2)
+    found = reasons(ledger)
+    assert list(found) == [Code.NO_TRAINER]
+    assert found[Code.NO_TRAINER].startswith("no trainer has ever started")
+
+
+def test_the_trainer_has_stopped(ledger: Ledger) -> None:
+    epoch, _ = leased(served(ledger), 2)
+    ledger.end(epoch)
+    found = reasons(ledger, in_s=600)
+    assert list(found) == [Code.NO_TRAINER]
+    assert found[Code.NO_TRAINER].startswith("trainer trainer stopped at 20")
+    assert "UTC, 10 min ago: start it again" in found[Code.NO_TRAINER]
+
+
+def test_the_trainer_is_dead(ledger: Ledger) -> None:
+    leased(served(ledger), 2)
+    assert list(reasons(ledger)) == [Code.LEASED]
+    found = reasons(ledger, in_s=TRAINER_SEEN_S + 5)
+    assert list(found) == [Code.NO_TRAINER]
+    assert found[Code.NO_TRAINER].startswith("trainer trainer was last seen at 20")
+
+
+def test_a_step_is_being_made(ledger: Ledger) -> None:
+    leased(served(ledger), 2)
+    found = reasons(ledger, in_s=20)
+    assert list(found) == [Code.LEASED]
+    assert re.match(r"2 experiences in training, for 2\d s at most", found[Code.LEASED])
+
+
+def test_between_two_versions_what_is_leased_may_wait_for_the_next_batch(ledger: Ledger) -> None:
+    leased(served(ledger), 2)
+    rewarded(ledger, 1)
+    assert list(reasons(ledger, Rules(2, save_interval=2))) == [Code.LEASED, Code.NOT_COMMITTED]
+
+
+def test_all_steps_are_done(ledger: Ledger) -> None:
+    ledger.end(1 if trained(ledger, 2) == 1 else 0)
+    committed(ledger, 2)
+    assert list(reasons(ledger, Rules(2, total_steps=1))) == [Code.STEPS_DONE]
+    assert list(reasons(ledger, Rules(2, total_steps=2))) == [Code.NO_TRAINER]
+
+
+def test_versions_keep_being_rejected(ledger: Ledger) -> None:
+    ledger.ensure_base(Path("/base"))
+    for reason in ("its probe differs", "NaN in lm_head"):
+        ledger.reject(trained(ledger), reason)
+    committed(ledger, 2)
+    found = reasons(ledger)
+    assert list(found) == [Code.REJECTED_VERSIONS]
+    assert "the newest 2 versions were rejected" in found[Code.REJECTED_VERSIONS]
+    assert "NaN in lm_head" in found[Code.REJECTED_VERSIONS]
+
+
+def test_one_version_that_was_rejected_is_no_reason(ledger: Ledger) -> None:
+    ledger.ensure_base(Path("/base"))
+    ledger.reject(trained(ledger), "its probe differs")
+    ledger.take_epoch("host:1")
+    committed(ledger, 2)
+    assert list(reasons(ledger)) == [Code.NONE]
+
+
+def test_nothing_stands_in_the_way(ledger: Ledger) -> None:
+    committed(served(ledger), 2)
+    assert list(reasons(ledger)) == [Code.NONE]
+
+
+def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:
+    committed(ledger, 1)
+    rewarded(ledger, 1)
+    ledger.record([exchange(experiences=(experience(drop_reason="cut off"),)) for _ in range(50)])
+    assert list(reasons(ledger)) == [Code.NO_TRAINER, Code.NOT_TRAINABLE, Code.NOT_COMMITTED, Code.BATCH_NOT_FULL]
+
+
+def test_a_database_that_is_away_hides_the_rest() -> None:
+    spool = Spooled(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
+    found = diagnose(Facts(now=1100.0, rules=Rules(2), spool=spool, ledger=None, away="refused"))
+    assert [reason.code for reason in found] == [Code.DATABASE_AWAY, Code.SPOOL_NOT_FLUSHED]
+
+
+@pytest.mark.parametrize(("now", "codes"), [(1030.0, [Code.NONE]), (1200.0, [Code.SPOOL_NOT_FLUSHED])])
+def test_what_waits_in_the_spool_for_long_is_a_reason(now: float, codes: list[Code]) -> None:
+    spool = Spooled(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
+    ledger = LedgerFacts(
+        piles={State.COMMITTED: Pile(2, 900.0, 2)},
+        claimable=2,
+        trainer=Trainer("host:1", 1, 900.0, now, None),
+        weights=Weights(newest=0, registered_at=900.0, champion=0, step=0, rejected=0, reason=None),
+    )
+    found = diagnose(Facts(now=now, rules=Rules(2), spool=spool, ledger=ledger))
+    assert [reason.code for reason in found] == codes
+
+
+def test_a_reason_is_a_code_and_a_sentence(ledger: Ledger) -> None:
+    assert diagnose(Facts(now=0.0, rules=Rules(2), spool=NO_SPOOL, ledger=None))[0] == Reason(
+        Code.DATABASE_AWAY,
+        "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool",
+    )
+
+
+def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:
+    trained(ledger, 3)
+    rewarded(ledger, 2)
+    ledger.record([exchange()])
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE versions SET purged = 1, consumed = 4 WHERE version = 1")
+    assert equation(ledger.facts(BatchPolicy())) == [
+        "6 experiences = 1 recorded + 2 rewarded + 0 committed + 0 leased + 3 trained + 0 expired + 0 dropped",
+        "3 trained + 1 purged = 4 consumed by 1 version",
+    ]
+    assert ledger.audit() == []
+
+
+def test_an_equation_that_does_not_come_out_is_not_written_as_one() -> None:
+    facts = LedgerFacts(piles={State.TRAINED: Pile(3)}, consumed=5, versions=2)
+    assert equation(facts)[1] == "3 trained + 0 purged ≠ 5 consumed by 2 versions"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(-3, "0 s"), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (200_000, "2 d")]
+)
+def test_times_are_told_as_people_do(seconds: float, words: str) -> None:
+    assert ago(1_000_000.0, 1_000_000.0 - seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("statement", "sentence"),
+    [
+        (
+            "UPDATE versions SET consumed = 1 + consumed",
+            "version 1 consumed 3, but 2 rows name it and 0 are purged",
+        ),
+        (
+            "UPDATE experiences SET lease_epoch = 1 WHERE state = 'leased'",
+            "experiences leased under an epoch that has ended: 1",
+        ),
+        (
+            "UPDATE experiences SET group_id = id + 1 WHERE state = 'leased'",
+            "experiences in a group that is named after a later one: 1",
+        ),
+    ],
+)
+def test_the_audit_finds_what_does_not_add_up(ledger: Ledger, engine: Engine, statement: str, sentence: str) -> None:
+    trained(ledger, 2)
+    leased(ledger, 1)
+    assert ledger.audit() == []
+    with engine.begin() as connection:
+        connection.exec_driver_sql(statement)
+    assert sentence in ledger.audit()
+
+
+def test_trained_rows_that_went_to_another_version_are_found(ledger: Ledger, engine: Engine) -> None:
+    for count in (2, 1):
+        epoch, samples = leased(ledger, count)
+        ledger.register(epoch, ids(samples), step=1, publish=published)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE experiences SET trained_version = 1 WHERE trained_version = 2")
+    assert ledger.imbalance() == []
+    assert ledger.audit() == [
+        "version 1 consumed 2, but 3 rows name it and 0 are purged",
+        "version 2 consumed 1, but 0 rows name it and 0 are purged",
+    ]

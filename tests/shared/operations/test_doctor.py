@@ -1,0 +1,234 @@
+"""`tuneloop doctor`: a page that an operator reads in one look, from a real database in each condition."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import Place
+from tests.factories import committed, exchange, experience, feedback, rewarded, trained
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.shared.experience import encode
+from tuneloop.shared.ledger.ledger import Alarm, Ledger
+from tuneloop.shared.ledger.storage import database, revisions
+from tuneloop.shared.operations.diagnosis import Code
+from tuneloop.shared.operations.doctor import as_json, as_text, examine
+from tuneloop.shared.settings.loader import load_settings
+from tuneloop.shared.settings.settings import Settings
+
+
+@pytest.fixture
+def file(tmp_path: Path, place: Place) -> Path:
+    """Settings of an experiment whose database is empty yet."""
+    buffer = {"path": place.url, "name": place.schema or "exp_buffer"}
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "checkpoint_root_dir": str(tmp_path / "checkpoints"),
+                "model": {"model_path": "some/model"},
+                "buffer": {"train_batch_size": 4, "trainer_input": {"experience_buffer": buffer}},
+            }
+        )
+    )
+    return path
+
+
+@pytest.fixture
+def settings(file: Path) -> Settings:
+    return load_settings(file)
+
+
+@pytest.fixture
+def made(settings: Settings) -> Iterator[Ledger]:
+    """The experiment's ledger, made by the migrations."""
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    database.upgrade(settings.database_url, schema=schema)
+    ledger = Ledger.of(settings)
+    yield ledger
+    ledger.close()
+
+
+def doctor(file: Path, *arguments: str) -> tuple[int, str, str]:
+    """The command's exit code, and what it says."""
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from tuneloop.cli.main import main; main()",
+        "doctor",
+        "-c",
+        str(file),
+        *arguments,
+    ]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return process.returncode, process.stdout, process.stderr
+
+
+def page(settings: Settings) -> dict[str, list[str]]:
+    """The lines of the report, by section."""
+    found: dict[str, list[str]] = {}
+    for line in as_text(examine(settings), settings):
+        title = line[:10].strip() or list(found)[-1]
+        found.setdefault(title, []).append(line[11:])
+    return found
+
+
+def spool_one(settings: Settings, received_at: float) -> int:
+    """A record that no database has; its bytes."""
+
+    async def append() -> int:
+        spool = Spool.open(settings.spool_dir)
+        await spool.append([encode(exchange(received_at=received_at))])
+        waiting = spool.backlog_bytes()
+        spool.close()
+        return waiting
+
+    return asyncio.run(append())
+
+
+def test_before_anything_ran_nothing_is_made_and_nothing_wrong(file: Path, settings: Settings) -> None:
+    code, out, error = doctor(file)
+    assert (code, error) == (0, "")
+    assert "no_trainer: no trainer has ever started" in out
+    assert "nothing_recorded: no experience was recorded yet" in out
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    assert revisions.current(settings.database_url, schema=schema) is None
+    assert not settings.job_dir.exists()
+
+
+def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:
+    made.ensure_base(Path("/base"))
+    made.promote(trained(made, 2))
+    rewarded(made, 1)
+    committed(made, 3)
+    made.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
+    made.record([feedback(msg_id="chatcmpl-unknown")])
+    found = page(settings)
+    assert found["Ledger"] == [
+        "8 experiences = 1 recorded + 0 rewarded + 4 committed + 0 leased + 2 trained + 0 expired + 1 dropped",
+        "2 trained + 0 purged = 2 consumed by 1 version",
+        "holds",
+    ]
+    waiting = [line.split(", ")[0].split(maxsplit=2) for line in found["Waiting"]]
+    assert waiting == [
+        ["recorded", "1", "for feedback"],
+        ["rewarded", "0", "for a commit"],
+        ["committed", "4", "for a batch of 4"],
+        ["leased", "0", "for its version"],
+        ["feedback", "1", "for the reply it is about"],
+        ["dropped", "1", "cut off"],
+    ]
+    (trainer,) = found["Trainer"]
+    assert re.fullmatch(r"trainer, epoch 1: up, last seen \d s ago", trainer)
+    (versions,) = found["Versions"]
+    assert re.fullmatch(r"newest 1, registered \d s ago; served 1; 1 step done", versions)
+    assert found["Spool"] == [f"{settings.spool_dir}: 0 slots, 0 bytes not in the database yet"]
+    assert found["Diagnosis"] == ["none: a full batch waits, and a trainer that lives is about to take it"]
+
+
+def test_a_ledger_that_does_not_add_up_ends_with_1(file: Path, made: Ledger) -> None:
+    trained(made, 2)
+    with made._write() as connection:
+        connection.exec_driver_sql("UPDATE versions SET consumed = 7")
+    code, out, _ = doctor(file)
+    assert code == 1
+    assert "does NOT hold: 2 experiences are trained, but the versions consumed 7" in out
+    assert "does NOT hold: version 1 consumed 7, but 2 rows name it and 0 are purged" in out
+    assert "holds\n" not in out
+
+
+def test_programs_get_json(file: Path, made: Ledger) -> None:
+    committed(made, 3)
+    made.take_epoch("host:1")
+    code, out, error = doctor(file, "--json")
+    found = json.loads(out)
+    assert (code, error) == (0, "")
+    assert (found["holds"], found["imbalance"]) == (True, [])
+    assert found["states"]["committed"]["rows"] == 3
+    assert found["batch"] == {"size": 4, "claimable": 3, "too_old": 0}
+    assert (found["trainer"]["name"], found["trainer"]["up"]) == ("host:1", True)
+    assert [reason["code"] for reason in found["reasons"]] == ["batch_not_full"]
+
+
+def test_a_trainer_that_has_stopped_and_one_that_died_are_told_apart(settings: Settings, made: Ledger) -> None:
+    dead = Ledger(made._engine, clock=lambda: 1000.0)
+    epoch = dead.take_epoch("host:1")
+    assert "host:1, epoch 1: NOT up, last seen" in page(settings)["Trainer"][0]
+    made.end(epoch)
+    (trainer,) = page(settings)["Trainer"]
+    assert re.fullmatch(r"host:1, epoch 1: stopped \d s ago", trainer)
+
+
+def test_versions_that_are_rejected_are_told_with_the_reason(settings: Settings, made: Ledger) -> None:
+    made.ensure_base(Path("/base"))
+    made.reject(trained(made), "NaN in lm_head")
+    assert page(settings)["Versions"][0].endswith("served 0; 0 steps done; 1 newest version rejected: NaN in lm_head")
+
+
+def test_the_most_frequent_reasons_of_what_is_aside_are_told(settings: Settings, made: Ledger) -> None:
+    for number in range(8):
+        said = experience(drop_reason=f"reason {number}")
+        made.record([exchange(experiences=(said,)) for _ in range(number + 1)])
+    found = [line.split(maxsplit=2) for line in page(settings)["Waiting"] if line.startswith("dropped")]
+    assert found == [["dropped", str(number + 1), f"reason {number}"] for number in (7, 6, 5, 4, 3)]
+
+
+@pytest.mark.usefixtures("made")
+def test_what_the_spool_holds_is_told_without_touching_it(settings: Settings) -> None:
+    waiting = spool_one(settings, received_at=1000.0)
+    report = examine(settings, clock=lambda: 4600.5)
+    text = "\n".join(as_text(report, settings))
+    assert f"1 slot, {waiting} bytes not in the database yet, the oldest for 60 min, since 1970-01-01" in text
+    assert Code.SPOOL_NOT_FLUSHED in [reason.code for reason in report.reasons]
+    assert (report.facts.spool.bytes, report.facts.spool.since) == (waiting, 1000.5)
+
+
+def test_while_the_database_is_away_the_spool_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(f"checkpoint_root_dir: {tmp_path}\nmodel: {{model_path: some/model}}\n")
+    url = "buffer.trainer_input.experience_buffer.path=postgresql://u:secret@127.0.0.1:1/d"
+    waiting = spool_one(load_settings(file), received_at=1000.0)
+    code, out, error = doctor(file, "--set", url)
+    assert code == 3
+    assert "cannot use the database postgresql+psycopg://u:***@127.0.0.1:1/d" in error
+    assert f"{waiting} bytes not in the database yet" in out
+    assert "database_away: the database cannot be read" in out
+    assert "spool_not_flushed: " in out
+    assert "secret" not in out + error
+
+
+@pytest.mark.usefixtures("made")
+def test_a_database_of_another_release_is_left_alone(settings: Settings, made: Ledger) -> None:
+    with made._write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
+    report = examine(settings)
+    assert report.facts.ledger is None
+    assert report.facts.away.startswith("the database has the schema 0000, this release works with ")
+    assert as_json(report)["holds"] is None
+
+
+def test_a_database_that_breaks_while_it_is_asked_is_away(settings: Settings, made: Ledger) -> None:
+    with made._write() as connection:
+        connection.exec_driver_sql("DROP TABLE feedback")
+    report = examine(settings)
+    assert report.facts.ledger is None
+    assert [reason.code for reason in report.reasons] == [Code.DATABASE_AWAY]
+    assert "cannot use the database" in report.facts.away
+
+
+def test_open_alarms_are_told(settings: Settings, made: Ledger) -> None:
+    assert "Alarms" not in page(settings)
+    made.raise_alarm(Alarm("length", "replies got long", step=3, holds=True))
+    made.raise_alarm(Alarm("entropy", "it fell"))
+    made.clear_alarm("entropy")
+    (line,) = page(settings)["Alarms"]
+    assert re.fullmatch(r"length: replies got long; raised \d s ago; no new version is served", line)
+    [told] = json.loads(json.dumps(as_json(examine(settings))["alarms"]))
+    assert (told["name"], told["step"], told["holds"]) == ("length", 3, True)

@@ -1,0 +1,181 @@
+"""What `tuneloop doctor` says of versions that nobody has decided about yet."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Place
+from tests.factories import trained
+from tuneloop.shared.evaluation.scores import SCORE, TASKS, Figure
+from tuneloop.shared.experience import Evaluator, VersionAction
+from tuneloop.shared.ledger.ledger import Alarm, Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.operations.doctor import as_json, as_text, examine
+from tuneloop.shared.settings.settings import Settings
+
+SINCE = r"for \d s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+
+
+@pytest.fixture
+def options(tmp_path: Path, place: Place) -> dict[str, Any]:
+    """Settings of an experiment with one engine and no gate."""
+    buffer = {"path": place.url, "name": place.schema or "exp_buffer"}
+    return {
+        "checkpoint_root_dir": tmp_path / "checkpoints",
+        "model": {"model_path": "some/model"},
+        "buffer": {"trainer_input": {"experience_buffer": buffer}},
+        "monitor": {"evaluation": {"path": tmp_path / "tasks.jsonl"}},
+    }
+
+
+@pytest.fixture
+def made(options: dict[str, Any]) -> Iterator[Ledger]:
+    """Version 1 serves, 2 waits."""
+    settings = Settings.model_validate(options)
+    database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+    ledger = Ledger.of(settings)
+    ledger.ensure_base(Path("/base"))
+    for _ in range(2):
+        trained(ledger)
+    ledger.promote(1)
+    yield ledger
+    ledger.close()
+
+
+def lines(options: dict[str, Any], gate: str | dict[str, Any] = "off", engines: int = 1) -> list[str]:
+    """What the page says of versions, but for its first line."""
+    settings = with_gate(options, gate, engines)
+    page = list(as_text(examine(settings), settings))
+    first = next(number for number, line in enumerate(page) if line.startswith("Versions"))
+    told = page[first + 1 :]
+    return [line.strip() for line in told[: next(number for number, line in enumerate(told) if line[0] != " ")]]
+
+
+def with_gate(options: dict[str, Any], gate: str | dict[str, Any], engines: int) -> Settings:
+    explorer = {"rollout_model": {"engine_num": engines}}
+    return Settings.model_validate(options | {"gate": gate, "explorer": explorer})
+
+
+def evaluated(ledger: Ledger, version: int, evaluator: Evaluator, tasks: float = 7) -> None:
+    found = [Figure(TASKS, "", tasks, 0.0, 1), Figure(SCORE, "", 0.5, 0.1, 1)]
+    ledger.record_evaluation(version, evaluator, found)
+
+
+@pytest.mark.usefixtures("made")
+def test_a_candidate_that_nothing_is_in_the_way_of_waits_for_the_explorer(options: dict[str, Any]) -> None:
+    (line,) = lines(options)
+    assert re.fullmatch(f"version 2 waits {SINCE}: the explorer has not taken it up yet; .*", line)
+
+
+def test_where_all_is_decided_nothing_is_told(made: Ledger, options: dict[str, Any]) -> None:
+    made.promote(2)
+    assert lines(options, "block") == []
+    assert as_json(examine(Settings.model_validate(options)))["undecided"] == []
+
+
+def test_before_anything_ran_nothing_is_told(options: dict[str, Any]) -> None:
+    report = examine(Settings.model_validate(options))
+    assert (report.facts.ledger is not None, report.undecided) == (True, ())
+
+
+def test_the_one_that_is_tried_is_told_and_the_one_behind_it(made: Ledger, options: dict[str, Any]) -> None:
+    made.begin_canary(2, by="explorer", reason="rollout.mode: ab, with 0.5 of the requests")
+    trained(made)
+    tried, waits = lines(options)
+    assert re.fullmatch(f"version 2 is tried {SINCE}: by explorer: rollout.mode: ab, with 0.5 of the requests", tried)
+    assert re.fullmatch(f"version 3 waits {SINCE}: version 2 is tried first", waits)
+
+
+def test_the_one_that_is_pinned_is_told_and_the_one_that_waits_for_its_end(
+    made: Ledger, options: dict[str, Any]
+) -> None:
+    made.pin(1, instead_of=1, by="admin:anna", reason="the demo")
+    pinned, waits = lines(options)
+    assert re.fullmatch(f"version 1 is pinned {SINCE}: by admin:anna: the demo", pinned)
+    assert re.fullmatch(f"version 2 waits {SINCE}: version 1 is pinned", waits)
+    made.unpin(by="admin:anna")
+    made.pin(1, instead_of=1, by="admin:bert", reason="")
+    assert lines(options)[0].endswith("UTC: by admin:bert"), "the last time counts"
+
+
+def test_an_alarm_that_holds_is_told_of_what_waits_and_of_what_is_tried(made: Ledger, options: dict[str, Any]) -> None:
+    made.raise_alarm(Alarm("entropy", "it fell", holds=False))
+    assert "alarm" not in lines(options)[0]
+    made.raise_alarm(Alarm("length", "replies got long", holds=True))
+    (waits,) = lines(options)
+    assert re.fullmatch(f"version 2 waits {SINCE}: the alarm length holds, since .* UTC", waits)
+    made.begin_canary(2, by="explorer", reason="a tenth")
+    (tried,) = lines(options)
+    assert re.fullmatch(f"version 2 is tried {SINCE}: .*a tenth; not promoted while the alarm length holds, .*", tried)
+
+
+@pytest.mark.parametrize(("engines", "evaluator"), [(1, Evaluator.TRAINER), (2, Evaluator.ENGINE)])
+def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engines: int, evaluator: Evaluator) -> None:
+    def why() -> str:
+        (line,) = lines(options, "block", engines)
+        return line.split(" UTC: ")[1]
+
+    assert why() == f"at the gate, until the {evaluator} has evaluated it"
+    made.note_version(2, VersionAction.EVALUATED, by="explorer", reason="waits for an engine")
+    assert why() == f"at the gate, until the {evaluator} has evaluated it (waits for an engine)"
+    made.note_version(2, VersionAction.EVALUATED, by="trainer", reason="no worse", details={"passed": True})
+    assert why() == f"at the gate, until the {evaluator} has evaluated it", "figures, but none of now"
+    other = Evaluator.ENGINE if evaluator is Evaluator.TRAINER else Evaluator.TRAINER
+    for version in (1, 2):
+        evaluated(made, version, other)
+    assert why().startswith(f"at the gate, until the {evaluator} has evaluated it")
+    evaluated(made, 2, evaluator)
+    assert why() == f"at the gate, until the {evaluator} has evaluated the champion, too"
+    evaluated(made, 1, evaluator, tasks=8)
+    assert why() == f"at the gate: the {evaluator} has evaluated it and the champion on different tasks"
+    evaluated(made, 1, evaluator)
+    assert why().startswith("the explorer has not taken it up yet")
+
+
+def test_figures_beside_another_champion_are_not_enough_for_a_replay(made: Ledger, options: dict[str, Any]) -> None:
+    for version in (1, 2):
+        evaluated(made, version, Evaluator.TRAINER)
+    assert "the explorer has not taken it up yet" in lines(options, "block")[0]
+    replays: Any = {"mode": "block", "replay": {"share": 0.1}}
+    assert "at the gate, until the trainer has evaluated it beside version 1" in lines(options, replays)[0]
+    figures = made.evaluation(2, Evaluator.TRAINER)
+    made.record_evaluation(2, Evaluator.TRAINER, [*figures, Figure("replay_of", "", 1.0, 0.0, 1)])
+    assert "the explorer has not taken it up yet" in lines(options, replays)[0]
+
+
+def test_a_replay_that_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any]) -> None:
+    for version in (1, 2):
+        evaluated(made, version, Evaluator.TRAINER)
+    gate = {"mode": "block", "replay": {"share": 0.1}}
+    assert lines(options, gate)[0].endswith("the trainer has evaluated it beside version 1")
+    assert "the explorer has not taken it up yet" in lines(options, "block")[0]
+
+
+@pytest.mark.usefixtures("made")
+def test_who_only_reports_holds_up_what_an_engine_evaluates_and_nothing_else(options: dict[str, Any]) -> None:
+    assert "at the gate, until the engine has evaluated it" in lines(options, "report", 2)[0]
+    assert "the explorer has not taken it up yet" in lines(options, "report", 1)[0]
+
+
+def test_every_reason_that_holds_is_told(made: Ledger, options: dict[str, Any]) -> None:
+    made.pin(1, instead_of=1, by="admin:anna", reason="the demo")
+    made.raise_alarm(Alarm("length", "replies got long", holds=True))
+    waits = lines(options, "block")[1]
+    assert re.search(
+        "UTC: version 1 is pinned; the alarm length holds, since .*; at the gate, until the trainer", waits
+    )
+
+
+def test_programs_are_told(made: Ledger, options: dict[str, Any]) -> None:
+    made.pin(1, instead_of=1, by="admin:anna", reason="the demo")
+    told = json.loads(json.dumps(as_json(examine(Settings.model_validate(options)))["undecided"]))
+    assert [(each["version"], each["how"], each["why"]) for each in told] == [
+        (1, "pinned", "by admin:anna: the demo"),
+        (2, "waits", "version 1 is pinned"),
+    ]
+    assert (waiting := made.version(2)) is not None
+    assert told[1]["since"] == waiting.created_at

@@ -1,0 +1,98 @@
+"""SFT and RAFT: cross-entropy, and a model that learns by heart."""
+
+import math
+from threading import Event
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.nn.functional import cross_entropy
+
+from tests.trainer.factories import sample
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms import sft
+from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.batches.imitation import with_demonstrations
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.loop import run
+
+MASK = torch.arange(9) < torch.tensor([9, 7, 5, 1])[:, None]
+LOGITS = torch.randn(4, 9, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+SAID = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(4))
+LOGPROBS = LOGITS.log_softmax(-1).gather(2, SAID[..., None])[..., 0]
+
+
+def _loss(algorithm, mask_BR, logprobs_BR, totals=None):
+    targets = Targets(mask_BR=mask_BR, sampled_BR=torch.zeros_like(logprobs_BR))
+    return sft.actor_loss(algorithm, targets, logprobs_BR, torch.zeros_like(logprobs_BR), totals or targets.totals)
+
+
+def test_it_is_torch_s_cross_entropy_over_the_reply():
+    expected = cross_entropy(LOGITS[MASK], SAID[MASK])
+    torch.testing.assert_close(_loss(AlgorithmSettings(), MASK, LOGPROBS).value, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would(mode):
+    algorithm = AlgorithmSettings(loss_agg_mode=mode)
+    whole = _loss(algorithm, MASK, LOGPROBS).value
+    totals = Targets(mask_BR=MASK, sampled_BR=LOGPROBS).totals
+    cuts = (slice(0, 1), slice(1, 4))
+    assert sum(_loss(algorithm, MASK[cut], LOGPROBS[cut], totals).value for cut in cuts) == pytest.approx(float(whole))
+    naive = sum(float(_loss(algorithm, MASK[cut], LOGPROBS[cut]).value) / 2 for cut in cuts)
+    assert naive != pytest.approx(float(whole), abs=1e-4)
+
+
+def test_masked_tokens_change_nothing():
+    strange = torch.where(MASK, LOGPROBS, float("nan"))
+    assert torch.equal(
+        _loss(AlgorithmSettings(), MASK, strange).value, _loss(AlgorithmSettings(), MASK, LOGPROBS).value
+    )
+
+
+@pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"demonstration_value": 1.0}, 0)])
+def test_the_trainer_says_that_edited_answers_are_worth_nothing(settings, worth, said):
+    stop = Event()
+    stop.set()
+    with capture_logs() as logs:
+        run(settings(algorithm={"algorithm_type": "sft"}, reward=worth), stop)
+    assert [each["event"] for each in logs].count("feedback_not_counted") == said
+
+
+def _probability(learner, prompt, reply):
+    return math.exp(sum(learner.logprobs([*prompt, *reply])[len(prompt) - 1 :]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_edited_answer_is_learnt_by_heart(settings, dtype):
+    lively = {"algorithm_type": "sft", "optimizer": {"lr": 1e-2}, "mini_batches": 1}
+    changed = settings(algorithm=lively, trainer={"dtype": dtype, "micro_batch_tokens": 4096})
+    learner = snapshot.load(changed, None)
+    assert learner.critic is None
+    assert learner.reference is None
+    prompt = [60, 61, 62]
+    edited = sample(1, demonstration="yes", prompt_ids=np.array(prompt, np.int32), reward=0.0)
+    batch, _ = with_demonstrations([edited], changed)
+    reply = batch[0].completion_ids.tolist()
+    before = _probability(learner, prompt, reply)
+    told = [learner.step(batch)["actor/sft_loss"] for _ in range(40)]
+    assert before < 1e-6
+    assert told[-1] < 0.1 * told[0]
+    assert _probability(learner, prompt, reply) > 0.8
+
+
+def test_raft_is_the_same_loss(settings):
+    batch = [sample(i) for i in range(6)]
+    losses = [
+        snapshot.load(settings(algorithm={"algorithm_type": kind, "mini_batches": 1}), None).step(batch)
+        for kind in ("sft", "raft")
+    ]
+    assert losses[0]["actor/sft_loss"] == losses[1]["actor/sft_loss"]
+
+
+def test_log_probabilities_as_sampled_are_not_looked_at(settings):
+    """Replies with a narrowed vocabulary, at temperature 0, or told without log-probabilities."""
+    batch = [sample(i, logprobs=np.full_like(sample(i).logprobs, np.nan), temperature=0.0) for i in range(6)]
+    learner = snapshot.load(settings(algorithm={"algorithm_type": "sft", "mini_batches": 1}), None)
+    assert all(math.isfinite(value) for value in learner.step(batch).values())

@@ -1,0 +1,105 @@
+"""Which samples can be trained on, and why the others cannot."""
+
+import numpy as np
+import pytest
+
+from tests.trainer.conftest import VOCABULARY
+from tests.trainer.factories import sample
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.batches.selection import sort_out, untrainable
+
+PPO = AlgorithmSettings()
+
+
+def _ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("but", "word"),
+    [
+        ({"completion_ids": _ids(), "logprobs": np.float32([])}, "no tokens"),
+        ({"prompt_ids": _ids()}, "prompt"),
+        ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1])}, "per token"),
+        ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1, -np.inf])}, "not finite"),
+        ({"completion_ids": _ids(1), "logprobs": np.float32([np.nan])}, "not finite"),
+        ({"reward": float("nan")}, "reward"),
+        ({"reward": float("-inf")}, "reward"),
+        ({"reward": 1e30}, "reward"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"prompt_ids": _ids(VOCABULARY)}, "vocabulary"),
+        ({"prompt_ids": _ids(-1)}, "vocabulary"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_says_why(but, word):
+    reason = untrainable(sample(**but), PPO, vocabulary=VOCABULARY)
+    assert reason is not None
+    assert word in reason
+
+
+def test_an_ordinary_sample_can_be_trained_on():
+    assert all(untrainable(sample(i), PPO, vocabulary=VOCABULARY) is None for i in range(50))
+
+
+def test_what_cannot_be_trained_on_is_sorted_out_by_its_reason():
+    good, hot, other = sample(1), sample(2, temperature=0.0), sample(3, temperature=0.0)
+    kept, refused = sort_out([good, hot, other], PPO, vocabulary=250, group_by="none")
+    assert kept == [good]
+    assert list(refused.values()) == [[hot, other]]
+
+
+def test_a_run_that_is_left_alone_in_its_group_goes_too():
+    pair = [sample(number, group_id=1, task_id="a", run_id=str(number)) for number in (1, 2)]
+    calls = [sample(number, group_id=3, task_id="b", run_id="one") for number in (3, 4)]
+    cold = sample(5, group_id=3, task_id="b", run_id="two", temperature=0.0)
+    kept, refused = sort_out([*pair, *calls, cold], PPO, vocabulary=250, group_by="task")
+    assert kept == pair
+    assert sorted(each.id for group in refused.values() for each in group) == [3, 4, 5]
+
+
+def test_without_groups_a_run_may_be_alone():
+    lone = sample(1, group_id=1, run_id="one")
+    assert sort_out([lone], PPO, vocabulary=250, group_by="none") == ([lone], {})
+
+
+def test_imitation_needs_no_sampling():
+    cold = sample(1, temperature=0.0, logprobs=np.full_like(sample(1).logprobs, np.nan))
+    for method in ("sft", "raft", "dpo", "kto"):
+        assert untrainable(cold, AlgorithmSettings(algorithm_type=method), vocabulary=VOCABULARY) is None
+
+
+def test_replies_cut_at_their_limit_are_trained_on_unless_the_settings_say_no():
+    cut = sample(1, finish_reason="length")
+    assert untrainable(cut, PPO, vocabulary=VOCABULARY) is None
+    reason = untrainable(cut, AlgorithmSettings(overlong={"train": False}), vocabulary=VOCABULARY)
+    assert reason is not None
+    assert "limit" in reason
+
+
+def _group(rewards, first=0):
+    return [
+        sample(first + i, group_id=first, task_id=str(first), run_id=str(i), reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_a_group_that_is_rewarded_alike_is_left_out_by_methods_that_compare():
+    alike, mixed = _group([1.0, 1.0, 1.0]), _group([0.0, 1.0], first=10)
+    kept, refused = sort_out(
+        [*alike, *mixed], AlgorithmSettings(algorithm_type="grpo"), vocabulary=250, group_by="task"
+    )
+    assert kept == mixed
+    assert list(refused.values()) == [alike]
+    keep = AlgorithmSettings(algorithm_type="grpo", group={"drop_constant": False})
+    assert sort_out([*alike, *mixed], keep, vocabulary=250, group_by="task") == ([*alike, *mixed], {})
+    assert sort_out([*alike, *mixed], PPO, vocabulary=250, group_by="task") == ([*alike, *mixed], {})
+
+
+def test_calls_that_were_asked_again_are_left_out_of_a_trajectory():
+    first = sample(1, task_id="t", run_id="r")
+    again = sample(2, task_id="t", run_id="r", prompt_ids=first.prompt_ids)
+    onward = sample(3, task_id="t", run_id="r", prompt_ids=np.concatenate([again.prompt_ids, again.completion_ids]))
+    kept, refused = sort_out([first, again, onward], PPO, vocabulary=250, group_by="run")
+    assert kept == [again, onward]
+    assert list(refused.values()) == [[first]]
+    assert sort_out([first, again, onward], PPO, vocabulary=250, group_by="none")[1] == {}

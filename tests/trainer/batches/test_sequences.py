@@ -1,0 +1,95 @@
+"""Calls of a run as token sequences."""
+
+import numpy as np
+import pytest
+
+from tests.trainer.factories import sample
+from tuneloop.trainer.batches.batch import collate
+from tuneloop.trainer.batches.sequences import TokenSequence, assemble, retried
+
+
+def _ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def _said(number, prompt, reply, **but):
+    logprobs = np.float32([-number] * len(reply))
+    named = {"task_id": "t", "run_id": "r", "temperature": 1.0} | but
+    return sample(number, prompt_ids=_ids(*prompt), completion_ids=_ids(*reply), logprobs=logprobs, **named)
+
+
+FIRST = _said(1, [7, 8], [4, 5])
+SECOND = _said(2, [7, 8, 4, 5, 9], [6], temperature=0.5)
+THIRD = _said(3, [7, 8, 4, 5, 9, 6, 9, 9], [3, 2])
+
+
+def test_calls_that_extend_each_other_become_one_sequence_in_which_only_replies_are_learnt_from():
+    [sequence] = assemble([THIRD, FIRST, SECOND], merge=True)
+    assert sequence.calls == (FIRST, SECOND, THIRD)
+    assert sequence.ids.tolist() == [7, 8, 4, 5, 9, 6, 9, 9, 3, 2]
+    assert sequence.of.tolist() == [-1, -1, 0, 0, -1, 1, -1, -1, 2, 2]
+    assert sequence.sampled.tolist() == [0, 0, -1, -1, 0, -2, 0, 0, -3, -3]
+    assert sequence.temperatures.tolist() == [1, 1, 1, 1, 1, 0.5, 1, 1, 1, 1]
+    batch = collate([sequence])
+    assert batch.replies_BR.tolist() == [[4, 5, 9, 6, 9, 9, 3, 2]]
+    assert batch.calls_BR.tolist() == [[0, 0, -1, 1, -1, -1, 2, 2]]
+    assert batch.predicts_BT.int().tolist() == [[0, 1, 1, 0, 1, 0, 0, 1, 1, 0]]
+    assert batch.ids_BT[0, 1:][batch.predicts_BT[0, :-1]].tolist() == [4, 5, 6, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _said(2, [7, 8, 4, 9], [6]),  # the history was changed
+        _said(2, [7, 8, 4, 5, 9], [6], run_id="another"),
+        _said(2, [7, 8, 4, 5, 9], [6], task_id="another"),
+        _said(2, [7, 8, 4, 5, 9], [6], tenant="another"),
+        _said(2, [7, 8, 4, 5, 9], [6], run_id=None),
+    ],
+)
+def test_calls_that_do_not_belong_together_stay_apart(other):
+    assert len(assemble([FIRST, other], merge=True)) == 2
+
+
+def test_without_merging_each_call_is_a_sequence():
+    assert [each.calls for each in assemble([FIRST, SECOND], merge=False)] == [(FIRST,), (SECOND,)]
+
+
+def test_a_trajectory_that_branches_shares_no_token_of_two_branches():
+    branch = _said(4, [7, 8, 4, 5, 1], [2])
+    sequences = assemble([FIRST, SECOND, branch], merge=True)
+    assert sorted(len(each.calls) for each in sequences) == [1, 2]
+    assert sorted(call.id for each in sequences for call in each.calls) == [1, 2, 4]
+
+
+def test_an_agent_s_run_of_six_calls_costs_less_than_half_of_its_tokens():
+    calls, history = [], list(range(100, 140))
+    for number in range(6):
+        reply = [10 + number] * 20
+        calls.append(_said(number, history, reply))
+        history = [*history, *reply, *[200] * 15]
+    [merged] = assemble(calls, merge=True)
+    alone = sum(len(call.prompt_ids) + len(call.completion_ids) for call in calls)
+    assert alone / len(merged.ids) >= 2
+
+
+def test_an_answer_that_nobody_went_on_from_was_asked_again():
+    lost = _said(1, [7, 8], [1])
+    taken = _said(2, [7, 8], [4, 5])
+    onward = _said(3, [7, 8, 4, 5, 9], [6])
+    assert retried([lost, taken, onward]) == [lost]
+
+
+def test_of_answers_that_nobody_went_on_from_the_last_counts():
+    assert retried([_said(1, [7], [1]), last := _said(2, [7], [1])]) != [last]
+    assert [each.id for each in retried([_said(1, [7], [1]), _said(2, [7], [1])])] == [1]
+
+
+def test_choices_of_one_request_are_no_retries_but_for_the_one_that_was_gone_on_from():
+    one, two = _said(1, [7], [1], msg_id="m", choice=0), _said(2, [7], [2], msg_id="m", choice=1)
+    assert retried([one, two]) == []
+    assert retried([one, two, _said(3, [7, 1, 9], [6], msg_id="n")]) == [two]
+
+
+def test_a_sequence_knows_where_its_first_reply_begins():
+    assert TokenSequence.alone(SECOND).start == 5

@@ -1,0 +1,132 @@
+"""A version is whole or not there, and old ones go when they may."""
+
+import errno
+
+import pytest
+
+from tests.trainer.factories import commit, sample
+from tuneloop.shared.checkpoint import CheckpointStore
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.publication import Publication, prune
+
+
+class FullDisk(CheckpointStore):
+    """Takes the first files, then no more."""
+
+    def seal(self, staging):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class NotWritable(CheckpointStore):
+    """The actor's folder cannot be made."""
+
+    def stage(self, epoch):
+        staging = super().stage(epoch)
+        (staging / "critic").write_text("in the way")
+        return staging
+
+
+@pytest.mark.parametrize("store", [FullDisk, NotWritable])
+def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, store):
+    chosen = settings()
+    ledger.ensure_base(chosen.model.model_path)
+    epoch = ledger.take_epoch("t")
+    commit(ledger, [sample(i) for i in range(4)])
+    rows = ledger.lease(epoch, 4, BatchPolicy())
+    publication = Publication(chosen, store(chosen.job_dir), snapshot.load(chosen, None), epoch=epoch, parent=0)
+    with pytest.raises(EnvironmentRefused, match=r"^checkpoint_root_dir: cannot write a checkpoint"):
+        publication.register(ledger, [row.id for row in rows])
+    assert [each.version for each in ledger.versions()] == [0]
+    assert not list(chosen.job_dir.glob(".staging*"))
+    assert not list(chosen.job_dir.glob("global_step_*"))
+
+
+def _published(ledger, store, count):
+    epoch = ledger.take_epoch("t")
+
+    def put(version):
+        store.path(version).mkdir(parents=True)
+        return store.path(version), "0" * 64
+
+    for step in range(count):
+        ledger.register(epoch, [], step=step, publish=put)
+
+
+def _there(store, upto=12):
+    return [version for version in range(upto) if store.path(version).exists()]
+
+
+def test_all_but_the_last_go_when_they_are_retired(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    ledger.promote(6)
+    prune(store, ledger, keep=2)
+    assert _there(store) == [5, 6]
+
+
+def test_what_a_rollback_would_go_back_to_stays(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    for version in (2, 6):
+        ledger.promote(version)
+    prune(store, ledger, keep=1)
+    assert _there(store) == [2, 6]
+    assert ledger.roll_back(6, by="ann", reason="worse") == 2
+    assert store.path(ledger.champion().version).exists()
+
+
+def test_the_canary_stays_however_old(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    ledger.promote(1)
+    ledger.begin_canary(4, by="explorer", reason="a tenth")
+    for version in (5, 6):
+        ledger.reject(version, "its probe differs")
+    prune(store, ledger, keep=1)
+    assert _there(store) == [1, 4, 6]
+
+
+def test_what_is_pinned_stays_however_old(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 4)
+    ledger.promote(1)
+    ledger.pin(1, instead_of=1, by="ann", reason="the show")
+    for version in (2, 3, 4):
+        ledger.reject(version, "its probe differs")
+    prune(store, ledger, keep=1)
+    assert _there(store) == [1, 4]
+
+
+def test_the_champion_and_the_candidates_stay_however_old(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    ledger.promote(2)
+    for version in (5, 6):
+        ledger.reject(version, "its probe differs")
+    prune(store, ledger, keep=1)
+    assert _there(store) == [2, 3, 4, 6]
+
+
+def test_keeping_0_keeps_all(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 4)
+    ledger.promote(4)
+    prune(store, ledger, keep=0)
+    assert _there(store) == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_is_just_being_registered_is_let_alone(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.ensure_base(settings().model.model_path)
+    _published(ledger, store, 2)
+    store.path(3).mkdir()
+    prune(store, ledger, keep=1)
+    assert 3 in _there(store)

@@ -1,0 +1,173 @@
+"""Versions examined by the trainer before they serve, with a real tiny model."""
+
+import json
+from threading import Event
+
+import pytest
+import torch
+from pydantic import ValidationError
+from structlog.testing import capture_logs
+
+from tests.doubles.judge import judge_place, shown, verdict
+from tests.trainer.factories import commit, sample
+from tuneloop.shared.errors import NotEvaluated
+from tuneloop.shared.evaluation.tasks import tasks_of
+from tuneloop.shared.experience import Evaluator, VersionAction
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.evaluation.evaluation import HeldOut
+from tuneloop.trainer.evaluation.gate import Examination
+from tuneloop.trainer.evaluation.judging import judging
+from tuneloop.trainer.loop import run
+from tuneloop.trainer.models.model import Actor
+
+TASKS = [{"prompt": "7+5=", "answer": "12", "slice": "sums"}, {"prompt": "a", "answer": "no such thing"}]
+
+
+@pytest.fixture
+def gated(settings, tmp_path):
+    """Makes settings with a gate and tasks; `gate` and `evaluation` are options of theirs."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+
+    def make(*, gate=None, evaluation=None, **but):
+        options = {"path": path, "most_tokens": 4, "every": 100} | (evaluation or {})
+        return settings(gate={"mode": "report"} | (gate or {}), monitor={"evaluation": options}, **but)
+
+    return make
+
+
+def metrics(ledger, version):
+    return [(each.metric, each.slice) for each in ledger.evaluation(version, Evaluator.TRAINER)]
+
+
+def evaluated(ledger):
+    return [each for each in ledger.version_events() if each.action is VersionAction.EVALUATED]
+
+
+MEASURED = [("refusals", ""), ("reply_length", ""), ("score", ""), ("score", "sums"), ("tasks", "")]
+
+
+def test_the_loop_examines_the_base_and_each_version_and_keeps_what_came_of_it(gated, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    run(gated(gate={"kl": 5.0}, trainer={"total_steps": 2}), Event())
+    assert metrics(ledger, 0) == MEASURED
+    assert metrics(ledger, 1) == metrics(ledger, 2) == [("kl", ""), *MEASURED]
+    first, second = evaluated(ledger)
+    assert (first.version, second.version, first.actor) == (1, 2, "trainer")
+    assert (first.details["passed"], first.details["instead_of"]) == (True, 0)
+    assert first.reason == "no worse than version 0"
+    assert first.details["candidate"]["kl"] > 0
+    assert ledger.counts()["recorded"] == 0  # an evaluation is no experience
+
+
+def test_without_a_gate_nothing_is_examined(gated, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(gated(gate={"mode": "off"}, trainer={"total_steps": 1}), Event())
+    assert metrics(ledger, 0) == metrics(ledger, 1) == []
+
+
+def test_a_fleet_is_left_to_examine_by_itself(gated, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(gated(explorer={"rollout_model": {"engine_num": 2}}, trainer={"total_steps": 1}), Event())
+    assert metrics(ledger, 0) == metrics(ledger, 1) == []
+
+
+def test_a_version_that_does_worse_is_said_to(gated, ledger):
+    chosen = gated()
+    ledger.ensure_base(chosen.model.model_path)
+    learner = snapshot.load(chosen, None)
+    prompt = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
+    said = prompt._words(prompt._generated(learner.actor, [prompt._tokenizer("7+5=")["input_ids"]])[0])
+    task = TASKS[0] | {"answer": said}
+    chosen.monitor.evaluation.path.write_text(json.dumps(task))
+    commit(ledger, [sample(i) for i in range(4)])
+    run(gated(trainer={"total_steps": 1}), Event())
+    assert [each.version for each in ledger.versions()] == [0, 1]
+    with torch.no_grad():
+        for each in learner.actor.network.parameters():
+            each.copy_(torch.randn_like(each))
+    ledger.record_evaluation(1, Evaluator.TRAINER, ())
+    Examination(chosen, ledger).examine(learner, 1)
+    worse = evaluated(ledger)[-1]
+    assert worse.details["passed"] is False
+    assert "its score is 0, the champion's 1" in worse.reason
+
+
+def test_a_restart_examines_the_newest_version_and_the_champion_if_nobody_has(gated, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(gated(gate={"mode": "off"}, trainer={"total_steps": 1}), Event())
+    run(gated(trainer={"total_steps": 1}), Event())
+    assert metrics(ledger, 0) == metrics(ledger, 1) == MEASURED
+    assert [each.version for each in evaluated(ledger)] == [1]
+    run(gated(trainer={"total_steps": 1}), Event())
+    assert len(evaluated(ledger)) == 1
+
+
+def test_other_tasks_make_another_examination(gated, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(gated(trainer={"total_steps": 1}), Event())
+    run(gated(evaluation={"samples": 1}, trainer={"total_steps": 1}), Event())
+    samples = [{each.samples for each in ledger.evaluation(version, Evaluator.TRAINER)} for version in (0, 1)]
+    assert samples == [{1}, {1}]
+
+
+def test_the_distance_is_none_from_itself_and_some_from_another(gated, opinionated):
+    chosen = gated()
+    held_out = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
+    one, other = (Actor.load(chosen, folder) for folder in (chosen.model.model_path, opinionated))
+    assert held_out.distance(one, one).value == pytest.approx(0, abs=1e-6)
+    away = held_out.distance(other, one)
+    assert away.value > 0.01
+    ids = [held_out._tokenizer(task["prompt"])["input_ids"] for task in TASKS]
+    by_hand = []
+    for prompt in ids:
+        (reply,) = held_out._generated(one, [prompt])
+        with torch.no_grad():
+            p, q = (each.network(torch.tensor([prompt + reply])).logits[0].softmax(1) for each in (one, other))
+        rows = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
+        by_hand.append(sum(float((p[t] * (p[t] / q[t]).log()).sum()) for t in rows) / len(reply))
+    assert away.value == pytest.approx(sum(by_hand) / 2, rel=1e-3)
+
+
+# A model that judges.
+
+
+def test_a_model_that_judges_must_be_named(gated):
+    with pytest.raises(ValidationError, match=r"monitor\.evaluation\.judge: model needs judge\.url"):
+        gated(evaluation={"judge": "model"})
+
+
+def test_a_model_judges_with_the_question_and_the_answer_before_it(gated):
+    with judge_place() as place:
+        chosen = gated(evaluation={"judge": "model"}, judge={"url": place.base_url, "model": "j", "retries": 0})
+        place.says = [verdict(3)]
+        held_out = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
+        found = held_out.figures(Actor.load(chosen, chosen.model.model_path))
+    assert next(each.value for each in found if each.metric == "score") == 0.5
+    heard = "".join(map(shown, place.heard))
+    assert "7+5=" in heard
+    assert "no such thing" in heard
+
+
+def test_a_judge_that_is_away_leaves_the_version_without_figures_until_it_is_back(gated, ledger):
+    with judge_place() as place:
+        chosen = gated(evaluation={"judge": "model"}, judge={"url": place.base_url, "model": "j", "retries": 0})
+        ledger.ensure_base(chosen.model.model_path)
+        learner, examination = snapshot.load(chosen, None), Examination(chosen, ledger, again_s=0)
+        place.answers = [(503, {}, {})] * 2
+        with capture_logs() as said:
+            examination.examine(learner, 0)
+        assert [each["event"] for each in said] == ["version_not_evaluated"]
+        assert metrics(ledger, 0) == []
+        examination.examine(learner, 0)
+        assert metrics(ledger, 0) == MEASURED
+
+
+def test_a_judge_without_sense_has_no_verdict(gated):
+    with judge_place() as place:
+        chosen = gated(evaluation={"judge": "model"}, judge={"url": place.base_url, "model": "j", "retries": 0})
+        place.says = ["nonsense"]
+        with pytest.raises(NotEvaluated, match="no verdict on 2 of 2"):
+            HeldOut(chosen, tasks_of(chosen.monitor.evaluation)).figures(Actor.load(chosen, chosen.model.model_path))
+        with judging(chosen) as judge:
+            assert judge(tasks_of(chosen.monitor.evaluation)[0], "12") is None

@@ -1,0 +1,167 @@
+"""An adapter is trained instead of the weights, and any tool that knows peft finds what was trained."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.factories import commit, sample
+from tuneloop.shared.checkpoint import CheckpointStore, read_manifest
+from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.publication import Publication
+
+BATCHES = [[sample(10 * step + i) for i in range(8)] for step in range(4)]
+LORA = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture
+def adapted(settings, base):
+    """Makes settings of an adapter."""
+    return lambda **but: settings(**{"model": {"model_path": base, "lora": LORA}} | but)
+
+
+def _contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _logprobs(network, ids):
+    with torch.no_grad():
+        logits = network(torch.tensor([ids])).logits[0, :-1].float()
+    return logits.log_softmax(1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_only_the_adapter_is_trained(adapted, base):
+    learner = snapshot.load(adapted(), None)
+    before = {name: each.clone() for name, each in learner.actor.network.state_dict().items()}
+    for batch in BATCHES[:2]:
+        learner.step(batch)
+    changed = {name for name, each in learner.actor.network.state_dict().items() if not torch.equal(each, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    assert len(changed) == 2 * 7 * 2  # two matrices for each of seven targets in two layers
+
+
+def test_a_new_adapter_changes_nothing_and_the_reference_stays_there(adapted, settings):
+    learner, bare = snapshot.load(adapted(), None), snapshot.load(settings(), None)
+    ids = list(range(40, 60))
+    assert learner.logprobs(ids) == bare.logprobs(ids)
+    learner.step(BATCHES[0])
+    trained = learner.logprobs(ids)
+    assert trained != bare.logprobs(ids)
+    learner.actor = learner.reference
+    assert learner.logprobs(ids) == bare.logprobs(ids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_adapter_goes_on_to_the_bit(adapted, base, tmp_path, dtype):
+    chosen = adapted(trainer={"dtype": dtype})
+    straight = snapshot.load(chosen, None)
+    losses = [straight.step(batch)["actor/pg_loss"] for batch in BATCHES]
+    snapshot.save(straight, tmp_path / "straight", base=base)
+
+    first = snapshot.load(chosen, None)
+    again = [first.step(batch)["actor/pg_loss"] for batch in BATCHES[:2]]
+    snapshot.save(first, tmp_path / "half", base=base)
+    second = snapshot.load(chosen, tmp_path / "half")
+    again += [second.step(batch)["actor/pg_loss"] for batch in BATCHES[2:]]
+    snapshot.save(second, tmp_path / "again", base=base)
+
+    assert again == losses
+    assert _contents(tmp_path / "again") == _contents(tmp_path / "straight")
+    types = {each.dtype for each in load_file(tmp_path / "again" / "actor" / "adapter_model.safetensors").values()}
+    assert types == {getattr(torch, dtype)}
+
+
+def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tmp_path):
+    learner = snapshot.load(adapted(), None)
+    learner.step(BATCHES[0])
+    snapshot.save(learner, tmp_path, base=base)
+    probe = snapshot.probe(learner, adapted())
+    assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "actor")
+    assert torch.allclose(_logprobs(theirs, probe.prompt_ids), torch.tensor(probe.logprobs), atol=1e-5)
+
+    merged = AutoModelForCausalLM.from_pretrained(base)
+    tensors = load_file(tmp_path / "actor" / "adapter_model.safetensors")
+    weights = dict(merged.named_parameters())
+    for name in {each.rpartition(".lora_")[0] for each in tensors}:
+        down, up = (tensors[f"{name}.lora_{part}.weight"] for part in "AB")
+        assert up.abs().max() > 0
+        weights[f"{name.removeprefix('base_model.model.')}.weight"].data += up @ down * 8 / 4
+    assert torch.allclose(_logprobs(merged, probe.prompt_ids), torch.tensor(probe.logprobs), atol=1e-5)
+
+
+def test_a_version_says_that_it_is_an_adapter(adapted, ledger):
+    chosen = adapted()
+    ledger.ensure_base(chosen.model.model_path)
+    epoch = ledger.take_epoch("t")
+    commit(ledger, [sample(i) for i in range(4)])
+    rows = ledger.lease(epoch, 4, BatchPolicy())
+    store = CheckpointStore(chosen.job_dir)
+    learner = snapshot.load(chosen, None)
+    Publication(chosen, store, learner, epoch=epoch, parent=0).register(ledger, [row.id for row in rows])
+    assert read_manifest(store.path(1)).kind == "lora"
+    config = json.loads((store.path(1) / "actor" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
+    assert config["base_model_name_or_path"] == str(chosen.model.model_path)
+
+
+def test_the_size_is_that_of_the_adapter(adapted, base, tmp_path):
+    chosen = adapted(algorithm={"algorithm_type": "reinforce"})
+    learner = snapshot.load(chosen, None)
+    learner.step(BATCHES[0])
+    snapshot.save(learner, tmp_path, base=base)
+    written = sum(len(data) for name, data in _contents(tmp_path).items() if name.endswith("safetensors"))
+    assert snapshot.size(learner) == pytest.approx(written, rel=0.5)
+
+
+def test_an_experiment_does_not_change_between_adapters_and_all_weights(adapted, settings, base, tmp_path):
+    snapshot.save(snapshot.load(settings(), None), tmp_path / "full", base=base)
+    snapshot.save(snapshot.load(adapted(), None), tmp_path / "lora", base=base)
+    with pytest.raises(EnvironmentRefused, match=r"^model\.lora\.rank: is 4, but .* holds all weights"):
+        snapshot.load(adapted(), tmp_path / "full")
+    with pytest.raises(EnvironmentRefused, match=r"^model\.lora\.rank: is 0, but .* holds an adapter only"):
+        snapshot.load(settings(), tmp_path / "lora")
+    with pytest.raises(EnvironmentRefused, match=r"^model\.lora: the adapter in .* has rank 4, alpha 8 "):
+        snapshot.load(adapted(model={"model_path": base, "lora": {"rank": 2}}), tmp_path / "lora")
+
+
+LAYERS = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong"),
+    [
+        (["c_attn"], "c_attn: engines serve no adapter of that"),
+        (["q_proj", "lm_head", "embed_tokens", "v_proj"], "lm_head, embed_tokens: engines serve no adapter of that"),
+        (["input_layernorm"], "input_layernorm: engines serve no adapter of that"),
+        (["self_attn.q_proj"], "self_attn.q_proj: engines serve no adapter of that"),
+        ([], "names no layer"),
+    ],
+)
+def test_targets_that_no_engine_serves_are_refused_with_those_that_there_are(adapted, base, targets, wrong):
+    chosen = adapted(model={"model_path": base, "lora": {"rank": 2, "targets": targets}})
+    with pytest.raises(SettingsError) as refused:
+        snapshot.load(chosen, None)
+    assert str(refused.value) == f"model.lora.targets: {wrong}; the linear layers of this model are {LAYERS}"
+
+
+def test_some_of_the_layers_may_be_targets(adapted, base):
+    learner = snapshot.load(adapted(model={"model_path": base, "lora": {"rank": 2, "targets": ["q_proj"]}}), None)
+    assert {name.split(".")[-4] for name in learner.actor.network.state_dict() if ".lora_" in name} == {"q_proj"}
+
+
+def test_alpha_is_twice_the_rank_unless_it_is_said(adapted, base):
+    chosen = adapted(model={"model_path": base, "lora": {"rank": 3, "targets": ["q_proj"]}})
+    assert chosen.model.lora.alpha_used == 6
+    names = [name for name, each in snapshot.load(chosen, None).actor.network.named_parameters() if each.requires_grad]
+    assert len(names) == 4
+    assert all(".q_proj.lora_" in name for name in names)

@@ -1,0 +1,80 @@
+"""How far the policy has come from the base model, where the method does not look at that."""
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from tests.trainer.factories import sample
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.models.model import Actor
+from tuneloop.trainer.monitoring.distance import Distance
+from tuneloop.trainer.monitoring.drift import KL, KL_BASE
+from tuneloop.trainer.monitoring.monitors import Monitors
+
+BATCH = [sample(i) for i in range(8)]
+LIVELY = {"kl_coef": 0.0, "mini_batches": 1, "optimizer": {"lr": 1e-2}}
+
+
+@pytest.fixture
+def learnt(settings):
+    """Settings, and a learner without a reference after two steps."""
+    chosen = settings(algorithm=LIVELY, monitor={"drift": {"kl_every": 2, "kl": 1e-6, "baseline": 1, "window": 1}})
+    learner = snapshot.load(chosen, None)
+    for _ in range(2):
+        learner.step(BATCH)
+    assert learner.reference is None
+    return chosen, learner
+
+
+def test_it_is_measured_after_every_so_many_steps(learnt):
+    chosen, learner = learnt
+    measured = Distance(chosen).measured(learner, BATCH)
+    assert measured == {KL_BASE: pytest.approx(learner.distance(learner.actor.reference(chosen), BATCH))}
+    assert measured[KL_BASE] > 1e-4
+    learner.steps += 1
+    assert Distance(chosen).measured(learner, BATCH) == {}
+
+
+def test_edited_answers_are_no_replies_of_the_policy(learnt):
+    chosen, learner = learnt
+    edited = [sample(i, demonstration='"x"', completion_ids=np.array([9] * 40, np.int32)) for i in range(4)]
+    assert Distance(chosen).measured(learner, edited) == {}
+    mixed = Distance(chosen).measured(learner, [*edited, *BATCH])
+    assert mixed == Distance(chosen).measured(learner, BATCH)
+
+
+def test_without_a_threshold_it_is_not_measured(learnt, settings):
+    _, learner = learnt
+    assert Distance(settings(monitor={"drift": {"kl_every": 2, "kl": None}})).measured(learner, BATCH) == {}
+
+
+def test_a_base_model_that_does_not_fit_or_is_gone_is_told_and_stops_nothing(learnt, monkeypatch, tmp_path):
+    chosen, learner = learnt
+    gone = chosen.model_copy(update={"model": chosen.model.model_copy(update={"model_path": tmp_path / "gone"})})
+    with capture_logs() as said:
+        assert Distance(gone).measured(learner, BATCH) == {}
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Actor, "reference", too_large)
+    with capture_logs() as more:
+        assert Distance(chosen).measured(learner, BATCH) == {}
+    assert [each["event"] for each in [*said, *more]] == ["distance_not_measured"] * 2
+
+
+def test_a_policy_that_goes_far_raises_the_alarm_though_its_loss_does_not_look_at_the_base_model(learnt, ledger):
+    chosen, learner = learnt
+    watch = Monitors(chosen, ledger)
+    watch.begin(learner)
+    told = watch.after_step(learner, {}, version=2, replies=BATCH)
+    assert told["drift/kl"] == told[KL_BASE] > 0
+    assert [alarm.name for alarm in ledger.alarms()] == ["kl"]
+
+
+def test_a_loss_that_looks_at_it_itself_is_believed(learnt, ledger):
+    chosen, learner = learnt
+    watch = Monitors(chosen, ledger)
+    watch.begin(learner)
+    assert KL_BASE not in watch.after_step(learner, {KL: 0.0}, version=2, replies=BATCH)

@@ -1,0 +1,376 @@
+"""The monitors' rules on made-up steps, and the monitors on a real ledger."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from pydantic import ValidationError
+from structlog.testing import capture_logs
+
+from tests.factories import exchange, experience
+from tuneloop.shared.errors import LedgerUnavailable
+from tuneloop.shared.ledger.versions.drift import Reply
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import DriftSettings
+from tuneloop.trainer.monitoring import drift
+from tuneloop.trainer.monitoring.drift import (
+    ENTROPY,
+    KL,
+    KL_BASE,
+    LENGTH,
+    RATER,
+    REFUSALS,
+    REWARD,
+    TOOL_ERRORS,
+    History,
+)
+from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.monitoring.replies import signals, tool_error
+
+SMALL = DriftSettings(baseline=4, window=3)
+
+
+def after(options, *steps, history=None):
+    """The history after steps with these signals."""
+    history = history or History()
+    first = max((step for values in history.series.values() for step, _ in values), default=0) + 1
+    for step, seen in enumerate(steps, first):
+        history = drift.with_step(options, history, step, seen)
+    return history
+
+
+def alarms(options, history):
+    return {name for name, verdict in drift.verdicts(options, history).items() if verdict.over}
+
+
+# Rules.
+
+
+@pytest.mark.parametrize(
+    ("alarm", "signal", "honest", "drifted"),
+    [
+        ("reply_length", LENGTH, [100, 190], 210),
+        ("reply_length", LENGTH, [100, 52], 48),
+        ("entropy", ENTROPY, [1.2, 0.41], 0.39),
+        ("entropy", ENTROPY, [1.2, 3.5], 3.7),
+        ("entropy", ENTROPY, [1.2, 1.2], 0.0),
+        ("kl", KL, [0.0, 0.49], 0.51),
+        ("refusals", REFUSALS, [0.05, 0.14], 0.16),
+        ("tool_errors", TOOL_ERRORS, [0.0, 0.09], 0.11),
+        ("single_rater", RATER, [0.1, 0.79], 0.81),
+    ],
+)
+def test_a_monitor_trips_beyond_its_threshold_and_not_before(alarm, signal, honest, drifted):
+    first, later = honest
+    quiet = after(SMALL, *[{signal: first}] * 4, *[{signal: later}] * 3)
+    assert alarms(SMALL, quiet) == set()
+    loud = after(SMALL, *[{signal: drifted}] * 3, history=quiet)
+    assert alarms(SMALL, loud) == {alarm}
+    off = SMALL.model_copy(update={alarm: None})
+    assert drift.verdicts(off, loud) == {}
+
+
+def test_nothing_is_said_before_there_are_values_enough():
+    steps = [{LENGTH: 10.0, REWARD: 0.0}] * 4 + [{LENGTH: 1000.0, REWARD: 1.0}] * 2
+    assert drift.verdicts(SMALL, after(SMALL, *steps)) == {}
+    assert alarms(SMALL, after(SMALL, *steps, {LENGTH: 1000.0})) == {"reply_length"}
+
+
+def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_again():
+    history = after(SMALL, {KL_BASE: 0.2}, {}, {}, {KL_BASE: 0.8}, {}, {})
+    assert history.series[KL_BASE] == [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.8), (5, 0.8), (6, 0.8)]
+    assert drift.verdicts(SMALL, history)["kl"].value == pytest.approx(0.8)
+    assert alarms(SMALL, history) == {"kl"}
+    # Gone back to before the first, there is nothing to hold.
+    assert after(SMALL, {}, history=drift.until(history, 0)).series[KL_BASE] == []
+    # A method that looks at the base model itself takes over.
+    assert alarms(SMALL, after(SMALL, *[{KL: 0.1}] * 3, history=history)) == set()
+
+
+def test_one_odd_step_is_no_alarm_while_the_mean_of_the_window_is_not():
+    steps = [{LENGTH: 100.0}] * 6 + [{LENGTH: 390.0}]
+    assert alarms(SMALL, after(SMALL, *steps)) == set()
+    assert drift.verdicts(SMALL, after(SMALL, *steps))["reply_length"].value == pytest.approx(590 / 3 / 100)
+
+
+def test_signals_that_are_missing_or_not_finite_leave_no_value():
+    history = after(SMALL, {LENGTH: float("nan"), ENTROPY: float("inf")}, {}, {LENGTH: 5.0})
+    assert history.series == {LENGTH: [(3, 5.0)]}
+
+
+def test_a_baseline_of_nothing_makes_no_figure():
+    assert drift.verdicts(SMALL, after(SMALL, *[{ENTROPY: 0.0}] * 4, *[{ENTROPY: 2.0}] * 3)) == {}
+
+
+def test_the_baseline_is_kept_however_long_training_goes_on():
+    history = after(SMALL, *[{LENGTH: 10.0}] * 4, *[{LENGTH: 15.0}] * 500)
+    assert len(history.series[LENGTH]) == 4 + 4 * 3
+    assert drift.verdicts(SMALL, history)["reply_length"].value == pytest.approx(1.5)
+
+
+# The reward against the evaluation.
+
+
+def trained(options, *points, history=None):
+    """A history with windows of these rewards, each followed by an evaluation of this score."""
+    history = history or drift.with_score(options, History(), 0, points[0][1])
+    for reward, score in points:
+        history = after(options, *[{REWARD: reward}] * options.window, history=history)
+        history = drift.with_score(options, history, history.series[REWARD][-1][0], score)
+    return history
+
+
+@pytest.mark.parametrize(
+    ("points", "raised"),
+    [
+        ([(0.2, 0.5), (0.8, 0.3)], True),  # the reward rose, the evaluation fell
+        ([(0.2, 0.5), (0.8, 0.9)], False),  # both rose
+        ([(0.2, 0.5), (0.8, 0.45)], False),  # it fell by less than 0.1
+        ([(0.8, 0.5), (0.2, 0.3)], False),  # both fell: no hack, but bad training
+        ([(0.2, 0.5), (0.22, 0.3)], False),  # the reward rose by less than 0.05
+        ([(0.2, 0.2), (0.5, 0.8), (0.9, 0.5)], True),  # learnt first, hacked then: still above the base model
+        ([(0.2, 0.5), (0.4, 0.46), (0.6, 0.42), (0.8, 0.38)], True),  # little by little
+    ],
+)
+def test_a_reward_that_rises_while_the_evaluation_falls_is_hacked(points, raised):
+    assert alarms(SMALL, trained(SMALL, *points)) == ({"reward_hack"} if raised else set())
+
+
+def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps():
+    history = drift.with_score(SMALL, History(), 0, 0.9)
+    assert drift.verdicts(SMALL, history) == {}
+    history = after(SMALL, *[{REWARD: 0.1}] * 3, *[{REWARD: 0.7}] * 3, history=history)
+    assert alarms(SMALL, drift.with_score(SMALL, history, 6, 0.2)) == {"reward_hack"}
+
+
+def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
+    options = DriftSettings(baseline=4, window=3, evaluation_window=10)
+    hacked = trained(options, (0.2, 0.9), (0.8, 0.3))
+    assert alarms(options, hacked) == {"reward_hack"}
+    still = [(0.8, 0.3)] * 5
+    assert alarms(options, trained(options, *still, history=hacked)) == set()
+    open_one = History(series=hacked.series, scores=hacked.scores, raised={"reward_hack": 6})
+    assert alarms(options, trained(options, *still, history=open_one)) == {"reward_hack"}
+    assert alarms(options, trained(options, *still, (0.8, 0.85), history=open_one)) == set()
+
+
+def test_evaluations_further_apart_than_they_are_remembered_are_refused(tmp_path):
+    tree = {"model": {"model_path": "m"}, "monitor": {"evaluation": {"path": "x", "every": 300}}}
+    with pytest.raises(ValidationError, match="evaluation_window: 200 steps hold no two evaluations"):
+        Settings.model_validate(tree)
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(ValidationError, match="must be a regular expression"):
+        DriftSettings(refusal_patterns=("(",))
+
+
+# Alarms.
+
+
+def test_an_alarm_is_raised_once_and_cleared_once():
+    history, told = after(SMALL, *[{LENGTH: 10.0}] * 4), []
+    for length in [10] * 3 + [50] * 6 + [10] * 6:
+        history = after(SMALL, {LENGTH: length}, history=history)
+        for name, over in list(drift.changes(SMALL, history, drift.verdicts(SMALL, history))):
+            told.append((name, over))
+            raised = {name: 1} if over else {}
+            history = History(series=history.series, scores=history.scores, raised=raised)
+    assert told == [("reply_length", True), ("reply_length", False)]
+
+
+def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_off():
+    history = History(raised={"kl": 3})
+    assert list(drift.changes(SMALL, history, {})) == []
+    assert list(drift.changes(DriftSettings(kl=None), history, {})) == [("kl", False)]
+
+
+def test_going_back_forgets_what_came_after():
+    history = trained(SMALL, (0.2, 0.9), (0.8, 0.3))
+    assert drift.until(history, 6) == history
+    before = drift.until(history, 4)
+    assert [step for step, _ in before.series[REWARD]] == [1, 2, 3, 4]
+    assert [each.step for each in before.scores] == [0, 3]
+
+
+# Replies.
+
+
+def reply(text="", calls=None, tools=("look_up",)):
+    request = {"tools": [{"type": "function", "function": {"name": name}} for name in tools]}
+    return Reply(text, None if calls is None else json.dumps(calls).encode(), json.dumps(request).encode())
+
+
+def call(name="look_up", arguments="{}"):
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [
+        (reply("Hello."), None),
+        (reply(calls=[call()]), False),
+        (reply(calls=[call(arguments='{"x": 1}'), call(arguments='{"x": ')]), True),
+        (reply(calls=[call(arguments="[]")]), True),
+        (reply(calls=[call(arguments="")]), True),
+        (reply(calls=[call("destroy")]), True),
+        (reply(calls=[call()], tools=()), True),
+        (reply(calls=["nonsense"]), True),
+        (reply(calls=[]), None),
+        (reply('<tool_call>{"name": "look_up", '), True),
+        (reply("<tool_call> is how a call begins", tools=()), None),
+        (Reply("", json.dumps([call("any")]).encode(), None), False),
+        (Reply("", json.dumps([call("any")]).encode(), b'{"tools": [{"name": "any", "input_schema": {}}]}'), False),
+        (Reply("", b"no json", b"[]"), None),
+    ],
+)
+def test_a_tool_call_is_wrong_if_it_could_not_be_made(made, wrong):
+    assert tool_error(made) is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("I'm sorry, but I can't do that.", 1.0),
+        ("i CANNOT do this", 1.0),
+        ("抱歉 我无法帮助你", 1.0),
+        ("As an AI language model, I have no opinion.", 1.0),
+        ("The canal is closed; I can help you with that.", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_refusals_are_recognised_in_english_and_chinese(text, refused):
+    patterns = DriftSettings().refusals_found
+    assert signals([reply(text)] * 16, patterns) == {REFUSALS: refused}
+    assert signals([reply(text)] * 15, patterns) == {}
+
+
+# The monitors.
+
+
+class Trained:
+    """What the monitors look at of a learner."""
+
+    def __init__(self, steps=0):
+        self.steps = steps
+        self.actor = None
+
+
+@pytest.fixture
+def watching(settings, ledger):
+    """Makes the monitors of an experiment; `but` are options of `monitor.drift`."""
+
+    def make(**but):
+        chosen = settings(monitor={"drift": {"baseline": 2, "window": 2} | but})
+        watch = Monitors(chosen, ledger)
+        return watch, chosen
+
+    return make
+
+
+def learn(watch, lengths, first=1):
+    return [
+        watch.after_step(Trained(step), {LENGTH: length}, version=step) for step, length in enumerate(lengths, first)
+    ]
+
+
+def test_an_alarm_is_kept_in_the_ledger_until_it_is_over(watching, ledger):
+    watch, _ = watching(action="hold")
+    assert watch.begin(Trained()) == {}
+    curves = learn(watch, [10, 10, 10, 40])
+    assert "drift/reply_length" not in curves[2]
+    assert curves[3]["drift/reply_length"] == 2.5
+    assert [each["drift/alarms"] for each in curves] == [0, 0, 0, 1]
+    [alarm] = ledger.alarms()
+    assert (alarm.name, alarm.step, alarm.version, alarm.value, alarm.threshold) == ("reply_length", 4, 4, 2.5, 2.0)
+    assert alarm.reason == "the mean length of replies was 10 in the first 2 steps, and is 25 in the last 2"
+    assert ledger.promotion_held()
+    learn(watch, [10, 10], first=5)
+    assert ledger.alarms() == []
+    assert not ledger.promotion_held()
+
+
+def test_a_report_holds_nothing(watching, ledger):
+    watch, _ = watching()
+    watch.begin(Trained())
+    learn(watch, [10, 10, 40, 40])
+    assert len(ledger.alarms()) == 1
+    assert not ledger.promotion_held()
+
+
+def test_a_restart_changes_no_figure(watching, ledger):
+    lengths = [10, 12, 11, 40, 50, 9, 10, 11]
+    straight, chosen = watching()
+    straight.begin(Trained())
+    expected = learn(straight, lengths)
+    (chosen.job_dir / "monitor" / "drift.json").unlink()
+    found = []
+    for first, last in pairwise([0, 3, 5, 8]):
+        watch, _ = watching()
+        watch.begin(Trained(first))
+        learn(watch, [99, 99], first=last + 1)  # steps that no version contains
+        watch.begin(Trained(first))
+        found += learn(watch, lengths[first:last], first=first + 1)
+    assert found == expected
+
+
+def test_an_alarm_that_somebody_cleared_is_raised_again_only_after_it_was_over(watching, ledger):
+    watch, _ = watching()
+    watch.begin(Trained())
+    learn(watch, [10, 10, 40, 40])
+    ledger.clear_alarm("reply_length")
+    learn(watch, [40, 40], first=5)
+    watch, _ = watching()
+    watch.begin(Trained(6))
+    learn(watch, [40], first=7)
+    assert ledger.alarms() == []
+    learn(watch, [10, 10, 40, 40], first=8)
+    assert [alarm.step for alarm in ledger.alarms()] == [10]
+
+
+def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, ledger, monkeypatch):
+    watch, _ = watching()
+    watch.begin(Trained())
+    learn(watch, [10, 10, 40])
+
+    def away(*_, **__):
+        raise LedgerUnavailable("it is away")
+
+    with monkeypatch.context() as patch, capture_logs() as said:
+        for verb in ("newest_replies", "largest_rater", "raise_alarm", "clear_alarm"):
+            patch.setattr(ledger, verb, away)
+        assert learn(watch, [40], first=4)[0]["drift/alarms"] == 0
+    assert {each["event"] for each in said} == {"monitors_not_read", "alarm_not_told"}
+    assert ledger.alarms() == []
+    learn(watch, [40], first=5)
+    assert [alarm.name for alarm in ledger.alarms()] == ["reply_length"]
+
+
+@pytest.mark.parametrize("written", [b"", b"{", b'{"series": 3}', b"\xff\xfe"])
+def test_a_memory_that_cannot_be_read_begins_anew(watching, written):
+    watch, chosen = watching()
+    file = chosen.job_dir / "monitor" / "drift.json"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(written)
+    with capture_logs() as said:
+        watch.begin(Trained(7))
+    assert [each["event"] for each in said] == ["drift_not_read"]
+    assert learn(watch, [10], first=8) == [{"drift/alarms": 0.0}]
+
+
+def test_a_disk_that_refuses_is_told_once_and_stops_nothing(watching):
+    watch, chosen = watching()
+    watch.begin(Trained())
+    chosen.job_dir.mkdir(parents=True, exist_ok=True)
+    (chosen.job_dir / "monitor").write_bytes(b"a file, where a folder should be")
+    with capture_logs() as said:
+        learn(watch, [10, 10, 10])
+    assert [each["event"] for each in said if each["log_level"] == "warning"] == ["drift_not_written"]
+
+
+def test_what_is_served_is_looked_at(watching, ledger):
+    watch, _ = watching()
+    watch.begin(Trained())
+    ledger.record([exchange(experiences=(experience(text="I cannot."),)) for _ in range(4)])
+    ledger.record([exchange() for _ in range(12)])
+    assert learn(watch, [10])[0]["replies/refusals"] == 0.25

@@ -1,0 +1,241 @@
+"""A teacher behind an endpoint: what it is asked, and what is made of each of its answers."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.doubles.serving import serving
+from tests.doubles.teacher import TeacherDouble, logprob_of, teaching
+from tests.trainer.conftest import VOCABULARY
+from tests.trainer.factories import sample
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.teacher.endpoint import RemoteTeacher
+from tuneloop.trainer.teacher.teacher import NotTaught, TeacherAway
+
+
+@pytest.fixture
+def double(base) -> Iterator[TeacherDouble]:
+    with teaching(base) as teacher:
+        yield teacher
+
+
+@pytest.fixture
+def remote(double, settings):
+    """Makes the trainer's side of it."""
+
+    def make(*, stop=None, pauses_s=(0.01, 0.01), path="", **but):
+        distill = {"teacher_url": double.url + path, "teacher_model": "big", "timeout": 2.0} | but
+        changed = settings(
+            algorithm={"algorithm_type": "distill", "distill": distill}, model={"max_response_tokens": 9}
+        )
+        return RemoteTeacher(changed, stop or threading.Event(), pauses_s=pauses_s)
+
+    return make
+
+
+def _sequences(count=20):
+    return [TokenSequence.alone(sample(i)) for i in range(count)]
+
+
+def test_it_tells_the_log_probability_of_each_action_token(remote, double):
+    sequences = _sequences()
+    told = remote().score(sequences)
+    assert told.shape == (20, max(len(each.ids) - each.start for each in sequences))
+    for row, each in zip(told, sequences, strict=True):
+        ids = each.ids.tolist()
+        expected = [logprob_of(ids, at) for at in range(each.start, len(ids))]
+        assert row[: len(expected)].tolist() == pytest.approx(expected)
+        assert not row[len(expected) :].any()
+    assert len(double.heard) == 21
+    assert double.heard[-1].keys() == {"model", "prompt", "max_tokens", "temperature", "prompt_logprobs"}
+
+
+def test_tokens_between_the_calls_of_a_run_are_0(remote):
+    first = sample(0, task_id="t", run_id="r")
+    longer = np.concatenate([first.prompt_ids, first.completion_ids, np.array([9, 9], np.int32)])
+    [sequence] = assemble([first, sample(1, task_id="t", run_id="r", prompt_ids=longer)], merge=True)
+    [row] = remote().score([sequence])
+    between = len(first.completion_ids)
+    assert row[between : between + 2].tolist() == [0, 0]
+    assert row[between + 2] == pytest.approx(logprob_of(sequence.ids.tolist(), sequence.start + between + 2))
+
+
+def test_the_key_and_the_path(remote, double):
+    remote(teacher_key="secret").check()
+    remote(path="/v1").check()
+    remote(path="/v1/").check()
+    assert double.paths == {"/v1/completions"}
+    assert double.keys == ["Bearer secret", None, None]
+
+
+def test_it_is_checked_once(remote, double):
+    teacher = remote()
+    teacher.check()
+    teacher.check()
+    assert len(double.heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ({"shift": 1}, "another tokenizer"),
+        ({"leaves_out": ("prompt_logprobs",)}, "as vLLM does; OpenAI's own"),
+        ({"leaves_out": ("prompt_token_ids",)}, "as vLLM does; OpenAI's own"),
+        ({"model": "other"}, "answers 404: The model `big` does not exist."),
+        ({"fails": [400]}, "answers 400: for once"),
+        ({"fails": [401]}, "answers 401: for once"),
+    ],
+)
+def test_what_cannot_be_a_teacher_is_refused_in_a_sentence(remote, double, fault, sentence):
+    for name, value in fault.items():
+        setattr(double, name, value)
+    with pytest.raises(EnvironmentRefused, match=r"algorithm\.distill\.teacher_url: .*" + sentence):
+        remote().score(_sequences(2))
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_hiccup_is_asked_again(remote, double, status):
+    teacher = remote()
+    teacher.check()
+    double.fails = [status, status]
+    assert teacher.score(_sequences(1)).any()
+
+
+def test_a_teacher_that_is_down_is_away_and_may_come_back(remote, double):
+    teacher = remote()
+    double.down = True
+    with pytest.raises(TeacherAway, match="503: the engine is asleep"):
+        teacher.score(_sequences())
+    double.down = False
+    assert teacher.score(_sequences()).any()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"garbage": b"<html>"},
+        {"garbage": b'{"choices": []}'},
+        {"garbage": b'{"choices": [{"prompt_logprobs": [null]}]}'},
+        {"garbage": b"[1]"},
+        {"fails": [404] * 99},
+        {"fails": [401] * 99},
+    ],
+)
+def test_nonsense_after_the_check_means_away_not_wrong_numbers(remote, double, fault):
+    teacher = remote()
+    teacher.check()
+    for name, value in fault.items():
+        setattr(double, name, value)
+    with pytest.raises(TeacherAway):
+        teacher.score(_sequences(3))
+
+
+def test_log_probabilities_of_other_tokens_are_not_taken(remote, double):
+    teacher = remote()
+    teacher.check()
+    each = sample(0)
+    length = len(each.prompt_ids) + len(each.completion_ids)
+    told = b",".join([b'{"299": {"logprob": -1}}'] * length)
+    double.garbage = b'{"choices": [{"prompt_logprobs": [' + told + b"]}]}"
+    with pytest.raises(TeacherAway, match="other tokens"):
+        teacher.score([TokenSequence.alone(each)])
+
+
+def test_nobody_there_means_away(settings):
+    with serving(lambda *_: None) as url:
+        pass
+    distill = {"teacher_url": url, "teacher_model": "big"}
+    teacher = RemoteTeacher(
+        settings(algorithm={"algorithm_type": "distill", "distill": distill}), threading.Event(), pauses_s=(0.01,)
+    )
+    with pytest.raises(TeacherAway, match="refused"):
+        teacher.check()
+
+
+def test_a_sequence_too_long_for_the_teacher_is_refused_with_its_calls(remote, double):
+    teacher = remote()
+    teacher.check()
+    double.refuses = 12
+    sequences = _sequences()
+    long = {each.calls[0].id for each in sequences if len(each.ids) > 12}
+    assert 0 < len(long) < 20
+    with pytest.raises(NotTaught) as caught:
+        teacher.score(sequences)
+    [(reason, samples)] = caught.value.refused.items()
+    assert reason == "the teacher refuses it: This model's maximum context length is 12 tokens."
+    assert {each.id for each in samples} == long
+
+
+def test_at_most_eight_are_asked_at_a_time(remote, double):
+    remote().score(_sequences(40))
+    assert 1 <= double.most_at_once <= 8
+
+
+def test_a_teacher_that_fails_again_and_again_is_not_asked_about_the_whole_batch(remote, double):
+    """200 rows, of which it answers 4; each is asked for three times."""
+    teacher = remote()
+    teacher.check()
+    double.poison = {255}
+    bad = [sample(i, prompt_ids=np.array([255], np.int32)) for i in range(4, 200)]
+    with pytest.raises(TeacherAway, match="500"):
+        teacher.score([*_sequences(4), *map(TokenSequence.alone, bad)])
+    assert len(double.keys) < 300
+
+
+def test_told_to_stop_it_does_not_wait_for_the_teacher(remote, double):
+    stop = threading.Event()
+    teacher = remote(stop=stop, pauses_s=(60.0, 60.0))
+    teacher.check()
+    double.down = True
+    threading.Timer(0.2, stop.set).start()
+    started = time.monotonic()
+    with pytest.raises(TeacherAway):
+        teacher.score(_sequences())
+    assert time.monotonic() - started < 10
+
+
+# Its replies.
+
+
+def test_its_reply_takes_the_place_of_the_model_s(remote, double):
+    samples = [sample(i) for i in range(5)]
+    taught = remote().reply(samples)
+    assert [each.completion_ids.tolist() for each in taught] == [[7, 8, 256]] * 5
+    assert [each.id for each in taught] == [0, 1, 2, 3, 4]
+    assert [each.prompt_ids.tolist() for each in taught] == [each.prompt_ids.tolist() for each in samples]
+    asked = double.heard[-1]
+    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
+    prompts = sorted(body["prompt"] for body in double.heard[1:])
+    assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
+
+
+def test_a_reply_that_was_cut_off_is_not_learnt(remote, double):
+    double.ends = "length"
+    with pytest.raises(NotTaught, match="the teacher's reply was cut off at 9 tokens"):
+        remote().reply([sample(0)])
+
+
+@pytest.mark.parametrize("says", [None, ["a"], [1.5], [-1], [VOCABULARY]])
+def test_ids_that_are_none_are_not_taken(remote, double, says):
+    teacher = remote()
+    teacher.check()
+    double.says = says
+    with pytest.raises((TeacherAway, NotTaught)):
+        teacher.reply([sample(0)])
+
+
+def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):
+    teacher = remote()
+    teacher.check()
+    double.refuses = 3
+    short, long = (
+        msgspec.structs.replace(sample(i), prompt_ids=np.arange(n, dtype=np.int32)) for i, n in ((0, 3), (1, 4))
+    )
+    with pytest.raises(NotTaught) as caught:
+        teacher.reply([short, long])
+    assert [each.id for each in next(iter(caught.value.refused.values()))] == [1]

@@ -1,0 +1,65 @@
+"""Importance weights between what sampled a reply and the weights at the start of the step that learns from it.
+
+The two differ by staleness (the reply was sampled some versions ago) and by the engine's arithmetic. The weight of a
+token is w = exp(start - sampled), of a sequence the product of its tokens' (or their geometric mean), and
+
+    truncate    min(w, high)                                        TIS, fengyao.notion.site/off-policy-rl
+    mask        0 outside [low, high], else w                       MIS, IcePop
+
+With `proximal: sampled` PPO's own ratio is the weight already, and a second one would count it twice: then `mask` gives
+1 and 0, and there is nothing to truncate. With `recomputed` the weight stands beside a ratio against the start:
+decoupled PPO (arXiv 2505.24298, eq. 5).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tuneloop.shared.settings.algorithm import OffPolicySettings
+from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO
+
+
+def needs_start(options: OffPolicySettings) -> bool:
+    """Whether the log-probabilities at the start of the step are looked at."""
+    return options.proximal == "recomputed" or options.correction == "mask"
+
+
+def importance(
+    options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor
+) -> tuple[Tensor, Mapping[str, float]]:
+    """The weight of each token, 0 outside the mask, and what can be said of them."""
+    ratio_BR = _log_ratio(options, start_BR, sampled_BR, mask_BR).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    within_BR = (ratio_BR >= options.low) & (ratio_BR <= options.high)
+    weights_BR = ratio_BR if options.proximal == "recomputed" else torch.ones_like(ratio_BR)
+    match options.correction:
+        case "truncate":
+            weights_BR = weights_BR.clamp(max=options.high)
+        case "mask":
+            weights_BR = torch.where(within_BR, weights_BR, 0.0)
+        case "none":
+            weights_BR = torch.ones_like(ratio_BR)
+    weights_BR = torch.where(mask_BR, weights_BR, 0.0)
+    return weights_BR, _told(ratio_BR[mask_BR], within_BR[mask_BR], weights_BR[mask_BR])
+
+
+def _log_ratio(options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    log_ratio_BR = torch.where(mask_BR, start_BR - sampled_BR, 0.0)
+    if options.level == "token":
+        return log_ratio_BR
+    sums_B1 = log_ratio_BR.sum(1, keepdim=True)
+    if options.level == "geometric":
+        sums_B1 = sums_B1 / mask_BR.sum(1, keepdim=True).clamp(min=1)
+    return sums_B1.expand_as(log_ratio_BR)
+
+
+def _told(ratio_N: Tensor, within_N: Tensor, weights_N: Tensor) -> Mapping[str, float]:
+    """The effective sample size is Kish's, of the weights as they are used, as a share of the tokens."""
+    squares = weights_N.square().sum()
+    size = weights_N.sum().square() / squares / len(weights_N) if squares > 0 else 0.0
+    return {
+        "off_policy/weight_mean": float(ratio_N.mean()),
+        "off_policy/weight_max": float(ratio_N.max()),
+        "off_policy/outside": float(1 - within_N.float().mean()),
+        "off_policy/effective_sample_size": float(size),
+    }

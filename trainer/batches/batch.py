@@ -1,0 +1,131 @@
+"""Batches: token sequences as tensors, and their division into micro-batches.
+
+Dimensions, written as suffixes of tensors throughout the trainer:
+    B sequences   T positions of prompt and reply   R positions from the first reply token on
+    N all reply tokens, sequence after sequence   C replies ("calls"; a merged sequence has several)
+    D width of the model   V vocabulary
+T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 6 and R = 3:
+    ids_BT       7 8 9 4 5 0
+    predicts_BT  . . x x . .     the positions whose next token is a reply token
+    replies_BR   4 5 0
+    mask_BR      x x .
+In a merged sequence the mask has holes, where users or tools speak between two replies.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tuneloop.trainer.batches.sequences import TokenSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Some sequences as tensors. `lengths_B` counts the tokens of prompt and reply together.
+
+    `calls_BR` numbers the replies of the whole batch, sequence after sequence: of which one a token is, -1 if of none.
+    """
+
+    ids_BT: Tensor
+    predicts_BT: Tensor
+    replies_BR: Tensor
+    mask_BR: Tensor
+    sampled_BR: Tensor
+    temperatures_BR: Tensor
+    calls_BR: Tensor
+    lengths_B: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """How many reply tokens there are."""
+        return int(self.mask_BR.sum())
+
+    def rows(self, index_B: Tensor) -> "Batch":
+        """The sequences `index_B`, without the padding that they do not need."""
+        lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
+        widths = {"T": int(lengths_B.max()), "R": _width(mask_BR)}
+        cut = {}
+        for field in fields(self):
+            each_B = getattr(self, field.name)[index_B]
+            cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
+        return Batch(**cut)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on another device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def collate(sequences: Sequence[TokenSequence]) -> Batch:
+    """The sequences as one batch on the CPU. Each has a prompt and a reply."""
+    starts = [sequence.start for sequence in sequences]
+    before = [0, *accumulate(len(sequence.calls) for sequence in sequences)]
+    predicts = [np.append(sequence.of[1:] >= 0, False) for sequence in sequences]
+    tails = [sequence.of[start:] for sequence, start in zip(sequences, starts, strict=True)]
+    numbered = [np.where(of >= 0, of + first, -1) for of, first in zip(tails, before, strict=False)]
+    return Batch(
+        ids_BT=_padded(sequence.ids for sequence in sequences).long(),
+        predicts_BT=_padded(predicts),
+        replies_BR=_padded(each.ids[start:] for each, start in zip(sequences, starts, strict=True)).long(),
+        mask_BR=_padded(of >= 0 for of in tails),
+        sampled_BR=_padded(each.sampled[start:] for each, start in zip(sequences, starts, strict=True)).float(),
+        temperatures_BR=_padded(
+            (each.temperatures[start:] for each, start in zip(sequences, starts, strict=True)), filler=1.0
+        ).float(),
+        calls_BR=_padded(numbered, filler=-1).long(),
+        lengths_B=torch.tensor([len(sequence.ids) for sequence in sequences]),
+    )
+
+
+def micro_batches(lengths_B: Tensor, budget: int, units_B: Tensor | None = None) -> list[Tensor]:
+    """The sequences' indices in groups that, padded, have at most `budget` positions; a longer one stands alone.
+
+    Like goes with like: groups are made from the longest down, so that little is padded. Sequences of one unit stay
+    together.
+    """
+    groups: list[list[int]] = []
+    width = 0
+    for unit in _longest_first(lengths_B, units_B):
+        if not groups or (len(groups[-1]) + len(unit)) * width > budget:
+            groups.append([])
+            width = int(lengths_B[unit].max())
+        groups[-1] += unit
+    return [torch.tensor(group) for group in groups]
+
+
+def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch.Generator) -> list[Tensor]:
+    """The sequences' indices, shuffled and cut into `count` parts; sequences of one unit stay together."""
+    units = rows if units_B is None else int(units_B.max()) + 1
+    parts = torch.randperm(units, generator=generator).tensor_split(min(count, units))
+    if units_B is None:
+        return list(parts)
+    return [torch.cat([(units_B == unit).nonzero()[:, 0] for unit in part]) for part in parts]
+
+
+def spread(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
+    """One number per reply token, put back in its place; 0 in the padding."""
+    return flat_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_N)
+
+
+def _longest_first(lengths_B: Tensor, units_B: Tensor | None) -> list[list[int]]:
+    order = torch.argsort(lengths_B, descending=True, stable=True).tolist()
+    if units_B is None:
+        return [[row] for row in order]
+    units: dict[int, list[int]] = {}
+    for row in order:
+        units.setdefault(int(units_B[row]), []).append(row)
+    return list(units.values())
+
+
+def _width(mask_BR: Tensor) -> int:
+    """How many positions there are up to the last reply token."""
+    return int(mask_BR.any(0).nonzero().max()) + 1
+
+
+def _padded(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:
+    tensors = [torch.from_numpy(np.array(row)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)

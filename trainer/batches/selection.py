@@ -1,0 +1,116 @@
+"""Selection: which leased samples can be trained on, and why the others cannot."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from tuneloop.shared.experience import MAX_REWARD, Sample
+from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.imitation import imitable, with_demonstrations
+from tuneloop.trainer.batches.pairs import paired
+from tuneloop.trainer.batches.sequences import retried, run_of, runs
+
+Refused = dict[str, list[Sample]]
+
+
+def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) -> tuple[list[Sample], Refused]:
+    """The samples that can be trained on, with edited answers where these are learnt; and the others by the reason."""
+    edited, unwritable = with_demonstrations(samples, settings)
+    kept, refused = sort_out(edited, settings.algorithm, vocabulary=vocabulary, group_by=settings.buffer.group_by)
+    return kept, unwritable | refused
+
+
+def sort_out(
+    samples: Sequence[Sample], algorithm: AlgorithmSettings, *, vocabulary: int, group_by: str
+) -> tuple[list[Sample], Refused]:
+    """The samples that can be trained on, and the others by the reason.
+
+    By `run` or `task` the samples are whole trajectories: calls that were asked again are left out. By `task` they are
+    whole groups: a run that is left alone has nothing to be compared with, and goes too; so does, if the method
+    compares runs, a group in which all are rewarded alike.
+    """
+    refused: Refused = defaultdict(list)
+    kept = []
+    for sample in samples:
+        reason = untrainable(sample, algorithm, vocabulary=vocabulary)
+        if reason is None:
+            kept.append(sample)
+        else:
+            refused[reason].append(sample)
+    if group_by in {"run", "task"}:
+        again = [call for calls in runs(kept).values() for call in retried(calls)]
+        kept = _without(kept, again, refused, "asked again: another reply to this prompt was gone on from")
+    if group_by == "task":
+        kept = _without_groups(kept, _alone, refused, "alone in its group: the others cannot be trained on")
+        if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:
+            reason = "all runs of its group have the same reward: it says nothing"
+            judged = _by_the_last if algorithm.by_result else _by_the_mean
+            kept = _without_groups(kept, lambda group: _constant(group, judged), refused, reason)
+    kept, left = _of_the_method(kept, algorithm)
+    for reason, others in left.items():
+        refused[reason] += others
+    return kept, dict(refused)
+
+
+def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int) -> str | None:
+    """Why the sample must not reach the loss, if so; the sentence becomes the reason of its row."""
+    ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
+    rules = {
+        "the reply has no tokens": len(sample.completion_ids) > 0,
+        "the prompt has no tokens, so the reply's first one was predicted from nothing": len(sample.prompt_ids) > 0,
+        f"the reward is not a number within ±{MAX_REWARD:g}": abs(sample.reward) <= MAX_REWARD,
+        f"a token is outside the model's vocabulary of {vocabulary}": bool(((ids >= 0) & (ids < vocabulary)).all()),
+        "the reply was cut at its token limit": algorithm.overlong.train or sample.finish_reason != "length",
+        "the reply has not one log-probability per token": len(sample.logprobs) == len(sample.completion_ids),
+    }
+    if not algorithm.of_any_reply:
+        rules |= {
+            "a log-probability is not finite": bool(np.isfinite(sample.logprobs).all()),
+            "the reply was chosen at temperature 0, not sampled": 0 < sample.temperature < float("inf"),
+        }
+    return next((reason for reason, fulfilled in rules.items() if not fulfilled), None)
+
+
+def _of_the_method(samples: list[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
+    match algorithm.algorithm_type:
+        case "dpo":
+            return paired(samples)
+        case "sft" | "raft":
+            return imitable(samples, algorithm)
+        case _:
+            return samples, {}
+
+
+def _without(kept: list[Sample], left: Sequence[Sample], refused: Refused, reason: str) -> list[Sample]:
+    ids = {sample.id for sample in left}
+    if ids:
+        refused[reason] += left
+    return [sample for sample in kept if sample.id not in ids]
+
+
+def _without_groups(
+    kept: list[Sample], is_so: Callable[[Sequence[Sample]], bool], refused: Refused, reason: str
+) -> list[Sample]:
+    groups: defaultdict[int | None, list[Sample]] = defaultdict(list)
+    for sample in kept:
+        groups[sample.group_id].append(sample)
+    return _without(kept, [each for group in groups.values() if is_so(group) for each in group], refused, reason)
+
+
+def _alone(group: Sequence[Sample]) -> bool:
+    return len({run_of(sample) for sample in group}) < 2
+
+
+def _constant(group: Sequence[Sample], judged: Callable[[Sequence[Sample]], float]) -> bool:
+    return len({judged(calls) for calls in runs(group).values()}) < 2
+
+
+def _by_the_last(calls: Sequence[Sample]) -> float:
+    return calls[-1].reward
+
+
+def _by_the_mean(calls: Sequence[Sample]) -> float:
+    return fmean(call.reward for call in calls)

@@ -1,0 +1,143 @@
+"""Token sequences: what a model reads in training, and which of its tokens are learnt from.
+
+The calls of a run that extend each other's prompt become one sequence, in which the first prompt is read once: user's
+turns and tools' results lie between the replies, and are not learnt from.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from tuneloop.shared.experience import Float32s, Int32s, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSequence:
+    """Some calls in one row of tokens.
+
+    Four arrays of the same length: token ids; for each token the index in `calls` of the reply that it is of, -1 if of
+    none; log-probability as sampled (0 if of none); temperature (1 if of none).
+    """
+
+    ids: Int32s
+    of: Int32s
+    sampled: Float32s
+    temperatures: Float32s
+    calls: tuple[Sample, ...]
+
+    @classmethod
+    def alone(cls, sample: Sample) -> Self:
+        """One call."""
+        nothing = cls(
+            ids=np.zeros(0, np.int32),
+            of=np.zeros(0, np.int32),
+            sampled=np.zeros(0, np.float32),
+            temperatures=np.zeros(0, np.float32),
+            calls=(),
+        )
+        return nothing.then(sample)
+
+    def goes_on_in(self, sample: Sample) -> bool:
+        """Whether the call's prompt begins with all of this."""
+        length = len(self.ids)
+        return len(sample.prompt_ids) >= length and np.array_equal(sample.prompt_ids[:length], self.ids)
+
+    def then(self, sample: Sample) -> Self:
+        """This, and then a call that it goes on in."""
+        between, reply = sample.prompt_ids[len(self.ids) :], sample.completion_ids
+        quiet, said = len(between), len(reply)
+        return type(self)(
+            ids=np.concatenate([self.ids, between, reply]),
+            of=np.concatenate([self.of, np.full(quiet, -1, np.int32), np.full(said, len(self.calls), np.int32)]),
+            sampled=np.concatenate([self.sampled, np.zeros(quiet, np.float32), sample.logprobs]),
+            temperatures=np.concatenate(
+                [self.temperatures, np.ones(quiet, np.float32), np.full(said, sample.temperature, np.float32)]
+            ),
+            calls=(*self.calls, sample),
+        )
+
+    @property
+    def start(self) -> int:
+        """Where the first reply begins."""
+        return int(np.argmax(self.of >= 0))
+
+
+def run_of(sample: Sample) -> tuple[str, ...]:
+    """What the calls of one run have in common; a reply that names no run is a run of its own."""
+    if sample.task_id is None or sample.run_id is None:
+        return (str(sample.id),)
+    return (sample.tenant, sample.task_id, sample.run_id)
+
+
+def when_sampled(sample: Sample) -> tuple[float, int]:
+    """The order of calls: by the time of their requests, for their rows may be numbered in another."""
+    return sample.sampled_at, sample.id
+
+
+def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
+    """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
+    if not merge:
+        return [TokenSequence.alone(sample) for sample in samples]
+    return [sequence for calls in runs(samples).values() for sequence in _merged(calls)]
+
+
+def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
+    """The samples by their run, in the order in which they were sampled."""
+    found: defaultdict[tuple[str, ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        found[run_of(sample)].append(sample)
+    return {run: sorted(calls, key=when_sampled) for run, calls in found.items()}
+
+
+def retried(calls: Sequence[Sample]) -> list[Sample]:
+    """Those calls of a run that were asked again: nobody went on from their replies.
+
+    Of replies to one and the same prompt those are kept that a later prompt of the run contains; if there is none,
+    those of the last request. Several choices of one request are all kept unless one of them was gone on from.
+    """
+    same_prompt: defaultdict[bytes, list[Sample]] = defaultdict(list)
+    for call in calls:
+        same_prompt[call.prompt_ids.tobytes()].append(call)
+    left: list[Sample] = []
+    for rivals in same_prompt.values():
+        if len(rivals) > 1:
+            chosen = [each for each in rivals if _gone_on_from(each, calls)]
+            last = max(rivals, key=when_sampled)
+            left += [each for each in rivals if each not in chosen and (chosen or not _one_request(each, last))]
+    return left
+
+
+def _one_request(one: Sample, other: Sample) -> bool:
+    return one is other or (bool(one.msg_id) and one.msg_id == other.msg_id)
+
+
+def _gone_on_from(call: Sample, calls: Iterable[Sample]) -> bool:
+    alone = TokenSequence.alone(call)
+    return any(alone.goes_on_in(other) for other in calls if other is not call)
+
+
+def _merged(calls: Sequence[Sample]) -> list[TokenSequence]:
+    sequences: list[TokenSequence] = []
+    for call in sorted(calls, key=lambda each: (len(each.prompt_ids), when_sampled(each))):
+        fitting = [at for at, sequence in enumerate(sequences) if sequence.goes_on_in(call)]
+        if fitting:
+            longest = max(fitting, key=lambda at: len(sequences[at].ids))
+            sequences[longest] = sequences[longest].then(call)
+        else:
+            sequences.append(TokenSequence.alone(call))
+    return sequences
+
+
+def saying(sample: Sample, ids: Sequence[int]) -> Sample:
+    """The sample with another reply, which nobody sampled from the policy: its log-probabilities are 0."""
+    return msgspec.structs.replace(
+        sample,
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        temperature=1.0,
+        finish_reason="stop",
+    )

@@ -1,0 +1,72 @@
+"""The tokenizer of a model folder, and the tokens that end a reply."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from transformers import AutoTokenizer
+
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+
+
+class Tokenizer(Protocol):
+    """What is used of transformers' tokenizers."""
+
+    eos_token_id: int | None
+    all_special_ids: list[int]
+    added_tokens_decoder: dict[int, object]
+    chat_template: str | None
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of the text; special tokens that are spelled out in it become what they are."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """The id of each token."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """The token of each id."""
+        ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: object) -> str:
+        """The conversation as the model reads it."""
+        ...
+
+
+def tokenizer_of(settings: Settings, folder: Path | None = None, setting: str = "model.model_path") -> Tokenizer:
+    """The tokenizer in a folder, by default the base model's. Raises EnvironmentRefused, naming the setting."""
+    return _loaded(folder or settings.model.model_path, settings.model.trust_remote_code, setting)
+
+
+def ends_of(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a reply: the tokenizer's, then what generation_config.json and config.json name.
+
+    The first one is what a reply ends with that did not come from the model: it is the end of a turn in chat models,
+    whose generation_config.json often names the end of a document too.
+    """
+    found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            named = json.loads((folder / name).read_bytes()).get("eos_token_id")
+            found += named if isinstance(named, list) else [] if named is None else [named]
+    if not found:
+        raise EnvironmentRefused(
+            f"model.model_path: {folder} names no token that ends a reply; write eos_token_id into config.json"
+        )
+    return list(dict.fromkeys(found))
+
+
+@cache
+def _loaded(folder: Path, trust_remote_code: bool, setting: str) -> Tokenizer:
+    try:
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentRefused(f"{setting}: its tokenizer cannot be loaded: {reason}") from error
+    return cast(Tokenizer, found)

@@ -1,0 +1,165 @@
+"""Held-out evaluation: the actor answers tasks that it is never trained on, and the answers are judged.
+
+Greedy, so the same weights get the same score. Dimension suffixes are explained in trainer/batches/batch.py.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.evaluation.scores import KL, SCORE, Answered, Figure, figures_of, mean
+from tuneloop.shared.evaluation.tasks import Task, fingerprint
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
+from tuneloop.trainer.evaluation.judging import judging
+from tuneloop.trainer.models.model import Actor
+
+
+class HeldOut:
+    """The tasks of an experiment, ready to be asked."""
+
+    def __init__(self, settings: Settings, tasks: Sequence[Task]) -> None:
+        """Raises EnvironmentRefused for a task that the model cannot be asked."""
+        self._options = settings.monitor.evaluation
+        self._budget = settings.trainer.micro_batch_tokens
+        self._tokenizer = cast(PreTrainedTokenizerBase, tokenizer_of(settings))
+        self._ends = ends_of(settings.model.model_path, tokenizer_of(settings))
+        self._settings = settings
+        with judging(settings):  # What is refused is so now.
+            pass
+        self._refusals = settings.monitor.drift.refusals_found
+        #: Which tasks these are, and how they are judged.
+        self.fingerprint = fingerprint(tasks, self._options)
+        longest = settings.model.max_model_len
+        self._asked: list[tuple[Task, list[int]]] = []
+        for task in tasks:
+            ids = self._ids(task)
+            if not ids:
+                raise self._refused(task, "the question has no tokens")
+            if longest is not None and len(ids) + self._options.most_tokens > longest:
+                raise self._refused(
+                    task,
+                    f"a question of {len(ids)} tokens and a reply of monitor.evaluation.most_tokens,"
+                    f" {self._options.most_tokens}, are more than model.max_model_len, {longest}",
+                )
+            self._asked.append((task, ids))
+        self._asked.sort(key=lambda asked: len(asked[1]))
+
+    def score(self, actor: Actor) -> Metrics:
+        """The mean score, of all tasks and of each slice, as curves. Raises NotEvaluated if the judge cannot say."""
+        started = time.perf_counter()
+        scores = {each.slice: each.value for each in self.figures(actor) if each.metric == SCORE}
+        means = {f"evaluation/score/{part}" if part else "evaluation/score": value for part, value in scores.items()}
+        return means | {"time/evaluation": time.perf_counter() - started}
+
+    def figures(self, actor: Actor) -> tuple[Figure, ...]:
+        """Score, length and refusals of the actor's replies. Raises NotEvaluated if the judge cannot say."""
+        said = [
+            (task, ids)
+            for part in self._batches()
+            for (task, _), ids in zip(part, self._generated(actor, [ids for _, ids in part]), strict=True)
+        ]
+        pairs = [(task, self._words(ids)) for task, ids in said]
+        scores = self._judged(pairs)
+        answered = [
+            Answered(task, reply, len(ids), score, whole=ids[-1] in self._ends)
+            for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
+        ]
+        return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)
+
+    def distance(self, actor: Actor, champion: Actor) -> Figure:
+        """How far the actor is from the champion along the champion's greedy answers, in nats a token."""
+        distances = []
+        for part in self._batches():
+            prompts = [ids for _, ids in part]
+            for prompt, reply in zip(prompts, self._generated(champion, prompts), strict=True):
+                distances.append(_divergence(champion, actor, prompt, reply))
+        return mean(KL, distances)
+
+    def _judged(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
+        with judging(self._settings) as judge:
+            if self._options.judge != "model":
+                return [judge(*each) for each in pairs]
+            with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
+                return list(threads.map(lambda each: judge(*each), pairs))
+
+    def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
+        """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""
+        part: list[tuple[Task, list[int]]] = []
+        for asked in self._asked:
+            if part and (len(part) + 1) * (len(asked[1]) + self._options.most_tokens) > self._budget:
+                yield part
+                part = []
+            part.append(asked)
+        yield part
+
+    @torch.no_grad()
+    def _generated(self, actor: Actor, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The tokens of the replies, each up to the one that ends it."""
+        network = actor.network
+        padding = self._tokenizer.pad_token_id or 0
+        # All said, so that nothing of the model's own generation_config.json applies.
+        greedy = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self._options.most_tokens,
+            temperature=1.0,
+            top_k=50,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            eos_token_id=self._ends,
+            pad_token_id=padding,
+            use_cache=True,
+        )
+        ids_BT, mask_BT = (each.to(network.device) for each in _padded_left(prompts, padding))
+        generated_BT = cast(Any, network).generate(ids_BT, attention_mask=mask_BT, generation_config=greedy)
+        return [self._until_its_end(row.tolist()) for row in generated_BT[:, ids_BT.shape[1] :]]
+
+    def _until_its_end(self, ids: list[int]) -> list[int]:
+        return next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids)
+
+    def _words(self, ids: list[int]) -> str:
+        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _ids(self, task: Task) -> list[int]:
+        if isinstance(task.question, str):
+            return cast(list[int], self._tokenizer(task.question)["input_ids"])
+        try:
+            text = self._tokenizer.apply_chat_template(task.question, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise self._refused(task, f"the model's chat template does not take the messages: {error}") from error
+        return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _refused(self, task: Task, reason: str) -> EnvironmentRefused:
+        return EnvironmentRefused(f"monitor.evaluation.path: {self._options.path}, line {task.line}: {reason}")
+
+
+def _padded_left(prompts: Sequence[list[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask of the prompts, which all end in the last column."""
+    longest = max(map(len, prompts))
+    ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts])
+    mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    return ids_BT, mask_BT
+
+
+@torch.no_grad()
+def _divergence(of: Actor, to: Actor, prompt: Sequence[int], reply: Sequence[int]) -> float:
+    """KL(of || to) over the whole vocabulary, a mean over the reply's tokens."""
+    ids_1T = torch.tensor([[*prompt, *reply]])
+    logprobs_of_RV, logprobs_to_RV = (
+        cast(Any, actor.network)(input_ids=ids_1T.to(actor.network.device), use_cache=False)
+        .logits[0, len(prompt) - 1 : -1]
+        .float()
+        .log_softmax(1)
+        for actor in (of, to)
+    )
+    divergence_R = (logprobs_of_RV.exp() * (logprobs_of_RV - logprobs_to_RV)).sum(1)
+    return float(divergence_R.mean())

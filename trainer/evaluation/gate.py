@@ -1,0 +1,117 @@
+"""Examines versions for the gate, where no engine can be spared for it: each before the explorer may take it up.
+
+An examination that cannot be made now says nothing of the version, which waits: it is tried again while the learner is
+still that version.
+"""
+
+import time
+
+import structlog
+import torch
+
+from tuneloop.shared.checkpoint import ACTOR
+from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
+from tuneloop.shared.evaluation.gate import evaluator_of, judge
+from tuneloop.shared.evaluation.off_policy import is_beside, replayed
+from tuneloop.shared.evaluation.scores import KL, Figure, figures_of, if_of
+from tuneloop.shared.evaluation.tasks import fingerprint, tasks_of
+from tuneloop.shared.experience import Evaluator, VersionAction
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.evaluation.evaluation import HeldOut
+from tuneloop.trainer.evaluation.off_policy import known_to, likelihoods
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.models.model import Actor
+
+_log = structlog.get_logger()
+
+_AGAIN_S = 60.0
+
+
+class Examination:
+    """The examiner of one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, *, again_s: float = _AGAIN_S) -> None:
+        self._settings, self._ledger, self._again_s = settings, ledger, again_s
+        self._wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
+        tasks = tasks_of(settings.monitor.evaluation) if self._wanted else []
+        self._held_out = HeldOut(settings, tasks) if tasks else None
+        self._fingerprint = fingerprint(tasks, settings.monitor.evaluation)
+        self._not_before = 0.0
+
+    def examine(self, learner: Learner, version: int) -> None:
+        """Record the figures of `version`, which the learner is, and of the champion, if they are not there yet."""
+        if not self._wanted or time.monotonic() < self._not_before:
+            return
+        champion = self._ledger.champion()
+        found, before = self._figures(version), self._figures(champion.version)
+        if before and found and (version == champion.version or self._compared(found, champion)):
+            return
+        try:
+            self._compare(learner, version, champion)
+        except NotEvaluated as error:
+            self._put_off(version, str(error))
+        except torch.OutOfMemoryError:
+            self._put_off(version, "it does not fit into the GPU's memory")
+
+    def _put_off(self, version: int, reason: str) -> None:
+        _log.warning("version_not_evaluated", version=version, reason=reason)
+        self._not_before = time.monotonic() + self._again_s
+
+    def _compared(self, found: tuple[Figure, ...], champion: Version) -> bool:
+        """Whether the figures have all that is measured beside a champion, and beside this one."""
+        gate = self._settings.gate
+        knows_distance = gate.kl is None or any(each.metric == KL for each in found)
+        return knows_distance and (not gate.replays or is_beside(found, champion.version))
+
+    def _compare(self, learner: Learner, version: int, champion: Version) -> None:
+        started, found, gate = time.perf_counter(), self._answers(learner.actor), self._settings.gate
+        if version == champion.version:
+            self._record(version, found)
+            return
+        before = self._figures(champion.version)
+        if not before or gate.kl is not None or gate.replays:
+            actor = self._actor(champion)
+            if not before:
+                before = self._answers(actor)
+                self._record(champion.version, before)
+            if gate.kl is not None and self._held_out is not None:
+                found = (*found, self._held_out.distance(learner.actor, actor))
+            if gate.replays:
+                found = (*found, *self._replayed(learner.actor, actor, champion.version))
+        verdict = judge(gate, found, before)
+        details = verdict.details(champion.version)
+        reason = verdict.reason(champion.version)
+        self._ledger.note_version(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
+        # Only now: with them in the ledger the version may be rejected, or served, at once.
+        self._record(version, found)
+        seconds = round(time.perf_counter() - started, 3)
+        _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
+
+    def _answers(self, actor: Actor) -> tuple[Figure, ...]:
+        """What its answers to the tasks come to; without tasks, only that there are none."""
+        if self._held_out is None:
+            return figures_of((), fingerprint=self._fingerprint, refusals=())
+        return self._held_out.figures(actor)
+
+    def _replayed(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
+        newest = self._ledger.held_out(self._settings.gate.replay.rows)
+        replies = [each for each in newest if known_to(actor, each)]
+        budget = self._settings.trainer.micro_batch_tokens
+        now, before = (likelihoods(each, replies, budget=budget) for each in (actor, champion))
+        return replayed(replies, now, before, of=of)
+
+    def _figures(self, version: int) -> tuple[Figure, ...]:
+        """What is known of a version, if it is of these tasks."""
+        return if_of(self._ledger.evaluation(version, Evaluator.TRAINER), self._fingerprint)
+
+    def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
+        self._ledger.record_evaluation(version, Evaluator.TRAINER, figures)
+
+    def _actor(self, version: Version) -> Actor:
+        try:
+            folder = version.path / ACTOR if version.version else self._settings.model.model_path
+            return snapshot.actor_in(self._settings, folder)
+        except EnvironmentRefused as error:
+            raise NotEvaluated(str(error)) from error

@@ -1,0 +1,116 @@
+"""AdamW over float32 master weights, for a model that may run in a smaller type."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from tuneloop.shared.settings import algorithm
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class MasterAdamW:
+    """The master weights of what is trained of `module`, their gradients and moments.
+
+    A float32 parameter is its own master. Any other has a float32 copy: its gradients are added up there, micro-batch
+    by micro-batch, the update is made there, and the parameter becomes the copy rounded.
+    """
+
+    def __init__(self, module: nn.Module, settings: algorithm.OptimizerSettings) -> None:
+        self.updates = 0
+        self._settings = settings
+        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
+        self._adamw = torch.optim.AdamW(
+            self._masters.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=any(parameter.is_cuda for parameter in self._parameters.values()),
+        )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update: a line up to the setting over the first updates."""
+        warmup = self._settings.lr_warmup_steps
+        return self._settings.lr * min(1.0, (self.updates + 1) / (warmup + 1))
+
+    def gradient_norm(self) -> float:
+        """The norm of all gradients together; not finite as soon as one of them is not."""
+        return float(get_total_norm(self._gradients()))
+
+    def update(self, *, norm: float, max_norm: float) -> None:
+        """One update with the gradients, whose norm is `norm`, scaled down to `max_norm`.
+
+        None where all gradients are 0: AdamW's memory alone would move the weights, and nothing says where to.
+        """
+        if norm:
+            clip_grads_with_norm_(self._masters.values(), max_norm, torch.tensor(norm))
+            self._adamw.param_groups[0]["lr"] = self.lr
+            self._adamw.step()
+            self._publish()
+            self.updates += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Throw the gradients away."""
+        self._adamw.zero_grad()
+
+    def weights(self, *, hidden: bool = False) -> dict[str, Tensor]:
+        """The master weights; with `hidden`, only those that the model's own parameters do not show."""
+        return {
+            name: master.detach()
+            for name, master in self._masters.items()
+            if not hidden or master is not self._parameters[name]
+        }
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's memory, as `moment.parameter`."""
+        return {
+            f"{moment}.{name}": state[moment]
+            for name, master in self._masters.items()
+            if (state := self._adamw.state.get(master))
+            for moment in _MOMENTS
+        }
+
+    @torch.no_grad()
+    def restore(self, *, updates: int, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+        """Go back to what `weights`, `moments` and `updates` said."""
+        self.updates = updates
+        for name, weight in weights.items():
+            self._masters[name].copy_(weight)
+        self._publish()
+        states = {
+            index: {moment: moments[f"{moment}.{name}"].clone() for moment in _MOMENTS}
+            for index, name in enumerate(self._masters)
+            if f"step.{name}" in moments
+        }
+        groups = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": states, "param_groups": groups})
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self._masters.values() if master.grad is not None]
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter is not self._masters[name]:
+                parameter.copy_(self._masters[name])
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def hand_over(filled: Tensor) -> None:
+        # Not `parameter`: a hook that holds what it hangs on is never freed, and a GPU has no room for two models.
+        assert filled.grad is not None
+        gradient = filled.grad.float()
+        master.grad = gradient if master.grad is None else master.grad + gradient
+        filled.grad = None
+
+    parameter.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+    return master

@@ -1,0 +1,216 @@
+"""The rules of the monitors: what the model has drifted to since the first steps, and whether that is an alarm.
+
+Pure. A history holds for each signal its values by step; a rule makes one figure of them and compares it with its
+threshold. Until there are values enough, a rule says nothing, and an open alarm stays as it is.
+
+    step       1 … baseline | …  | last window steps
+    compared   the first ones, with the mean of the last ones; the two never overlap
+
+For each evaluation the history also keeps the reward of its time. The alarm `reward_hack` looks at pairs of them:
+
+    step 40, score 0.80, reward 0.30    step 60, score 0.55, reward 0.70    rise 0.40, fall 0.25: the reward is hacked
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from tuneloop.shared.settings.versions import DriftSettings
+
+REWARD, LENGTH = "critic/rewards/mean", "response_length/mean"
+ENTROPY = "actor/entropy"
+KL, KL_BASE = "actor/kl_loss", "actor/kl_base"
+REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedback/largest_rater"
+
+SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER)
+
+# So many windows are kept, because a trainer may go back some steps and must find what was there before.
+_WINDOWS_KEPT = 4
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation after `step` steps, and the mean reward of the window that ended there; none at step 0."""
+
+    step: int
+    score: float
+    reward: float | None
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rules look at, oldest first. `raised` are the open alarms, with the step at which each was raised."""
+
+    series: dict[str, list[tuple[int, float]]] = {}
+    scores: list[Score] = []
+    raised: dict[str, int] = {}
+
+
+class Verdict(NamedTuple):
+    """One monitor's figure, and whether it is beyond the threshold; `reason` is the sentence of the alarm."""
+
+    value: float
+    threshold: float
+    over: bool
+    reason: str
+
+
+def until(history: History, step: int) -> History:
+    """The history as it was after `step` steps, but for the alarms: whoever reads them has been told of all."""
+    return History(
+        series={name: [each for each in values if each[0] <= step] for name, values in history.series.items()},
+        scores=[each for each in history.scores if each.step <= step],
+        raised={name: min(raised, step) for name, raised in history.raised.items()},
+    )
+
+
+def with_step(drift: DriftSettings, history: History, step: int, signals: Mapping[str, float]) -> History:
+    """The history with the step's signals; those that are missing or not finite leave no value.
+
+    What is measured now and then holds until it is measured again.
+    """
+    series = dict(history.series)
+    for name in SIGNALS:
+        value = signals.get(name)
+        if value is None and name == KL_BASE and KL not in signals and series.get(name):
+            value = series[name][-1][1]
+        if value is not None and math.isfinite(value):
+            series[name] = _kept(drift, [*series.get(name, []), (step, value)])
+    return msgspec.structs.replace(history, series=series)
+
+
+def with_score(drift: DriftSettings, history: History, step: int, score: float) -> History:
+    """The history with an evaluation."""
+    rewards = [value for _, value in history.series.get(REWARD, [])][-drift.window :]
+    new = Score(step=step, score=score, reward=fmean(rewards) if rewards else None)
+    since = _evaluations_since(drift, history, step)
+    kept = [each for each in history.scores if since <= each.step < step]
+    return msgspec.structs.replace(history, scores=[*kept, new])
+
+
+def verdicts(drift: DriftSettings, history: History) -> dict[str, Verdict]:
+    """What each monitor that is on and has values enough says."""
+    said = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
+    return {name: verdict for name, verdict in said if verdict is not None}
+
+
+def changes(drift: DriftSettings, history: History, found: Mapping[str, Verdict]) -> Iterator[tuple[str, bool]]:
+    """The alarms to be raised (True) and cleared. One whose monitor was switched off is cleared."""
+    for name, verdict in found.items():
+        if verdict.over != (name in history.raised):
+            yield name, verdict.over
+    for name in history.raised:
+        if not is_on(drift, name):
+            yield name, False
+
+
+def is_on(drift: DriftSettings, name: str) -> bool:
+    """Whether the monitor has a threshold."""
+    option = "reward_rise" if name == "reward_hack" else name
+    return name in RULES and getattr(drift, option) is not None
+
+
+def _kept(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    last = _WINDOWS_KEPT * drift.window
+    return values[: drift.baseline] + values[drift.baseline :][-last:]
+
+
+def _evaluations_since(drift: DriftSettings, history: History, step: int) -> int:
+    """The first step whose evaluation counts. While its alarm is open, what it fell from must not be forgotten."""
+    return min(step, history.raised.get("reward_hack", step)) - drift.evaluation_window
+
+
+def _last(drift: DriftSettings, history: History, signal: str) -> float | None:
+    """The mean of the last window, if that is full."""
+    values = [value for _, value in history.series.get(signal, [])][-drift.window :]
+    return fmean(values) if len(values) == drift.window else None
+
+
+def _first_and_last(drift: DriftSettings, history: History, signal: str) -> tuple[float, float] | None:
+    """The means of the baseline and of the last window after it, if both are full."""
+    values = [value for _, value in history.series.get(signal, [])]
+    later = values[drift.baseline :][-drift.window :]
+    return (fmean(values[: drift.baseline]), fmean(later)) if len(later) == drift.window else None
+
+
+def _times(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
+    def rule(drift: DriftSettings, history: History) -> Verdict | None:
+        means = _first_and_last(drift, history, signal)
+        if means is None or means[0] <= 0:
+            return None
+        first, last = means
+        most: float = getattr(drift, option)
+        over = not first / most <= last <= first * most
+        reason = f"{what} was {first:.4g} in the first {drift.baseline} steps, and is {last:.4g} in the last"
+        return Verdict(last / first, most, over, f"{reason} {drift.window}")
+
+    return rule
+
+
+def _rise(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
+    def rule(drift: DriftSettings, history: History) -> Verdict | None:
+        means = _first_and_last(drift, history, signal)
+        if means is None:
+            return None
+        first, last = means
+        most: float = getattr(drift, option)
+        reason = f"{what} was {first:.1%} in the first {drift.baseline} steps, and is {last:.1%} in the last"
+        return Verdict(last - first, most, last - first > most, f"{reason} {drift.window}")
+
+    return rule
+
+
+def _level(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
+    def rule(drift: DriftSettings, history: History) -> Verdict | None:
+        last = _last(drift, history, signal)
+        if last is None:
+            return None
+        most: float = getattr(drift, option)
+        return Verdict(last, most, last > most, f"{what} is {last:.4g} in the last {drift.window} steps")
+
+    return rule
+
+
+def _distance(drift: DriftSettings, history: History) -> Verdict | None:
+    """Of the two signals the one that was seen last."""
+    seen = {name: history.series[name][-1][0] for name in (KL, KL_BASE) if history.series.get(name)}
+    signal = max(seen, key=seen.__getitem__, default=KL)
+    return _level(signal, "kl", "the distance from the base model")(drift, history)
+
+
+def _hacked(drift: DriftSettings, history: History) -> Verdict | None:
+    """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
+    if len(history.scores) < 2 or drift.reward_rise is None:
+        return None
+    *earlier, now = history.scores
+    rose, worst, reason = now.reward, 0.0, "the reward and the evaluation go together"
+    if rose is None:
+        return None
+    for then in earlier:
+        reward = _first_reward(drift, history) if then.reward is None else then.reward
+        fall = then.score - now.score
+        if reward is not None and rose - reward > drift.reward_rise and fall > worst:
+            worst = fall
+            reason = (
+                f"from step {then.step} to {now.step} the reward rose from {reward:.4g} to {rose:.4g}, but the score of"
+                f" the evaluation fell from {then.score:.4g} to {now.score:.4g}"
+            )
+    return Verdict(worst, drift.evaluation_fall, worst > drift.evaluation_fall, reason)
+
+
+def _first_reward(drift: DriftSettings, history: History) -> float | None:
+    """What the base model's evaluation, before any step, is compared with: the rewards of the first steps."""
+    values = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
+    return fmean(values) if values else None
+
+
+RULES: Mapping[str, Callable[[DriftSettings, History], Verdict | None]] = {
+    "reward_hack": _hacked,
+    "reply_length": _times(LENGTH, "reply_length", "the mean length of replies"),
+    "entropy": _times(ENTROPY, "entropy", "the policy's entropy"),
+    "kl": _distance,
+    "refusals": _rise(REFUSALS, "refusals", "the share of replies that refuse"),
+    "tool_errors": _rise(TOOL_ERRORS, "tool_errors", "the share of wrong tool calls"),
+    "single_rater": _level(RATER, "single_rater", "the share of feedback that one source gives"),
+}

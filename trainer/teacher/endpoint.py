@@ -1,0 +1,266 @@
+"""A teacher behind an OpenAI endpoint: vLLM, which tells what it thinks of given token ids (`prompt_logprobs`).
+
+It is asked over HTTP, several requests at a time, each a few times before the teacher counts as away. Redirects and the
+proxies of the environment are followed as usual.
+"""
+
+import http.client
+import json
+import math
+import queue
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.batches.tokenizer import tokenizer_of
+from tuneloop.trainer.stop import Stop
+from tuneloop.trainer.teacher.teacher import CUT_OFF, MOST_TOKENS, NO_NUMBER, NotTaught, TeacherAway, with_replies
+
+#: So many requests are under way at a time.
+_AT_ONCE = 8
+
+#: Seconds between the tries of a request.
+_PAUSES_S = (1.0, 4.0)
+
+#: A request that is answered so will never be answered otherwise.
+_REFUSED = {400, 413, 422}
+
+#: How two tokenizers are compared: a text of many scripts, to which special tokens are added.
+_SAMPLER = (
+    "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n\tdef f(x: int) -> float:\n        return x / 3.14"
+    '\r\n{"a": [1e-9, null]} <b>&amp;</b> Zürich ñandú'
+    " \u0416\u0443\u043a \u4f60\u597d\uff0c\u4e16\u754c \u3054\u98ef \ud55c\uad6d\uc5b4 \U0001f642"
+)
+_MOST_SPECIALS = 256
+
+#: Status and JSON of an answer, or why there was none after a few tries.
+_Heard = tuple[int, Any] | TeacherAway
+
+_Read = TypeVar("_Read")
+
+
+class RemoteTeacher:
+    """A model behind `algorithm.distill.teacher_url`. `stop` ends every wait."""
+
+    def __init__(self, settings: Settings, stop: Stop, *, pauses_s: Sequence[float] = _PAUSES_S) -> None:
+        wanted = settings.algorithm.distill
+        assert wanted.teacher_url is not None
+        base = wanted.teacher_url.rstrip("/")
+        self._url = f"{base}/completions" if urlsplit(base).path else f"{base}/v1/completions"
+        self._headers = {"content-type": "application/json"}
+        if wanted.teacher_key:
+            self._headers["authorization"] = f"Bearer {wanted.teacher_key}"
+        self._model, self._timeout = wanted.teacher_model, wanted.timeout
+        self._settings, self._stop, self._pauses_s = settings, stop, pauses_s
+        self._known = False
+
+    def check(self) -> None:
+        """Raise EnvironmentRefused unless it takes token ids, tells log-probabilities of them, and reads as we do."""
+        if self._known:
+            return
+        words = tokenizer_of(self._settings)
+        specials = sorted(words.added_tokens_decoder)[:_MOST_SPECIALS]
+        text = _SAMPLER + "".join(words.convert_ids_to_tokens(specials))
+        asked = {"prompt": text, "add_special_tokens": False, "return_token_ids": True, **_SCORE}
+        status, answer = self._patiently(asked)
+        if status != 200:
+            self._refuse(f"answers {status}: {_message(answer)}")
+        choice = _choice(answer)
+        if not isinstance(choice.get("prompt_token_ids"), list) or not choice.get("prompt_logprobs"):
+            self._refuse(
+                "does not tell log-probabilities of given tokens, as vLLM does; OpenAI's own models cannot be teachers"
+            )
+        if choice["prompt_token_ids"] != words.encode(text, add_special_tokens=False):
+            self._refuse("has another tokenizer than the model; choose a teacher with the same one")
+        self._known = True
+
+    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """See Teacher."""
+        self.check()
+        asked = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]
+        calls = [each.calls for each in sequences]
+        rows = self._read(asked, calls, lambda turn, choice: _logprobs(sequences[turn], choice))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def reply(self, samples: Sequence[Sample]) -> list[Sample]:
+        """See Teacher."""
+        self.check()
+        most = self._settings.model.max_response_tokens or MOST_TOKENS
+        options = {"max_tokens": most, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "return_token_ids": True}
+        asked = [{"prompt": each.prompt_ids.tolist(), **options} for each in samples]
+        replies = self._read(asked, [(each,) for each in samples], lambda _, choice: _said(choice, most))
+        return with_replies(samples, replies, known=len(tokenizer_of(self._settings)))
+
+    def _read(
+        self,
+        bodies: Sequence[Mapping[str, object]],
+        calls: Sequence[Sequence[Sample]],
+        read: Callable[[int, dict[str, Any]], _Read],
+    ) -> list[_Read]:
+        """What `read` makes of the answers, in the order of the requests, each of which is about some `calls`."""
+        refused: defaultdict[str, list[Sample]] = defaultdict(list)
+        failed: defaultdict[str, list[Sample]] = defaultdict(list)
+        found: list[_Read] = []
+        for turn, heard in sorted(self._all(bodies).items()):
+            if isinstance(heard, tuple) and heard[0] in _REFUSED:
+                refused[f"the teacher refuses it: {_message(heard[1])}"] += calls[turn]
+                continue
+            try:
+                found.append(read(turn, self._fine(heard)))
+            except TeacherAway as error:
+                failed[str(error)] += calls[turn]
+        if refused:
+            raise NotTaught(dict(refused))
+        if failed:
+            raise TeacherAway(next(iter(failed)), dict(failed) if found else {})
+        return found
+
+    def _fine(self, heard: _Heard) -> dict[str, Any]:
+        if isinstance(heard, TeacherAway):
+            raise heard
+        status, answer = heard
+        if status != 200:
+            raise TeacherAway(f"{self._url} answers {status}: {_message(answer)}")
+        return _choice(answer)
+
+    def _refuse(self, sentence: str) -> None:
+        raise EnvironmentRefused(f"algorithm.distill.teacher_url: {self._url} {sentence}")
+
+    # Asking.
+
+    def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Heard]:
+        """What was heard to the requests, by their number; to some nothing, if too many before them failed in a row.
+
+        The threads are daemons: a hanging one keeps nobody alive.
+        """
+        # By chance, so that rows which always fail do not hide those behind them for ever.
+        turns, given_up = iter(random.sample(range(len(bodies)), len(bodies))), threading.Event()
+        heard: queue.SimpleQueue[tuple[int, _Heard]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            while not given_up.is_set() and (turn := next(turns, None)) is not None:
+                try:
+                    heard.put((turn, self._patiently(bodies[turn])))
+                except TeacherAway as error:
+                    heard.put((turn, error))
+
+        threads = [threading.Thread(target=ask, name="teacher", daemon=True) for _ in range(_AT_ONCE)]
+        for thread in threads:
+            thread.start()
+        answers: dict[int, _Heard] = {}
+        failed_in_a_row = 0
+        try:
+            while len(answers) < len(bodies) and failed_in_a_row < _AT_ONCE:
+                turn, answer = self._next(heard, threads)
+                answers[turn] = answer
+                failed_in_a_row = failed_in_a_row + 1 if isinstance(answer, TeacherAway) else 0
+        finally:
+            given_up.set()
+        return answers
+
+    def _next(
+        self, heard: "queue.SimpleQueue[tuple[int, _Heard]]", threads: Sequence[threading.Thread]
+    ) -> tuple[int, _Heard]:
+        while True:
+            alive = any(thread.is_alive() for thread in threads)
+            try:
+                return heard.get(timeout=0.2)
+            except queue.Empty:
+                if self._stop.is_set():
+                    raise TeacherAway("told to stop") from None
+                if not alive:
+                    raise RuntimeError("the threads that ask the teacher have died") from None
+
+    def _patiently(self, body: Mapping[str, object]) -> tuple[int, Any]:
+        """Status and JSON of the answer, after a few tries. Raises TeacherAway."""
+        reason = ""
+        for pause in (*self._pauses_s, None):
+            try:
+                status, answer = self._once(body)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if status not in {408, 409, 425, 429} and status < 500:
+                    return status, answer
+                reason = f"{status}: {_message(answer)}"
+            if pause is not None and self._stop.wait(pause):
+                break
+        raise TeacherAway(f"{self._url} does not answer: {reason}")
+
+    def _once(self, body: Mapping[str, object]) -> tuple[int, Any]:
+        data = json.dumps({"model": self._model, **body}).encode()
+        request = Request(self._url, data=data, headers=self._headers)
+        try:
+            with urlopen(request, timeout=self._timeout) as reply:
+                return reply.status, json.loads(reply.read())
+        except HTTPError as error:
+            with error:
+                said = error.read()
+            return error.code, said.decode(errors="replace")
+
+
+#: The least that vLLM answers with: it wants to say one token, and tells each token of the prompt without rivals.
+_SCORE: Mapping[str, object] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+
+
+def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
+    """Of each token from the first reply token on; raises TeacherAway if the answer is about other tokens."""
+    told = choice.get("prompt_logprobs")
+    if not isinstance(told, list) or len(told) != len(sequence.ids):
+        raise TeacherAway("the teacher does not tell a log-probability of each token")
+    row = np.zeros(len(sequence.ids), np.float32)
+    for at in np.flatnonzero(sequence.of >= 0):
+        row[at] = _number(told[at], int(sequence.ids[at]))
+    return torch.from_numpy(row[sequence.start :])
+
+
+def _number(told: Any, token: int) -> float:
+    entry = told.get(str(token)) if isinstance(told, dict) else None
+    if not isinstance(entry, dict):
+        raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
+    number = entry.get("logprob")
+    if not isinstance(number, int | float) or math.isnan(number):
+        raise TeacherAway(NO_NUMBER)
+    return float(number)
+
+
+def _said(choice: Mapping[str, Any], most: int) -> list[int] | str:
+    """The ids of a reply, or why it is none."""
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise TeacherAway("the teacher tells no token ids any more")
+    if choice.get("finish_reason") != "stop" or not ids:
+        return CUT_OFF.format(most)
+    return ids
+
+
+def _choice(answer: Any) -> dict[str, Any]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def _message(answer: Any) -> str:
+    """What an error says, in OpenAI's envelope or not: one line of 300 characters at most."""
+    with_envelope = answer
+    if isinstance(answer, str):
+        try:
+            with_envelope = json.loads(answer)
+        except ValueError:
+            with_envelope = answer
+    if isinstance(with_envelope, dict):
+        inner = with_envelope.get("error")
+        with_envelope = inner.get("message") if isinstance(inner, dict) else inner or with_envelope
+    return " ".join(str(with_envelope).split())[:300]

@@ -1,0 +1,176 @@
+"""The teacher of `distill`: a local model, or one behind an endpoint (trainer/teacher/endpoint.py).
+
+It has the tokenizer of the model that is trained: what it is asked about are token ids.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.batch import Batch, collate, micro_batches
+from tuneloop.trainer.batches.sequences import TokenSequence, saying
+from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
+from tuneloop.trainer.models.model import Actor
+
+#: The most tokens of a teacher's reply where `model.max_response_tokens` does not say.
+MOST_TOKENS = 2048
+
+CUT_OFF = "the teacher's reply was cut off at {} tokens"
+NO_NUMBER = "the teacher's log-probability of a token is no number"
+
+
+class TeacherAway(TuneloopError):
+    """The teacher does not answer at the moment; that may pass. Nothing has been learnt.
+
+    `failed`, by the reason: the samples that it has not answered, if it has answered others; empty if it answered none.
+    """
+
+    def __init__(self, reason: str, failed: Mapping[str, list[Sample]] = MappingProxyType({})) -> None:
+        super().__init__(reason)
+        self.failed = failed
+
+
+class NotTaught(TuneloopError):
+    """The teacher has no answer to some samples, and never will: `refused`, by the reason."""
+
+    def __init__(self, refused: dict[str, list[Sample]]) -> None:
+        super().__init__("; ".join(refused))
+        self.refused = refused
+
+
+class Teacher(Protocol):
+    """What is asked of a teacher. Both raise TeacherAway or NotTaught."""
+
+    def check(self) -> None:
+        """Raise EnvironmentRefused if it cannot be a teacher of this model, TeacherAway if it cannot be asked."""
+
+    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """Its log-probabilities at temperature 1 of the sequences' action tokens, float32 of shape BR, else 0."""
+        ...
+
+    def reply(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with its replies, which it sampled at temperature 1, in the place of their own."""
+        ...
+
+
+class _Generates(Protocol):
+    def generate(self, ids_BT: Tensor, **options: Any) -> Tensor: ...
+
+
+class _Numbers(LogitsProcessor):
+    """Raises FloatingPointError before a token would be sampled from NaN, which on a GPU ends the process."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.isnan().any():
+            raise FloatingPointError(NO_NUMBER)
+        return scores
+
+
+class LocalTeacher:
+    """A Hugging Face model in a folder of this machine."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings = settings
+        self._actor = Actor.load(settings, folder)
+        self._actor.network.requires_grad_(requires_grad=False)
+        self._words = tokenizer_of(settings, folder, "algorithm.distill.teacher_path")
+
+    def check(self) -> None:
+        """Raise EnvironmentRefused unless both models have the same words under the same numbers."""
+        ours, theirs = tokenizer_of(self._settings).get_vocab(), self._words.get_vocab()
+        if ours != theirs:
+            different = next(word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word))
+            raise EnvironmentRefused(
+                f"algorithm.distill.teacher_path: its tokenizer is another than the model's: {different!r} is token "
+                f"{theirs.get(different)} there and {ours.get(different)} here; choose a teacher with the same one"
+            )
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """See Teacher."""
+        self._must_know(call for sequence in sequences for call in sequence.calls)
+        batch = collate(sequences)
+        batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
+        all_BR = torch.zeros_like(batch.sampled_BR)
+        for index_B in micro_batches(batch.lengths_B, self._settings.trainer.micro_batch_tokens):
+            part_BR = self._scored(batch.rows(index_B))
+            all_BR[index_B, : part_BR.shape[1]] = part_BR
+        strange_B = all_BR.isnan().any(1)
+        if strange_B.all():
+            raise TeacherAway(NO_NUMBER)
+        if strange_B.any():
+            raise NotTaught({NO_NUMBER: [call for at in strange_B.nonzero()[:, 0] for call in sequences[at].calls]})
+        return all_BR
+
+    @torch.no_grad()
+    def reply(self, samples: Sequence[Sample]) -> list[Sample]:
+        """See Teacher. A sample gets the same reply however often it is asked."""
+        self._must_know(samples)
+        most = self._settings.model.max_response_tokens or MOST_TOKENS
+        ends = ends_of(self._settings.model.model_path, self._words)
+        replies = [self._said(sample, most, ends) for sample in samples]
+        if all(each == NO_NUMBER for each in replies):
+            raise TeacherAway(NO_NUMBER)
+        return with_replies(samples, replies, known=len(self._words))
+
+    def _scored(self, part: Batch) -> Tensor:
+        return self._actor.score(part.to(self._actor.network.device))[0].cpu()
+
+    def _said(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
+        """The ids of its reply, or why it has none."""
+        try:
+            ids = self._generated(sample, most, ends)
+        except FloatingPointError as error:
+            return str(error)
+        return ids if ids[-1] in ends else CUT_OFF.format(most)
+
+    def _generated(self, sample: Sample, most: int, ends: list[int]) -> list[int]:
+        ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
+        with torch.random.fork_rng():
+            torch.manual_seed(self._settings.trainer.seed + sample.id)
+            said = cast(_Generates, self._actor.network).generate(
+                ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                max_new_tokens=most,
+                do_sample=True,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+                logits_processor=LogitsProcessorList([_Numbers()]),
+            )
+        return cast(list[int], said[0, ids_1T.shape[1] :].tolist())
+
+    def _must_know(self, samples: Iterable[Sample]) -> None:
+        known = self._actor.vocabulary
+        strange = [s for s in samples if max(s.prompt_ids.max(), s.completion_ids.max(initial=0)) >= known]
+        if strange:
+            raise NotTaught({f"a token is outside the teacher's vocabulary of {known}": strange})
+
+
+def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], *, known: int) -> list[Sample]:
+    """The samples with other replies; raises NotTaught if one is a reason instead of ids of the `known` tokens."""
+    refused: defaultdict[str, list[Sample]] = defaultdict(list)
+    taught = []
+    for sample, said in zip(samples, replies, strict=True):
+        if isinstance(said, str):
+            refused[said].append(sample)
+        elif not all(0 <= token < known for token in said):
+            refused[f"the teacher's reply has a token beyond the tokenizer's {known}"].append(sample)
+        else:
+            taught.append(saying(sample, said))
+    if refused:
+        raise NotTaught(dict(refused))
+    return taught

@@ -15,6 +15,7 @@ import uvloop
 
 from explorer import vllm_api
 from explorer.control import control
+from explorer.door import check_uvicorn
 from explorer.listening import listen
 from explorer.msg_id import key_path, load_key
 from shared.config import Settings
@@ -82,6 +83,7 @@ def make_job_dir(settings: Settings) -> None:
 
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot."""
+    check_uvicorn()
     check_model(settings)
     check_engine(settings)
     make_job_dir(settings)

@@ -5,12 +5,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from explorer.vllm_api import Control, Findings
+from explorer.vllm_api import Control, Findings, open_session
 from shared.checkpoint import PROBE_LENGTH, Probe
 from tests.loop.bare_engine import MODEL
 from tests.loop.oracle import Oracle
@@ -51,7 +50,7 @@ def told(bare_engine: httpx.Client) -> Told:
 
     def tell(what: Callable[[Control], Awaitable[Any]]) -> Any:
         async def whole() -> Any:
-            async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(socket)) as session:
+            async with open_session(url=None, socket=socket, key=None) as session:
                 return await what(Control(session, model_name=MODEL, tolerance=1e-3))
 
         return asyncio.run(whole())

@@ -1,7 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test install
+.PHONY: help demo test install lock
 
 PYTHON_IN_VENV := .venv/bin/python
+UV ?= .venv/bin/uv
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -11,6 +12,12 @@ install: ## make .venv with real vLLM for CPU, the trainer and the demo
 
 demo: install ## a tiny model learns sums while it is served (SEED=0 REWARD=judge|random STEPS=n)
 	@$(PYTHON_IN_VENV) -m examples.sums $(if $(SEED),--seed $(SEED)) $(if $(REWARD),--reward $(REWARD)) $(if $(STEPS),--steps $(STEPS))
+
+lock: ## look for the newest versions that go together, and write them into requirements/lock.txt
+	@test -x $(UV) || scripts/install dev
+	@$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-emit-package setuptools \
+		--custom-compile-command "make lock" --extra trainer --extra dev -o requirements/lock.txt \
+		pyproject.toml requirements/engine-cpu.txt examples/sums/requirements.txt
 
 test: ## install what the tests need and run them (WORKERS=n at once, 2)
 	@scripts/install dev

@@ -15,6 +15,7 @@ import uvloop
 
 from tuneloop.explorer.capture.reply_id import key_path, load_key
 from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.http.server import check_uvicorn
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
@@ -82,6 +83,7 @@ def make_job_dir(settings: Settings) -> None:
 
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot."""
+    check_uvicorn()
     check_model(settings)
     check_engine(settings)
     make_job_dir(settings)

@@ -4,10 +4,12 @@ The weight routes exist only with VLLM_SERVER_DEV_MODE and ask for no key, so an
 socket.
 """
 
+import asyncio
 import importlib.metadata
 import json
 import os
 import random
+import ssl
 import string
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
+import httpx
 import orjson
 
 from tuneloop.explorer.engines.adapter_names import Renaming, is_adapter
@@ -52,6 +54,8 @@ _SAMPLED = PROBE_ROOM // 2
 
 #: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
 _KEEP_S = 4.0
+
+_JSON = {"content-type": "application/json"}
 
 #: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
 BREAKS_CPU_ENGINES = frozenset({"seed"})
@@ -164,13 +168,18 @@ def installed() -> str | None:
     return None
 
 
-def open_session(*, url: str | None, socket: str | None, key: str | None) -> aiohttp.ClientSession:
-    """A session for the weight routes of one engine, at a URL or on a Unix socket."""
-    return aiohttp.ClientSession(
-        url or "http://engine",
-        connector=aiohttp.UnixConnector(socket, keepalive_timeout=_KEEP_S) if socket else None,
+def open_session(*, url: str | None, socket: str | None, key: str | None) -> httpx.AsyncClient:
+    """A session for the weight routes of one engine, at a URL or on a Unix socket; past the environment's proxies."""
+    address = url or "http://engine"
+    # The machine's own certificates; without them, where there is no TLS, a session is made in no time.
+    verify = ssl.create_default_context() if address.startswith("https:") else False
+    limits = httpx.Limits(max_connections=100, keepalive_expiry=_KEEP_S)
+    return httpx.AsyncClient(
+        base_url=address,
+        transport=httpx.AsyncHTTPTransport(uds=socket, verify=verify, limits=limits, trust_env=False),
         headers={"Authorization": f"Bearer {key}"} if key else None,
-        timeout=aiohttp.ClientTimeout(sock_connect=10),
+        timeout=httpx.Timeout(None, connect=10),
+        trust_env=False,
     )
 
 
@@ -203,7 +212,7 @@ class Control:
     in_place = True
     renaming: Renaming | None = None
 
-    def __init__(self, session: aiohttp.ClientSession, *, model_name: str, tolerance: float = 0.0) -> None:
+    def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
         self._session = session
         self._model_name = model_name
@@ -212,9 +221,9 @@ class Control:
     async def healthy(self, within_s: float = 5.0) -> bool:
         """Whether the engine answers in time and is fit to serve."""
         try:
-            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=within_s)) as reply:
-                return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(within_s):
+                return (await self._session.get("/health")).status_code == 200
+        except (httpx.HTTPError, TimeoutError):
             return False
 
     async def pause(self, mode: str) -> None:
@@ -340,15 +349,20 @@ class Control:
     async def _post(
         self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
     ) -> bytes:
+        content, headers = (None, None) if json is None else (_encoded(json), _JSON)
         try:
-            timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
-            async with self._session.post(path, params=params, json=json, timeout=timeout) as reply:
-                body = await reply.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{path}: {error or type(error).__name__}") from error
-        if reply.status >= 300:
-            raise EngineError(f"{path}: {reply.status} {body[:300].decode(errors='replace')}")
-        return body
+            async with asyncio.timeout(_PATIENCE_S):
+                reply = await self._session.post(path, params=params, content=content, headers=headers)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise EngineError(f"{path}: {str(error) or type(error).__name__}") from error
+        if reply.status_code >= 300:
+            raise EngineError(f"{path}: {reply.status_code} {reply.content[:300].decode(errors='replace')}")
+        return reply.content
+
+
+def _encoded(body: Mapping[str, object]) -> bytes:
+    """As ASCII: what people said may hold half a character, which is no UTF-8."""
+    return json.dumps(body).encode()
 
 
 def _mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:

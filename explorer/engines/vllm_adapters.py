@@ -6,7 +6,7 @@ flight: a request ends with the adapter that it began with. So nothing is paused
 
 from pathlib import Path
 
-import aiohttp
+import httpx
 import structlog
 
 from tuneloop.explorer.engines.adapter_names import Renaming, is_adapter, name_of
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 _KEPT = 4
 
 
-def control_of(settings: Settings, session: aiohttp.ClientSession, *, tolerance: float) -> Control:
+def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> Control:
     """The weight routes of an engine, as the settings want them used."""
     name = settings.served_model_name
     if settings.model.lora.rank:
@@ -34,7 +34,7 @@ class AdapterControl(Control):
 
     in_place = False
 
-    def __init__(self, session: aiohttp.ClientSession, *, model_name: str, tolerance: float, base: Path) -> None:
+    def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float, base: Path) -> None:
         super().__init__(session, model_name=model_name, tolerance=tolerance)
         self._public, self._base = model_name, base
         self._loaded: list[str] = []

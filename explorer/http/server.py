@@ -6,6 +6,8 @@ known nowhere else.
 """
 
 import asyncio
+import importlib.metadata
+import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from fastapi.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.http import errors
-from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
 
 log = structlog.get_logger()
 
@@ -25,8 +27,32 @@ Headers = Sequence[tuple[bytes, bytes]]
 #: Bytes of a request's line and headers beyond which no more of them are read.
 _LONGEST_HEAD = 64 << 10
 
+#: What of uvicorn is private and yet used here, with the parameters that it must have.
+_PRIVATE = {
+    "_start_asgi_task": ("self", "cycle", "app"),
+    "_should_upgrade": ("self",),
+    "_unset_keepalive_if_required": ("self",),
+    "send_400_response": ("self", "msg"),
+}
+
+#: The releases that have it, as pyproject.toml says too.
+UVICORN = "uvicorn[standard]>=0.53,<0.55"
+
 #: How long a client that is still sending may go on after its answer: closed at once, it might lose the answer.
 _LINGER_S = 2.0
+
+
+def check_uvicorn(protocol: type[Any] = HttpToolsProtocol) -> None:
+    """Raise EnvironmentRefused if short ways would not be taken with the installed uvicorn."""
+    for name, wanted in _PRIVATE.items():
+        method = getattr(protocol, name, None)
+        found = tuple(inspect.signature(method).parameters) if method else None
+        if found != wanted:
+            what = "no longer takes what it took" if found else "is missing"
+            raise EnvironmentRefused(
+                f"uvicorn {importlib.metadata.version('uvicorn')} is installed, of which {protocol.__name__}.{name} "
+                f"{what}: requests to sample would not be answered; pip install '{UVICORN}'"
+            )
 
 
 class Visit:

@@ -4,19 +4,18 @@ It is asked over HTTP, several requests at a time, each a few times before the t
 proxies of the environment are followed as usual.
 """
 
-import http.client
 import json
 import math
 import queue
 import random
+import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
+import httpx
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,6 +33,9 @@ _AT_ONCE = 8
 
 #: Seconds between the tries of a request.
 _PAUSES_S = (1.0, 4.0)
+
+#: Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
+_KEEP_S = 4.0
 
 #: A request that is answered so will never be answered otherwise.
 _REFUSED = {400, 413, 422}
@@ -65,6 +67,7 @@ class RemoteTeacher:
             self._headers["authorization"] = f"Bearer {wanted.teacher_key}"
         self._model, self._timeout = wanted.teacher_model, wanted.timeout
         self._settings, self._stop, self._pauses_s = settings, stop, pauses_s
+        self._tls = ssl.create_default_context()
         self._known = False
 
     def check(self) -> None:
@@ -75,7 +78,8 @@ class RemoteTeacher:
         specials = sorted(words.added_tokens_decoder)[:_MOST_SPECIALS]
         text = _SAMPLER + "".join(words.convert_ids_to_tokens(specials))
         asked = {"prompt": text, "add_special_tokens": False, "return_token_ids": True, **_SCORE}
-        status, answer = self._patiently(asked)
+        with self._client() as client:
+            status, answer = self._patiently(client, asked)
         if status != 200:
             self._refuse(f"answers {status}: {_message(answer)}")
         choice = _choice(answer)
@@ -151,11 +155,13 @@ class RemoteTeacher:
         heard: queue.SimpleQueue[tuple[int, _Heard]] = queue.SimpleQueue()
 
         def ask() -> None:
-            while not given_up.is_set() and (turn := next(turns, None)) is not None:
-                try:
-                    heard.put((turn, self._patiently(bodies[turn])))
-                except TeacherAway as error:
-                    heard.put((turn, error))
+            # Each closes its own: nobody else can tell when it is done with it.
+            with self._client() as client:
+                while not given_up.is_set() and (turn := next(turns, None)) is not None:
+                    try:
+                        heard.put((turn, self._patiently(client, bodies[turn])))
+                    except TeacherAway as error:
+                        heard.put((turn, error))
 
         threads = [threading.Thread(target=ask, name="teacher", daemon=True) for _ in range(_AT_ONCE)]
         for thread in threads:
@@ -184,13 +190,29 @@ class RemoteTeacher:
                 if not alive:
                     raise RuntimeError("the threads that ask the teacher have died") from None
 
-    def _patiently(self, body: Mapping[str, object]) -> tuple[int, Any]:
+    def _client(self) -> httpx.Client:
+        """Connections of one thread."""
+        try:
+            return httpx.Client(
+                headers=self._headers,
+                timeout=self._timeout,
+                verify=self._tls,
+                limits=httpx.Limits(keepalive_expiry=_KEEP_S),
+                follow_redirects=True,
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise EnvironmentRefused(
+                f"algorithm.distill.teacher_url: a proxy that the environment names cannot be used: {error} Correct "
+                "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or name the teacher in NO_PROXY"
+            ) from error
+
+    def _patiently(self, client: httpx.Client, body: Mapping[str, object]) -> tuple[int, Any]:
         """Status and JSON of the answer, after a few tries. Raises TeacherAway."""
         reason = ""
         for pause in (*self._pauses_s, None):
             try:
-                status, answer = self._once(body)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                status, answer = self._once(client, body)
+            except (httpx.HTTPError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
             else:
                 if status not in {408, 409, 425, 429} and status < 500:
@@ -200,16 +222,11 @@ class RemoteTeacher:
                 break
         raise TeacherAway(f"{self._url} does not answer: {reason}")
 
-    def _once(self, body: Mapping[str, object]) -> tuple[int, Any]:
-        data = json.dumps({"model": self._model, **body}).encode()
-        request = Request(self._url, data=data, headers=self._headers)
-        try:
-            with urlopen(request, timeout=self._timeout) as reply:
-                return reply.status, json.loads(reply.read())
-        except HTTPError as error:
-            with error:
-                said = error.read()
-            return error.code, said.decode(errors="replace")
+    def _once(self, client: httpx.Client, body: Mapping[str, object]) -> tuple[int, Any]:
+        reply = client.post(self._url, content=json.dumps({"model": self._model, **body}).encode())
+        if reply.is_success:
+            return reply.status_code, json.loads(reply.content)
+        return reply.status_code, reply.content.decode(errors="replace")
 
 
 #: The least that vLLM answers with: it wants to say one token, and tells each token of the prompt without rivals.

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.loop.harness.bare_engine import MODEL
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import make_model
-from tuneloop.explorer.engines.vllm import Control, Findings
+from tuneloop.explorer.engines.vllm import Control, Findings, open_session
 from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe
 
 pytestmark = pytest.mark.vllm
@@ -51,7 +50,7 @@ def told(bare_engine: httpx.Client) -> Told:
 
     def tell(what: Callable[[Control], Awaitable[Any]]) -> Any:
         async def whole() -> Any:
-            async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(socket)) as session:
+            async with open_session(url=None, socket=socket, key=None) as session:
                 return await what(Control(session, model_name=MODEL, tolerance=1e-3))
 
         return asyncio.run(whole())

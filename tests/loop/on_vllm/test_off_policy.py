@@ -4,14 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import httpx
 import numpy as np
 import pytest
 
 from tests.loop.harness.bare_engine import MODEL
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.vllm import Control
+from tuneloop.explorer.engines.vllm import Control, open_session
 from tuneloop.explorer.versions.engine_queries import Asking
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.settings.settings import Settings
@@ -35,7 +34,7 @@ def test_the_engine_and_the_trainer_find_them_alike_up_to_the_longest(bare_engin
     socket = bare_engine._transport._pool._uds  # type: ignore[attr-defined]
 
     async def asked() -> tuple[int, list[float]]:
-        async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(socket)) as session:
+        async with open_session(url=None, socket=socket, key=None) as session:
             engine = Engine(0, cast("Any", None), Control(session, model_name=MODEL))
             told = await Asking(settings, []).likelihoods(engine, replies, at_once=4)
             return await engine.control.longest(), told

@@ -157,6 +157,37 @@ def test_nobody_there_means_away(settings):
         teacher.check()
 
 
+def test_it_is_asked_through_the_proxy_that_the_environment_names(remote, double, monkeypatch):
+    teacher = remote()
+    monkeypatch.setenv("HTTP_PROXY", double.url)
+    monkeypatch.setenv("NO_PROXY", "")
+    teacher._url = "http://teacher.invalid/v1/completions"
+    teacher.check()
+    assert double.paths == {"/v1/completions"}
+    monkeypatch.setenv("NO_PROXY", "teacher.invalid")
+    with pytest.raises(TeacherAway, match="ConnectError"):
+        teacher.score(_sequences(1))
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "nonsense://127.0.0.1:9"])
+def test_a_proxy_that_cannot_be_asked_is_refused_in_a_sentence(remote, proxy, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(EnvironmentRefused, match=r"teacher_url: a proxy that the environment names .*NO_PROXY$"):
+        remote().check()
+
+
+def test_a_redirect_is_followed_with_what_was_asked(remote, double):
+    async def elsewhere(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        headers = [(b"location", double.url.encode() + scope["path"].encode()), (b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 307, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    with serving(elsewhere) as url:
+        assert remote(teacher_url=url).score(_sequences(1)).any()
+
+
 def test_a_sequence_too_long_for_the_teacher_is_refused_with_its_calls(remote, double):
     teacher = remote()
     teacher.check()

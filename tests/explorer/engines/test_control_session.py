@@ -1,0 +1,117 @@
+"""The session of an engine's weight routes: where it goes, how long it waits, and what comes of what goes wrong."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.vllm import Control, open_session
+from tuneloop.shared.errors import EngineError
+
+
+@dataclass
+class Listening:
+    """Takes any request: its head and body, and on which connection it came.
+
+    `silent`: it never answers; `ends`: a connection ends with its answer.
+    """
+
+    answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    silent: bool = False
+    ends: bool = False
+    heard: list[tuple[bytes, bytes]] = field(default_factory=list)
+    connections: int = 0
+    tasks: set["asyncio.Task[None] | None"] = field(default_factory=set)
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.tasks.add(asyncio.current_task())
+        with contextlib.closing(writer.transport), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                said = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                body = await reader.readexactly(int(said[0].split(b":")[1]) if said else 0)
+                self.heard.append((head, body))
+                if self.silent:
+                    await reader.read()
+                writer.write(self.answer)
+                if self.ends:
+                    writer.close()
+
+
+@asynccontextmanager
+async def controlling(
+    folder: Path, listening: Listening, *, key: str | None = None, by_url: str | None = None
+) -> AsyncIterator[Control]:
+    """The control of what listens on a socket of the file system, or at `by_url` followed by a port."""
+    path = str(folder / "socket")
+    if by_url is None:
+        server = await asyncio.start_unix_server(listening, path)
+    else:
+        server = await asyncio.start_server(listening, "127.0.0.1", 0)
+    url = f"{by_url}:{server.sockets[0].getsockname()[1]}" if by_url else None
+    async with server, open_session(url=url, socket=None if by_url else path, key=key) as session:
+        yield Control(session, model_name="m")
+        await session.aclose()
+        await asyncio.gather(*filter(None, listening.tasks))
+
+
+async def test_it_keeps_its_connection_to_a_socket(tmp_path: Path) -> None:
+    listening = Listening()
+    async with controlling(tmp_path, listening, key="secret") as control:
+        assert await control.healthy()
+        await control.pause("keep")
+        assert await control.ask("/v1/completions", prompt="\ud83d half of a character", top=float("inf")) == {}
+    (health, _), (pause, nothing), (ask, body) = listening.heard
+    assert listening.connections == 1
+    assert (health.split()[1], pause.split()[1]) == (b"/health", b"/pause?mode=keep&clear_cache=false")
+    assert all(b"Authorization: Bearer secret" in head for head in (health, pause, ask))
+    assert (nothing, b"content-type: application/json" in ask.lower()) == (b"", True)
+    assert json.loads(body)["prompt"] == "\ud83d half of a character"
+
+
+@pytest.mark.parametrize("by_url", [None, "http://127.0.0.1"])
+async def test_it_asks_no_proxy_of_the_environment(
+    tmp_path: Path, by_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with controlling(tmp_path, Listening(), by_url=by_url) as control:
+        assert await control.healthy()
+
+
+async def test_an_engine_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_PATIENCE_S", 0.1)
+    async with controlling(tmp_path, Listening(silent=True)) as control:
+        assert not await control.healthy(within_s=0.1)
+        with pytest.raises(EngineError, match=r"^/resume: TimeoutError$"):
+            await control.resume()
+
+
+async def test_an_engine_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
+    async with open_session(url=None, socket=str(tmp_path / "none"), key=None) as session:
+        control = Control(session, model_name="m")
+        assert not await control.healthy()
+        with pytest.raises(EngineError, match=r"^/resume: .+"):
+            await control.resume()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nno\xff!", "^/resume: 404 no\N{REPLACEMENT CHARACTER}!$"),
+        (b"HTTP/1.1 307 Gone\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n", "^/resume: 307"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "^/resume: .+"),
+        (b"nonsense\r\n\r\n", "^/resume: .+"),
+    ],
+)
+async def test_what_is_no_good_answer_is_an_error_of_ours(tmp_path: Path, answer: bytes, said: str) -> None:
+    async with controlling(tmp_path, Listening(answer, ends=True)) as control:
+        with pytest.raises(EngineError, match=said):
+            await control.resume()

@@ -21,8 +21,8 @@ from shared.database import connect
 from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Exchange, Feedback, Record, State, decode
 from shared.ledger import Ledger
-from shared.schema import metadata
 from shared.spool_files import Position
+from tests.databases import put_file
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
@@ -74,10 +74,9 @@ def settings_for(
 
 def open_ledger(settings: Settings) -> MoodyLedger:
     """The ledger of the experiment, made if need be."""
-    settings.job_dir.mkdir(parents=True, exist_ok=True)
-    engine = connect(f"sqlite:///{settings.job_dir}/ledger.db")
-    metadata.create_all(engine)
-    ledger = MoodyLedger(engine, rule=settings.reward)
+    url = f"sqlite:///{settings.job_dir}/ledger.db"
+    put_file(url)
+    ledger = MoodyLedger(connect(url), rule=settings.reward)
     ledger.ensure_base(settings.model.model_path.absolute())
     return ledger
 

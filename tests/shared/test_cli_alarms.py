@@ -9,17 +9,17 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shared.cli import app
-from shared.database import upgrade
 from shared.errors import TuneloopError
 from shared.ledger import Alarm, Ledger
 from shared.settings_file import load_settings
 from tests.conftest import Place
+from tests.databases import put_file
 
 
 @pytest.fixture
 def file(tmp_path: Path, sqlite_place: Place) -> Path:
     """Settings of an experiment whose database is there."""
-    upgrade(sqlite_place.url)
+    put_file(sqlite_place.url, "migrated")
     values = {
         "checkpoint_root_dir": str(tmp_path),
         "model": {"model_path": "some/model"},

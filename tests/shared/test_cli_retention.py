@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 from shared.cli import app
 from shared.cli_retention import seconds
 from shared.config import Settings
-from shared.database import upgrade
 from shared.errors import EnvironmentRefused
 from shared.experience import State
 from shared.ledger import BatchPolicy, Ledger
 from shared.schema import exports
+from tests.databases import put_file
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
 
 DAY = 86400.0
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def ledger(file: Path) -> Iterator[Ledger]:
     settings = Settings.model_validate(yaml.safe_load(file.read_text()))
-    upgrade(settings.database_url)
+    put_file(settings.database_url, "migrated")
     ledger = Ledger.of(settings)
     yield ledger
     ledger.close()

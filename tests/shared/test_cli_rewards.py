@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from shared.cli import app
 from shared.config import Settings
-from shared.database import upgrade
 from shared.errors import EnvironmentRefused, SettingsError
 from shared.ledger import BatchPolicy, Ledger
 from tests.conftest import Place
@@ -37,8 +36,7 @@ def file(tmp_path: Path, place: Place) -> Path:
 
 
 @pytest.fixture
-def ledger(file: Path, place: Place) -> Iterator[Ledger]:
-    upgrade(place.url, schema=place.schema or "exp_buffer")
+def ledger(file: Path, migrated_place: Place) -> Iterator[Ledger]:
     ledger = Ledger.of(Settings.model_validate(yaml.safe_load(file.read_text())))
     ledger.ensure_base(Path("/base"))
     yield ledger

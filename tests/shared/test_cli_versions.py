@@ -14,7 +14,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from shared.cli import app
-from shared.database import upgrade
 from shared.errors import VersionRefused
 from shared.evaluation_figures import Figure
 from shared.experience import Evaluator
@@ -25,22 +24,15 @@ from shared.schema import evaluations
 from shared.settings_file import load_settings
 from shared.version_comparison import welch
 from tests.conftest import Place
+from tests.databases import put_file
 from tests.explorer.checkpoints import register, write_model
 from tests.factories import exchange, experience, feedback, rewarded, trained
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database without rows, to be copied: making one takes longer than any of these tests."""
-    path = tmp_path_factory.mktemp("empty") / "ledger.db"
-    upgrade(f"sqlite:///{path}")
-    return path
-
-
 @pytest.fixture
-def file(tmp_path: Path, sqlite_place: Place, empty: Path) -> Path:
+def file(tmp_path: Path, sqlite_place: Place) -> Path:
     """Settings of an experiment whose database is there."""
-    shutil.copy(empty, tmp_path / "ledger.db")
+    put_file(sqlite_place.url, "migrated")
     values = {
         "checkpoint_root_dir": str(tmp_path),
         "model": {"model_path": str(tmp_path / "model")},

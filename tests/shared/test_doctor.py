@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from explorer.spool import Spool
-from shared import database, revisions
+from shared import revisions
 from shared.config import Settings
 from shared.diagnosis import Code
 from shared.doctor import as_json, as_text, examine
@@ -46,10 +46,8 @@ def settings(file: Path) -> Settings:
 
 
 @pytest.fixture
-def made(settings: Settings) -> Iterator[Ledger]:
+def made(settings: Settings, migrated_place: Place) -> Iterator[Ledger]:
     """The experiment's ledger, made by the migrations."""
-    schema = settings.buffer.trainer_input.experience_buffer.name
-    database.upgrade(settings.database_url, schema=schema)
     ledger = Ledger.of(settings)
     yield ledger
     ledger.close()

@@ -18,7 +18,8 @@ from shared.export_formats import Format
 from shared.importing import Imported, import_file, understood
 from shared.ledger import Ledger
 from shared.ledger_export import Selection
-from shared.schema import exchanges, experiences, feedback, metadata
+from shared.schema import exchanges, experiences, feedback
+from tests.databases import put_file
 from tests.factories import experience, leased, trained
 from tests.factories import feedback as event
 from tests.shared.exporting import ANSWER, ASKED, CALLS, TOOLS, about, asked
@@ -40,8 +41,9 @@ def lines(tmp_path: Path) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Ledger]:
     """Another ledger, from which rows come."""
-    engine = database.connect(f"sqlite:///{tmp_path}/source.db")
-    metadata.create_all(engine)
+    url = f"sqlite:///{tmp_path}/source.db"
+    put_file(url)
+    engine = database.connect(url)
     yield Ledger(engine)
     engine.dispose()
 

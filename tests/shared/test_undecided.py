@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from shared import database
 from shared.config import Settings
 from shared.doctor import as_json, as_text, examine
 from shared.evaluation_figures import SCORE, TASKS, Figure
@@ -33,10 +32,9 @@ def options(tmp_path: Path, place: Place) -> dict[str, Any]:
 
 
 @pytest.fixture
-def made(options: dict[str, Any]) -> Iterator[Ledger]:
+def made(options: dict[str, Any], migrated_place: Place) -> Iterator[Ledger]:
     """Version 1 serves, 2 waits."""
     settings = Settings.model_validate(options)
-    database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     ledger = Ledger.of(settings)
     ledger.ensure_base(Path("/base"))
     for _ in range(2):

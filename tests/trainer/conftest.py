@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from shared import database
 from shared.config import Settings
 from shared.ledger import Ledger
+from tests.databases import put_file
 
 VOCABULARY = 300
 
@@ -92,7 +93,7 @@ def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
 @pytest.fixture
 def ledger(settings: Callable[..., Settings]) -> Iterator[Ledger]:
     url = settings().database_url
-    database.upgrade(url)
+    put_file(url, "migrated")
     ledger = Ledger(database.connect(url))
     yield ledger
     ledger.close()

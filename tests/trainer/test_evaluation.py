@@ -12,6 +12,7 @@ from shared.config_monitor import Evaluation
 from shared.errors import EnvironmentRefused
 from shared.evaluation_tasks import is_right, tasks_of
 from shared.ledger import Ledger
+from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
 from trainer.evaluation import HeldOut
 from trainer.loop import run
@@ -201,7 +202,7 @@ def test_evaluation_changes_no_loss(settings, ledger, tmp_path):
 
 
 def _filled(chosen):
-    database.upgrade(chosen.database_url)
+    put_file(chosen.database_url, "migrated")
     other = Ledger(database.connect(chosen.database_url))
     commit(other, [sample(i) for i in range(12)])
     other.close()

@@ -9,6 +9,7 @@ from shared import database
 from shared.checkpoint import read_manifest
 from shared.experience import State
 from shared.ledger import Ledger
+from tests.databases import put_file
 from tests.trainer.factories import commit, sample
 from trainer.loop import run
 
@@ -26,7 +27,7 @@ def a_run(name, first, rewards):
 
 def trained(chosen, runs, *, unsaid=()):
     """The ledger, and the actor's files of the version that was made of the runs."""
-    database.upgrade(chosen.database_url)
+    put_file(chosen.database_url, "migrated")
     ledger = Ledger(database.connect(chosen.database_url))
     commit(ledger, runs, unsaid=unsaid)
     run(chosen, Event())

@@ -1,6 +1,7 @@
 """The resources that tests share: a PostgreSQL server, and an empty ledger on either database."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,12 @@ from tests.doubles import postgres
 from tests.doubles.clock import Clock
 
 _numbers = itertools.count()
+
+# Whom the tests talk to is on this machine. To read all authorities of the world, of which a folder without any spares
+# it, would take each HTTP client a twentieth of a second.
+for _name in ("SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS"):
+    os.environ.pop(_name, None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 # How long an example takes says nothing on a machine that may stand still.
 settings.register_profile("unhurried", deadline=None)
@@ -118,6 +125,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is not None:
             continue  # xdist would make a third group of two
-        engines = {"explorer", "bare_engine"}.intersection(getattr(item, "fixturenames", ()))
+        engines = {"explorer", "bare_engine", "second_engine"}.intersection(getattr(item, "fixturenames", ()))
         shared = engines and "tests/loop" in str(item.path)
         item.add_marker(pytest.mark.xdist_group("engine" if shared else str(item.path)))

@@ -1,22 +1,29 @@
 """The resources that tests share: a PostgreSQL server, and an empty ledger on either database."""
 
 import itertools
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
 from sqlalchemy import Engine
-from sqlalchemy.schema import CreateSchema, DropSchema
 
+from tests.databases import Kind, Schemas, put_file
 from tests.doubles import postgres
 from tests.doubles.clock import Clock
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.schema import metadata
 
 _numbers = itertools.count()
+
+# Whom the tests talk to is on this machine. To read all authorities of the world, of which a folder without any spares
+# it, would take each HTTP client a twentieth of a second.
+for _name in ("SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS"):
+    os.environ.pop(_name, None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 # How long an example takes says nothing on a machine that may stand still.
 settings.register_profile("unhurried", deadline=None)
@@ -38,19 +45,24 @@ def postgres_url() -> Iterator[str]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def schemas(postgres_url: str) -> Iterator[Schemas]:
+    """Schemas on that server."""
+    found = Schemas(postgres_url)
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def sqlite_place(tmp_path: Path) -> Place:
     return Place(f"sqlite:///{tmp_path}/ledger.db", None)
 
 
 @pytest.fixture
-def postgres_place(postgres_url: str) -> Iterator[Place]:
+def postgres_place(postgres_url: str, schemas: Schemas) -> Iterator[Place]:
     place = Place(postgres_url, f"test_{next(_numbers)}")
     yield place
-    engine = database.connect(postgres_url)
-    with engine.begin() as connection:
-        connection.execute(DropSchema(place.schema, cascade=True, if_exists=True))
-    engine.dispose()
+    schemas.drop(str(place.schema))
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -61,13 +73,34 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture
-def engine(place: Place) -> Iterator[Engine]:
+def tables(place: Place, request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Where a database of the test's own is, with our tables and no row."""
+    with tables_at(place, request):
+        yield place
+
+
+@pytest.fixture
+def migrated_place(place: Place, request: pytest.FixtureRequest) -> Iterator[Place]:
+    """The same, as the migrations make it."""
+    with tables_at(place, request, "migrated"):
+        yield place
+
+
+@contextmanager
+def tables_at(place: Place, request: pytest.FixtureRequest, kind: Kind = "created") -> Iterator[None]:
+    if place.schema is None:
+        put_file(place.url, kind)
+        yield
+        return
+    schemas: Schemas = request.getfixturevalue("schemas")
+    with schemas.lent(place.schema, kind):
+        yield
+
+
+@pytest.fixture
+def engine(tables: Place) -> Iterator[Engine]:
     """The way to a database with our tables, empty."""
-    engine = database.connect(place.url, schema=place.schema)
-    with engine.begin() as connection:
-        if place.schema is not None:
-            connection.execute(CreateSchema(place.schema))
-        metadata.create_all(connection)
+    engine = database.connect(tables.url, schema=tables.schema)
     yield engine
     engine.dispose()
 
@@ -92,6 +125,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is not None:
             continue  # xdist would make a third group of two
-        engines = {"explorer", "bare_engine"}.intersection(getattr(item, "fixturenames", ()))
+        engines = {"explorer", "bare_engine", "second_engine"}.intersection(getattr(item, "fixturenames", ()))
         shared = engines and "tests/loop" in str(item.path)
         item.add_marker(pytest.mark.xdist_group("engine" if shared else str(item.path)))

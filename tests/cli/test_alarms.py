@@ -9,17 +9,17 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import Place
+from tests.databases import put_file
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
-from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.settings.loader import load_settings
 
 
 @pytest.fixture
 def file(tmp_path: Path, sqlite_place: Place) -> Path:
     """Settings of an experiment whose database is there."""
-    upgrade(sqlite_place.url)
+    put_file(sqlite_place.url, "migrated")
     values = {
         "checkpoint_root_dir": str(tmp_path),
         "model": {"model_path": "some/model"},

@@ -8,13 +8,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from tests.databases import put_file
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
 from tuneloop.cli.main import app
 from tuneloop.cli.retention import seconds
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.ledger.storage.schema import exports
 from tuneloop.shared.settings.settings import Settings
 
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def ledger(file: Path) -> Iterator[Ledger]:
     settings = Settings.model_validate(yaml.safe_load(file.read_text()))
-    upgrade(settings.database_url)
+    put_file(settings.database_url, "migrated")
     ledger = Ledger.of(settings)
     yield ledger
     ledger.close()

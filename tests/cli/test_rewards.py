@@ -12,7 +12,6 @@ from tests.factories import committed, feedback, ids, published, rewarded
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -37,8 +36,7 @@ def file(tmp_path: Path, place: Place) -> Path:
 
 
 @pytest.fixture
-def ledger(file: Path, place: Place) -> Iterator[Ledger]:
-    upgrade(place.url, schema=place.schema or "exp_buffer")
+def ledger(file: Path, migrated_place: Place) -> Iterator[Ledger]:
     ledger = Ledger.of(Settings.model_validate(yaml.safe_load(file.read_text())))
     ledger.ensure_base(Path("/base"))
     yield ledger

@@ -14,6 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import Place
+from tests.databases import put_file
 from tests.explorer.checkpoints import register, write_model
 from tests.factories import exchange, experience, feedback, rewarded, trained
 from tuneloop.cli.main import app
@@ -23,24 +24,15 @@ from tuneloop.shared.evaluation.samples import Sample
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.ledger.storage.schema import evaluations
 from tuneloop.shared.operations.version_comparison import welch
 from tuneloop.shared.settings.loader import load_settings
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database without rows, to be copied: making one takes longer than any of these tests."""
-    path = tmp_path_factory.mktemp("empty") / "ledger.db"
-    upgrade(f"sqlite:///{path}")
-    return path
-
-
 @pytest.fixture
-def file(tmp_path: Path, sqlite_place: Place, empty: Path) -> Path:
+def file(tmp_path: Path, sqlite_place: Place) -> Path:
     """Settings of an experiment whose database is there."""
-    shutil.copy(empty, tmp_path / "ledger.db")
+    put_file(sqlite_place.url, "migrated")
     values = {
         "checkpoint_root_dir": str(tmp_path),
         "model": {"model_path": str(tmp_path / "model")},

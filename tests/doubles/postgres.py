@@ -128,6 +128,8 @@ def started(*, durable: bool = False) -> PostgresServer:
 def _hurry(url: str) -> None:
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
-        connection.execute(text("ALTER SYSTEM SET fsync = off"))
+        # Without synchronous_commit, what is stopped as by a crash would lose what it has said yes to.
+        for setting in ("fsync", "autovacuum"):
+            connection.execute(text(f"ALTER SYSTEM SET {setting} = off"))
         connection.execute(text("SELECT pg_reload_conf()"))
     engine.dispose()

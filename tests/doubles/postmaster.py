@@ -59,7 +59,8 @@ class Postmaster:
     def _started(self) -> "subprocess.Popen[bytes]":
         folder, program, user = self._program
         # syncfs: else each recovery begins with an fsync of every file there is.
-        options = ("-D", folder, "-h", "", "-k", folder, "-c", "fsync=on", "-c", "recovery_init_sync_method=syncfs")
+        settings = ("fsync=on", "autovacuum=on", "recovery_init_sync_method=syncfs")
+        options = ("-D", folder, "-h", "", "-k", folder, *(word for each in settings for word in ("-c", each)))
         with self._log.open("ab") as output:
             return subprocess.Popen(
                 [program, *options], stdout=output, stderr=output, user=user, preexec_fn=_stop_with_the_tests

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
+from tests.databases import put_file
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
@@ -26,7 +27,6 @@ from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
-from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position
 
@@ -76,10 +76,9 @@ def settings_for(
 
 def open_ledger(settings: Settings) -> MoodyLedger:
     """The ledger of the experiment, made if need be."""
-    settings.job_dir.mkdir(parents=True, exist_ok=True)
-    engine = connect(f"sqlite:///{settings.job_dir}/ledger.db")
-    metadata.create_all(engine)
-    ledger = MoodyLedger(engine, rule=settings.reward)
+    url = f"sqlite:///{settings.job_dir}/ledger.db"
+    put_file(url)
+    ledger = MoodyLedger(connect(url), rule=settings.reward)
     ledger.ensure_base(settings.model.model_path.absolute())
     return ledger
 

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.databases import put_file
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
@@ -92,7 +93,7 @@ def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
 @pytest.fixture
 def ledger(settings: Callable[..., Settings]) -> Iterator[Ledger]:
     url = settings().database_url
-    database.upgrade(url)
+    put_file(url, "migrated")
     ledger = Ledger(database.connect(url))
     yield ledger
     ledger.close()

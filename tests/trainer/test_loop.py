@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sqlalchemy import make_url
 
+from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.checkpoint import check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
@@ -49,7 +50,7 @@ def _run_until(chosen, condition):
 def _other(settings, tmp_path, **but):
     """A second experiment with its own ledger."""
     chosen = settings(**but).model_copy(update={"checkpoint_root_dir": tmp_path / "other"})
-    database.upgrade(chosen.database_url)
+    put_file(chosen.database_url, "migrated")
     return chosen, Ledger(database.connect(chosen.database_url))
 
 

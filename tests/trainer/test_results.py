@@ -5,6 +5,7 @@ from threading import Event
 import numpy as np
 import pytest
 
+from tests.databases import put_file
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoint import read_manifest
 from tuneloop.shared.experience import State
@@ -26,7 +27,7 @@ def a_run(name, first, rewards):
 
 def trained(chosen, runs, *, unsaid=()):
     """The ledger, and the actor's files of the version that was made of the runs."""
-    database.upgrade(chosen.database_url)
+    put_file(chosen.database_url, "migrated")
     ledger = Ledger(database.connect(chosen.database_url))
     commit(ledger, runs, unsaid=unsaid)
     run(chosen, Event())

@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from tests.cli.data.exporting import ANSWER, ASKED, CALLS, TOOLS, about, asked
 from tests.cli.test_main import settings_file, tuneloop
+from tests.databases import put_file
 from tests.factories import experience, leased, trained
 from tests.factories import feedback as event
 from tuneloop.cli.data.export import Wish, export
@@ -22,7 +23,7 @@ from tuneloop.shared.experience import Kind, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, metadata
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 
 ACME = Selection("acme")
 
@@ -40,8 +41,9 @@ def lines(tmp_path: Path) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Ledger]:
     """Another ledger, from which rows come."""
-    engine = database.connect(f"sqlite:///{tmp_path}/source.db")
-    metadata.create_all(engine)
+    url = f"sqlite:///{tmp_path}/source.db"
+    put_file(url)
+    engine = database.connect(url)
     yield Ledger(engine)
     engine.dispose()
 

@@ -16,7 +16,7 @@ from tests.factories import committed, exchange, experience, feedback, rewarded,
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.experience import encode
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
-from tuneloop.shared.ledger.storage import database, revisions
+from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.operations.doctor import as_json, as_text, examine
 from tuneloop.shared.settings.loader import load_settings
@@ -46,10 +46,8 @@ def settings(file: Path) -> Settings:
 
 
 @pytest.fixture
-def made(settings: Settings) -> Iterator[Ledger]:
+def made(settings: Settings, migrated_place: Place) -> Iterator[Ledger]:
     """The experiment's ledger, made by the migrations."""
-    schema = settings.buffer.trainer_input.experience_buffer.name
-    database.upgrade(settings.database_url, schema=schema)
     ledger = Ledger.of(settings)
     yield ledger
     ledger.close()

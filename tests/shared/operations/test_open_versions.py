@@ -13,7 +13,6 @@ from tests.factories import trained
 from tuneloop.shared.evaluation.scores import SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
-from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.operations.doctor import as_json, as_text, examine
 from tuneloop.shared.settings.settings import Settings
 
@@ -33,10 +32,9 @@ def options(tmp_path: Path, place: Place) -> dict[str, Any]:
 
 
 @pytest.fixture
-def made(options: dict[str, Any]) -> Iterator[Ledger]:
+def made(options: dict[str, Any], migrated_place: Place) -> Iterator[Ledger]:
     """Version 1 serves, 2 waits."""
     settings = Settings.model_validate(options)
-    database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     ledger = Ledger.of(settings)
     ledger.ensure_base(Path("/base"))
     for _ in range(2):

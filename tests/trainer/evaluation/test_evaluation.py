@@ -7,6 +7,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.evaluation.tasks import is_right, tasks_of
@@ -201,7 +202,7 @@ def test_evaluation_changes_no_loss(settings, ledger, tmp_path):
 
 
 def _filled(chosen):
-    database.upgrade(chosen.database_url)
+    put_file(chosen.database_url, "migrated")
     other = Ledger(database.connect(chosen.database_url))
     commit(other, [sample(i) for i in range(12)])
     other.close()

@@ -1,14 +1,17 @@
 """What the tables refuse, whoever asks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError
 
+from tests.conftest import Place, tables_at
 from tests.factories import committed, exchange, experience, leased, rewarded, trained
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
 
 EXPERIENCES = [
     "state = 'lost'",
@@ -80,9 +83,20 @@ NO_NUMBERS = {
 }
 
 
-@pytest.fixture
-def full(ledger: Ledger, engine: Engine) -> Engine:
-    """A database with an experience in each state but expired."""
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A database with an experience in each state but expired. What it refuses, none of these tests changes in it."""
+    place = Place(f"sqlite:///{tmp_path_factory.mktemp('full')}/ledger.db", None)
+    if request.param == "postgres":
+        place = Place(request.getfixturevalue("postgres_url"), "full")
+    with tables_at(place, request):
+        engine = database.connect(place.url, schema=place.schema)
+        _fill(Ledger(engine))
+        yield engine
+        engine.dispose()
+
+
+def _fill(ledger: Ledger) -> None:
     ledger.own("shop", "assistant")
     ledger.ensure_base(Path("/base"))
     trained(ledger)
@@ -91,7 +105,6 @@ def full(ledger: Ledger, engine: Engine) -> Engine:
     rewarded(ledger)
     ledger.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
     assert {state for state, count in ledger.counts().items() if count == 0} == {State.EXPIRED}
-    return engine
 
 
 def refused(engine: Engine, statement: str) -> None:

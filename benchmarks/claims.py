@@ -55,12 +55,12 @@ def _claim(url: str, waiting: int, claims: int) -> dict[str, list[float]]:
     fill(engine, waiting)
     _make_real(engine, url, waiting)
     ledger = Ledger(engine)
-    epoch = ledger.take_epoch("benchmark")
+    epoch = ledger.training.take_epoch("benchmark")
     taken: dict[str, list[float]] = {order: [] for order in ORDERS}
     for _ in range(claims):
         for order, seconds in taken.items():
             started = time.perf_counter()
-            samples = ledger.lease(epoch, BATCH, BatchPolicy(order=order))
+            samples = ledger.training.lease(epoch, BATCH, BatchPolicy(order=order))
             seconds.append(time.perf_counter() - started)
             if len(samples) != BATCH:
                 raise AssertionError(f"{len(samples)} of {BATCH} were claimed")

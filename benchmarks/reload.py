@@ -103,7 +103,7 @@ class Ours:
     async def reload(self, number: int) -> None:
         """Register the weights as the next version and wait until it is served."""
         version = await asyncio.to_thread(self._register, number)
-        while (found := await asyncio.to_thread(self._ledger.version, version)) is not None:
+        while (found := await asyncio.to_thread(self._ledger.versions.get, version)) is not None:
             if found.state is VersionState.CHAMPION:
                 return
             if found.state is not VersionState.CANDIDATE:
@@ -112,7 +112,7 @@ class Ours:
 
     def _register(self, number: int) -> int:
         settings, ledger = self._service.settings, self._ledger
-        store, epoch = CheckpointStore(settings.job_dir), ledger.take_epoch("benchmark")
+        store, epoch = CheckpointStore(settings.job_dir), ledger.training.take_epoch("benchmark")
         staging = store.stage(epoch)
         shutil.copytree(self._weights[number], staging / "actor", copy_function=os.link)
         files = store.seal(staging)
@@ -131,7 +131,7 @@ class Ours:
             )
             return store.publish(staging, manifest)
 
-        return ledger.register(epoch, [], step=1, publish=publish)
+        return ledger.training.register(epoch, [], step=1, publish=publish)
 
 
 def main() -> int:

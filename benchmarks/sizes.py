@@ -48,7 +48,7 @@ def _ours(databases: Databases, answers: list[Reply]) -> tuple[str, float, float
         ledger = Ledger(database.connect(url))
         empty = databases.grown(url)
         for start in range(0, ROWS, _GROUP):
-            ledger.record([named(pool[number % len(pool)], mint) for number in range(start, start + _GROUP)])
+            ledger.recording.record([named(pool[number % len(pool)], mint) for number in range(start, start + _GROUP)])
         ledger.close()
         return "tuneloop", payload(url, _TABLES) / ROWS, (databases.grown(url) - empty) / ROWS
 

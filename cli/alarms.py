@@ -29,7 +29,7 @@ def alarms(
         raise typer.BadParameter("say which experiment is meant", param_hint="--config")
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        found = ledger.alarms(cleared=every)
+        found = ledger.alarms.all(cleared=every)
     typer.echo("\n".join(line for alarm in found for line in _lines(alarm)) or "no alarm is open")
 
 
@@ -38,10 +38,10 @@ def clear(name: Annotated[str, typer.Argument(help="Its name.")], config: Config
     """Clear an open alarm."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        if not ledger.clear_alarm(name):
-            open_ = ", ".join(alarm.name for alarm in ledger.alarms()) or "none"
+        if not ledger.alarms.clear(name):
+            open_ = ", ".join(alarm.name for alarm in ledger.alarms.all()) or "none"
             raise TuneloopError(f"no alarm {name} is open; open are: {open_}")
-        held = ledger.promotion_held()
+        held = ledger.alarms.promotion_held()
     typer.echo(f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}")
 
 

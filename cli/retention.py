@@ -51,7 +51,7 @@ def _purge(
     bounds = _bounds(settings, state, older_than)
     with closing(ledger):
         try:
-            done = ledger.purge(bounds, dry_run=dry_run)
+            done = ledger.retention.purge(bounds, dry_run=dry_run)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--state") from None
     if as_json:

@@ -25,7 +25,7 @@ def recompute(
     """Make the rewards of what is not trained yet anew from the feedback, by the rule of now. Services may run."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        done = ledger.recompute_rewards(dry_run=dry_run)
+        done = ledger.recording.recompute_rewards(dry_run=dry_run)
     typer.echo(f"rule: {definition(settings.reward)}")
     change = "would change" if dry_run else "changed"
     typer.echo(f"{done.replies} replies looked at, {done.changed} rewards {change}")

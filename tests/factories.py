@@ -64,22 +64,22 @@ def feedback(**but: Any) -> Feedback:
 def rewarded(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
     """Exchanges in the ledger that have their reward, but are not committed; `but` goes to `exchange`."""
     said = [exchange(**but) for _ in range(count)]
-    ledger.record([*said, *(feedback(msg_id=each.msg_id, tenant=each.tenant) for each in said)])
+    ledger.recording.record([*said, *(feedback(msg_id=each.msg_id, tenant=each.tenant) for each in said)])
     return said
 
 
 def committed(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
     """Exchanges in the ledger that the trainer may lease."""
     said = rewarded(ledger, count, **but)
-    ledger.commit("acme")
+    ledger.recording.commit("acme")
     return said
 
 
 def leased(ledger: Ledger, count: int = 1) -> tuple[int, list[Sample]]:
     """A new epoch, and that many experiences leased under it."""
     committed(ledger, count)
-    epoch = ledger.take_epoch("trainer")
-    return epoch, ledger.lease(epoch, count, BatchPolicy())
+    epoch = ledger.training.take_epoch("trainer")
+    return epoch, ledger.training.lease(epoch, count, BatchPolicy())
 
 
 def fill(engine: Engine, count: int) -> None:
@@ -114,7 +114,7 @@ def published(version: int) -> tuple[Path, str]:
 def trained(ledger: Ledger, count: int = 1) -> int:
     """A new version in the ledger, trained on that many experiences."""
     epoch, samples = leased(ledger, count)
-    return ledger.register(epoch, ids(samples), step=1, publish=published)
+    return ledger.training.register(epoch, ids(samples), step=1, publish=published)
 
 
 def ids(samples: Sequence[Sample]) -> list[int]:

@@ -43,7 +43,7 @@ def rows(engine: Engine) -> int:
 def filled(engine: Engine) -> int:
     """The id that the first row of feedback got."""
     ledger = Ledger(engine)
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     trained(ledger, 2)
     rewarded(ledger, 3)
     with engine.connect() as connection:
@@ -66,9 +66,9 @@ def test_nobody_writes_into_it_when_his_test_is_over(own: Schemas, postgres_url:
     engine = database.connect(postgres_url, schema="over")
     ledger = Ledger(engine)
     with own.lent("over"):
-        ledger.record([exchange()])
+        ledger.recording.record([exchange()])
     with pytest.raises(Exception, match="does not exist"):
-        ledger.record([exchange()])
+        ledger.recording.record([exchange()])
     engine.dispose()
 
 
@@ -134,5 +134,5 @@ def test_a_file_of_sqlite_is_a_copy_and_one_that_is_there_stays(tmp_path: Path) 
 @pytest.mark.parametrize("time", ["first", "again"])
 def test_a_ledger_is_empty_each_time(ledger: Ledger, engine: Engine, time: str) -> None:
     assert rows(engine) == 0
-    ledger.record([exchange(msg_id="chatcmpl-same"), said(msg_id="chatcmpl-same")])
-    assert ledger.counts()[State.REWARDED] == 1
+    ledger.recording.record([exchange(msg_id="chatcmpl-same"), said(msg_id="chatcmpl-same")])
+    assert ledger.reports.counts()[State.REWARDED] == 1

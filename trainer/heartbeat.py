@@ -10,7 +10,7 @@ from typing import Self
 import structlog
 
 from tuneloop.shared.errors import LedgerError, StaleEpoch
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.stop import Stop
 
 #: Often enough for `tuneloop.shared.ledger.facts.TRAINER_SEEN_S`, and for many beats to fail before a lease runs out.
@@ -28,8 +28,8 @@ class Heartbeat:
     If a newer trainer has taken over, it tells the loop to stop, and `overtaken` says by whom.
     """
 
-    def __init__(self, ledger: Ledger, epoch: int, stop: Stop, *, interval_s: float = BEAT_S) -> None:
-        self._ledger, self._epoch, self._stop = ledger, epoch, stop
+    def __init__(self, training: Training, epoch: int, stop: Stop, *, interval_s: float = BEAT_S) -> None:
+        self._training, self._epoch, self._stop = training, epoch, stop
         self._interval_s = interval_s
         self._silent = False
         self._done = threading.Event()
@@ -49,15 +49,13 @@ class Heartbeat:
     def beat(self) -> None:
         """Say once that the trainer lives, as far as the database listens."""
         try:
-            self._ledger.extend(self._epoch)
+            self._training.extend(self._epoch)
         except StaleEpoch as error:
             _log.warning("overtaken", reason=str(error))
             self.overtaken = error
             self._done.set()
             self._stop.set()
-        except (
-            LedgerError
-        ) as error:  # it may hear the next one; what is wrong for good, the loop is told by its own verbs
+        except LedgerError as error:  # the next may succeed; what is wrong for good, the loop's own verbs report
             if not self._silent:
                 _log.warning("heartbeat_not_heard", reason=str(error))
             self._silent = True

@@ -73,7 +73,7 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
         try:
             database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
             ledger.own(settings.project, settings.name)
-            ledger.ensure_base(settings.model.model_path.absolute())
+            ledger.versions.ensure_base(settings.model.model_path.absolute())
             return True
         except (DatabaseAway, LedgerUnavailable) as error:
             if not trained_before:
@@ -105,11 +105,11 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
-        self._epoch = self._ledger.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
-        heartbeat = Heartbeat(self._ledger, self._epoch, self._stop, interval_s=self._beat_s)
+        self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
+        heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         with _ended(self._ledger, self._epoch), heartbeat:
             self._class = Classroom(self._settings, self._ledger, self._stop)
-            self._resume(self._ledger.newest())
+            self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._complete:
                 try:
                     self._turn()
@@ -123,8 +123,8 @@ class TrainingLoop:
     def _turn(self) -> None:
         if self._away:
             self._settle()
-        self._ledger.extend(self._epoch)
-        if self._ledger.newest().version != self._version:
+        self._ledger.training.extend(self._epoch)
+        if self._ledger.versions.newest().version != self._version:
             _log.warning("version_rejected", version=self._version)
             self._settle()
         if self._skipped >= self._settings.algorithm.max_skipped_steps:
@@ -153,9 +153,9 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
-        self._ledger.release(self._epoch)
+        self._ledger.training.release(self._epoch)
         self._held.clear()
-        newest = self._ledger.newest()
+        newest = self._ledger.versions.newest()
         if self._unpublished_steps or newest.version != self._version:
             self._curves.close()
             del self._learner  # A GPU has no room for two.
@@ -193,14 +193,14 @@ class TrainingLoop:
         return batch
 
     def _lease(self, missing: int) -> None:
-        leased = self._ledger.lease(self._epoch, missing, BatchPolicy.of(self._settings))
+        leased = self._ledger.training.lease(self._epoch, missing, BatchPolicy.of(self._settings))
         kept, refused = select(leased, self._settings, vocabulary=self._learner.actor.vocabulary)
         self._held += kept
         for reason, samples in refused.items():
             self._drop(samples, reason)
 
     def _drop(self, samples: list[Sample], reason: str) -> None:
-        self._ledger.drop(self._epoch, [sample.id for sample in samples], reason)
+        self._ledger.training.drop(self._epoch, [sample.id for sample in samples], reason)
         _log.warning("experiences_dropped", count=len(samples), reason=reason, step=self._learner.steps)
 
     def _learn(self, batch: list[Sample]) -> bool:
@@ -242,14 +242,14 @@ class TrainingLoop:
         """
         reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
         alarm = Alarm(name=_NOT_FINITE, reason=f"{reason}; training has stopped", step=self._learner.steps)
-        if self._ledger.raise_alarm(alarm):
+        if self._ledger.alarms.raise_alarm(alarm):
             _log.error("training_stopped", reason=reason, version=self._version)
         if self._held or self._unpublished_steps:
             self._settle()
 
     def _found_finite(self) -> None:
         if self._skipped or not self._sound:
-            self._ledger.clear_alarm(_NOT_FINITE)
+            self._ledger.alarms.clear(_NOT_FINITE)
         self._skipped, self._sound = 0, True
 
     @property
@@ -278,7 +278,7 @@ class TrainingLoop:
         took = time.perf_counter() - started
         self._curves.add(self._learner.steps, {"time/save_checkpoint": took})
         _log.info("version_published", version=self._version, step=self._learner.steps, seconds=round(took, 3))
-        for sentence in self._ledger.imbalance():
+        for sentence in self._ledger.reports.imbalance():
             _log.error("ledger_out_of_balance", reason=sentence, version=self._version)
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
@@ -290,7 +290,7 @@ def _ended(ledger: Ledger, epoch: int) -> Iterator[None]:
         yield
     finally:
         with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
-            ledger.end(epoch)
+            ledger.training.end(epoch)
 
 
 def _no_room(budget: int) -> EnvironmentRefused:

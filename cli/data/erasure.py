@@ -35,16 +35,16 @@ class Erasure(NamedTuple):
 
 def erase(ledger: Ledger, tenant: str, user: str, *, dry_run: bool = False) -> Erasure:
     """Delete the person from the ledger and from the exported files. The spools follow at the explorers' next look."""
-    found = ledger.erase(tenant, user, dry_run=dry_run)
+    found = ledger.retention.erase(tenant, user, dry_run=dry_run)
     theirs = Theirs(tenant, user, found.msg_ids)
-    files = tuple(clear(export.path, theirs, dry_run=dry_run) for export in ledger.exported_files())
+    files = tuple(clear(export.path, theirs, dry_run=dry_run) for export in ledger.retention.exported_files())
     problems = [f"{file.path}: {file.problem}" for file in files if file.problem]
     if not dry_run:
         for file in files:
             if file.removed:
-                ledger.exported_rows(file.path, file.left)
-        problems += [] if ledger.empty_log() else [_LOG_LEFT]
-    states = {each.version: each.state.value for each in ledger.versions()}
+                ledger.retention.exported_rows(file.path, file.left)
+        problems += [] if ledger.retention.empty_log() else [_LOG_LEFT]
+    states = {each.version: each.state.value for each in ledger.versions.all()}
     return Erasure(
         tenant,
         user,

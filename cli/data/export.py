@@ -37,7 +37,7 @@ def export(ledger: Ledger, wish: Wish, path: Path) -> Exported:
     """Write the file, and remember it in the ledger so that a deletion reaches it."""
     path = path.absolute()
     while True:
-        erased = ledger.erasures_so_far(wish.selection.tenant)
+        erased = ledger.exports.erasures_so_far(wish.selection.tenant)
         left_out: Counter[str] = Counter()
         with Draft(path, wish.format) as draft:
             for made in _rows(ledger, wish):
@@ -58,7 +58,9 @@ def _exported(ledger: Ledger, wish: Wish, draft: Draft, path: Path, *, unless: o
         published = True
 
     try:
-        return ledger.exported(str(path), wish.format, draft.rows, of=wish.selection, unless=unless, publish=publish)
+        return ledger.exports.record_file(
+            str(path), wish.format, draft.rows, of=wish.selection, unless=unless, publish=publish
+        )
     except BaseException:
         # No deletion would find a file that the ledger does not know.
         if published:
@@ -78,14 +80,14 @@ def _rows(ledger: Ledger, wish: Wish) -> Iterator[Row | str]:
             yield from _said_to_be_better(ledger, wish)
             yield from _better_rewarded(ledger, wish)
         case Format.EXPERIENCES:
-            for page in ledger.replies(wish.selection, corrected=False):
+            for page in ledger.exports.replies(wish.selection, corrected=False):
                 yield from (_experience(reply, wish) for reply in page)
         case never:
             assert_never(never)
 
 
 def _replies(ledger: Ledger, wish: Wish) -> Iterator[Reply]:
-    for page in ledger.replies(wish.selection):
+    for page in ledger.exports.replies(wish.selection):
         yield from page
 
 
@@ -97,7 +99,7 @@ def _experience(reply: Reply, wish: Wish) -> Row | str:
 
 def _said_to_be_better(ledger: Ledger, wish: Wish) -> Iterator[Row | str]:
     """Pairs by an edited answer, or by a preference."""
-    for page in ledger.replies(wish.selection):
+    for page in ledger.exports.replies(wish.selection):
         others = _others(ledger, wish, page)
         for reply in page:
             if export_formats.edit_of(reply) is not None:
@@ -114,7 +116,7 @@ def _others(ledger: Ledger, wish: Wish, page: Iterable[Reply]) -> dict[tuple[str
     """The replies that came off worse than those of the page, by msg_id and choice; without a choice, the first."""
     msg_ids = {event.other_msg_id for reply in page for event in reply.said if event.kind == Kind.PREFERENCE}
     found: dict[tuple[str, int | None], Reply] = {}
-    for reply in ledger.replies_named(wish.selection.tenant, msg_ids):
+    for reply in ledger.exports.replies_named(wish.selection.tenant, msg_ids):
         found[reply.msg_id, reply.choice] = reply
         found.setdefault((reply.msg_id, None), reply)
     return found
@@ -131,9 +133,9 @@ def _is_better(reply: Reply, other: Reply) -> bool:
 
 def _better_rewarded(ledger: Ledger, wish: Wish) -> Iterator[Row | str]:
     """Pairs of replies to one prompt: the best against the worst. 24 bytes a reply are kept in memory meanwhile."""
-    ranked = list(ledger.ranked(wish.selection, export_formats.digest))
+    ranked = list(ledger.exports.ranked(wish.selection, export_formats.digest))
     for pairs in _in_pages(export_formats.best_and_worst(ranked, margin=wish.margin)):
-        replies = ledger.replies_by_id({each for pair in pairs for each in pair})
+        replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
         for best, worst in pairs:
             if best in replies and worst in replies:
                 yield _rewarded_pair(replies[best], replies[worst], wish)

@@ -243,9 +243,9 @@ def _mistakes(places: Iterable[Place], tenant: str) -> Iterator[str]:
 
 def _take(ledger: Ledger, page: Sequence[Row], done: Imported) -> Imported:
     msg_ids = {row.msg_id for row in page}
-    before = ledger.rewards_of(msg_ids)
-    ledger.record([record for row in page for record in row.records])
-    after = ledger.rewards_of(msg_ids)
+    before = ledger.exports.rewards_of(msg_ids)
+    ledger.recording.record([record for row in page for record in row.records])
+    after = ledger.exports.rewards_of(msg_ids)
     new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
     otherwise = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
     return Imported(

@@ -76,8 +76,8 @@ class Client:
 
     async def _lead(self, ledger: Ledger, pace: "Pace", *, until_step: int) -> None:
         """Commit what is rewarded and let the next questions through, until the trainer has made so many steps."""
-        while (await asyncio.to_thread(ledger.newest)).step < until_step:
-            counts = await asyncio.to_thread(ledger.counts)
+        while (await asyncio.to_thread(ledger.versions.newest)).step < until_step:
+            counts = await asyncio.to_thread(ledger.reports.counts)
             if counts[State.REWARDED]:
                 await self._commit()
             pace.waiting(counts[State.REWARDED] + counts[State.COMMITTED] + counts[State.LEASED])

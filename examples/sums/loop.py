@@ -115,8 +115,11 @@ class Loop:
     async def _until_settled(self, ledger: Ledger) -> None:
         """Return when the trainer has nothing left to do and what it published last is served."""
         while True:
-            counts = await asyncio.to_thread(ledger.counts)
-            newest, champion = await asyncio.to_thread(ledger.newest), await asyncio.to_thread(ledger.champion)
+            counts = await asyncio.to_thread(ledger.reports.counts)
+            newest, champion = (
+                await asyncio.to_thread(ledger.versions.newest),
+                await asyncio.to_thread(ledger.versions.champion),
+            )
             held = max(counts[State.COMMITTED], counts[State.LEASED])  # less than a batch waits for more
             if held < self._settings.buffer.train_batch_size and newest.version == champion.version:
                 return
@@ -138,17 +141,17 @@ class Loop:
             await asyncio.sleep(0.5)
 
     def _progress(self, agent: Driver, ledger: Ledger) -> Progress:
-        latencies = ledger.feedback_to_served()
+        latencies = ledger.reports.feedback_to_served()
         return Progress(
-            version=ledger.champion().version,
-            step=ledger.newest().step,
+            version=ledger.versions.champion().version,
+            step=ledger.versions.newest().step,
             steps=self._options.steps,
             curve=[
                 Point(each.version, each.reward_sum / each.rewarded, each.rewarded)
-                for each in ledger.rewards()
+                for each in ledger.reports.rewards()
                 if each.rewarded
             ],
-            counts=ledger.counts(),
+            counts=ledger.reports.counts(),
             feedback_to_served_s=statistics.median(latencies) if latencies else None,
             requests=agent.requests.made,
             failed=agent.requests.failed,

@@ -67,7 +67,7 @@ class Agent(Client):
             leading = group.create_task(self._lead(ledger, pace, until_step=until_step))
             await together(work)
             leading.cancel()
-        while (await asyncio.to_thread(ledger.counts))[State.REWARDED]:
+        while (await asyncio.to_thread(ledger.reports.counts))[State.REWARDED]:
             await self._commit()
             await asyncio.sleep(POLL_S)
 

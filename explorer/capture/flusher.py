@@ -214,7 +214,7 @@ class Flusher:
         pause = _SHORTEST_PAUSE_S
         while True:
             try:
-                self._ledger.record(records)
+                self._ledger.recording.record(records)
             except LedgerUnavailable as error:
                 if pause == _SHORTEST_PAUSE_S:
                     log.warning("database_away", reason=_reason(error))

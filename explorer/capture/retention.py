@@ -79,7 +79,7 @@ class Forgetting:
             slot.renew()
 
     def _erase(self) -> None:
-        erased = self._ledger.erasures()
+        erased = self._ledger.retention.erasures()
         if erased != self._erased:
             for slot in self._slots.ours:
                 slot.renew()
@@ -104,7 +104,7 @@ class Forgetting:
             pass  # its own process does it
 
     def _purge(self) -> None:
-        for state, count in self._ledger.purge(self._bounds).experiences.items():
+        for state, count in self._ledger.retention.purge(self._bounds).experiences.items():
             self._purged[state].inc(count)
             if count:
                 log.info("experiences_purged", state=state.value, count=count)

@@ -39,7 +39,7 @@ class Conversations:
         name: object = response_id
         while isinstance(name, str):
             named = self._mint.read(name, TENANT)
-            said = self._ledger.said(TENANT, named.msg_id) if named else None
+            said = self._ledger.reports.reply(TENANT, named.msg_id) if named else None
             if said is None and named and not all_there:
                 raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")
             if said is None:

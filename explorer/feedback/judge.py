@@ -95,7 +95,7 @@ class Judging:
             if not await self._swept():
                 return _SHORTEST_PAUSE_S
             found, last = await asyncio.to_thread(self._next)
-            said = await asyncio.to_thread(self._ledger.said_in, [each.reply.id for each in found])
+            said = await asyncio.to_thread(self._ledger.judging.exchanges_of, [each.reply.id for each in found])
         except LedgerError as error:
             log.warning("nothing_judged", reason=str(error))
             return self._longer_pause()
@@ -115,7 +115,7 @@ class Judging:
         if not await self._caught_up(_CATCH_UP_S):
             return False  # or verdicts on their way would be asked for again
         since = time.time() - self._settings.max_age
-        first = await asyncio.to_thread(self._ledger.first_sampled_since, since)
+        first = await asyncio.to_thread(self._ledger.judging.first_sampled_since, since)
         self._last = first - 1
         self._failed = {each for each in self._failed if each >= first}
         self._done.clear()  # the ledger knows of them by now
@@ -126,14 +126,14 @@ class Judging:
         """The next replies to judge, and the id up to which that are all."""
         now, last, found = time.time(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
-        for reply in self._ledger.replies_after(last, limit=_PAGE):
+        for reply in self._ledger.judging.replies_after(last, limit=_PAGE):
             wanted = self._wanted(reply, now)
             if wanted and reply.sampled_at + self._settings.after > now:
                 break
             last = reply.id
             if wanted:
                 found.append(Candidate(reply, event_id(self._settings.source, reply, METRIC)))
-        there = self._ledger.events_there([each.event_id for each in found])
+        there = self._ledger.judging.existing_events([each.event_id for each in found])
         left = [each for each in found if each.event_id not in there]
         return left[:most], left[most].reply.id - 1 if len(left) > most else last
 

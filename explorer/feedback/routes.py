@@ -75,7 +75,7 @@ class FeedbackDesk:
                 raise LedgerUnavailable(
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
-            release = partial(self._ledger.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
+            release = partial(self._ledger.recording.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
             committed = await asyncio.to_thread(release)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
@@ -98,9 +98,9 @@ class FeedbackDesk:
         return dict.fromkeys(ids, Outcome.PENDING)
 
     def _outcomes(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
-        told = self._ledger.outcomes(events[0].call_id, [event.event_id for event in events])
+        told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
         absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
-        return told | dict.fromkeys(self._ledger.about_deleted(absent), Outcome.UNKNOWN)
+        return told | dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
 
 
 def _answer(heard: Sequence[Heard], told: Sequence[Outcome]) -> dict[str, object]:

@@ -48,7 +48,7 @@ async def keep_running(
     while True:
         up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
         try:
-            champion = await asyncio.to_thread(ledger.champion)
+            champion = await asyncio.to_thread(ledger.versions.champion)
             probe = await verified(champion, base) if champion.version else None
             await process.start(engine.control.starts_with(actor_of(champion)))
             await engine.control.complete(actor_of(champion))
@@ -143,8 +143,8 @@ async def _give_champion(engine: Engine, fleet: Fleet, ledger: Ledger) -> Versio
 
     Only where no version was ever published it is taken as it is: so that it needs no weight routes just to serve.
     """
-    champion = await asyncio.to_thread(ledger.champion)
-    if len(await asyncio.to_thread(ledger.versions)) > 1:
+    champion = await asyncio.to_thread(ledger.versions.champion)
+    if len(await asyncio.to_thread(ledger.versions.all)) > 1:
         await load(engine, champion, fleet=fleet)
     await fleet.loaded(engine, champion.version)
     return champion

@@ -52,12 +52,12 @@ class Watch:
 
     def look(self) -> None:
         """Bring gauges and curves up to date."""
-        self._tell(self._ledger.facts(BatchPolicy.of(self._settings)))
-        imbalance = self._ledger.imbalance()
+        self._tell(self._ledger.reports.facts(BatchPolicy.of(self._settings)))
+        imbalance = self._ledger.reports.imbalance()
         for sentence in imbalance:
             log.error("ledger_imbalance", sentence=sentence)
         self._metrics.ledger_imbalance.set(len(imbalance))
-        for served in self._ledger.rewards():
+        for served in self._ledger.reports.rewards():
             now = (served.replies, served.rewarded, served.reward_sum)
             if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
                 self._written[served.version] = now

@@ -6,7 +6,8 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,9 @@ from sqlalchemy import Connection, Engine, Executable
 
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.ledger.storage.database import connect, upgrade
+from tuneloop.shared.ledger.storage.transactions import Transactions
+from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.ledger.versions.events import Details
 from tuneloop.shared.settings.settings import Settings
 
@@ -34,37 +37,14 @@ class Served(msgspec.Struct, frozen=True):
     newest: Version
 
 
-class PatientLedger(Ledger):
-    """A ledger that brings its database up to date at the first verb that reaches it; until then it is unavailable."""
+class PatientTransactions(Transactions):
+    """Transactions that bring the database up to date before the first of them; until then it is unavailable."""
 
-    _settings: Settings
-
-    def __init__(self, engine: Engine, **rules: Any) -> None:
-        super().__init__(engine, **rules)
-        self._opening, self._remembering = threading.Lock(), threading.Lock()
+    def __init__(self, engine: Engine, *, clock: Callable[[], float], prepare: Callable[[Engine], None]) -> None:
+        super().__init__(engine, clock=clock)
+        self._prepare = prepare
+        self._opening = threading.Lock()
         self._opened, self._failures = False, 0
-        self._served: Served | None = None
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """The ledger of an experiment, not opened yet."""
-        ledger = super().of(settings)
-        ledger._settings = settings
-        ledger._served = recalled(ledger._path, ledger._base)
-        return ledger
-
-    @property
-    def _path(self) -> Path:
-        return self._settings.job_dir / "served.json"
-
-    @property
-    def _base(self) -> Path:
-        return self._settings.model.model_path.absolute()
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it is known what was served last."""
-        return self._served is not None
 
     def open(self) -> None:
         """Bring the schema up to date and the base model in. Raises LedgerUnavailable if that may go well later."""
@@ -79,7 +59,7 @@ class PatientLedger(Ledger):
             if self._failures != before:  # each who waited would find the same, one after the other
                 raise LedgerUnavailable("the database could not be opened just now")
             try:
-                self._open()
+                self._prepare(self.engine)
             except TuneloopError:
                 self._failures += 1
                 raise
@@ -87,15 +67,37 @@ class PatientLedger(Ledger):
         finally:
             self._opening.release()
 
-    def _open(self) -> None:
-        schema = self._settings.buffer.trainer_input.experience_buffer.name
-        try:
-            upgrade(self._settings.database_url, schema=schema)
-        except DatabaseAway as error:
-            raise LedgerUnavailable(str(error)) from None
-        ledger = Ledger(self._engine)
-        ledger.own(self._settings.project, self._settings.name)
-        ledger.ensure_base(self._base)
+    def read(self, query: Executable) -> Sequence[Any]:
+        """The rows of a query."""
+        self.open()
+        return super().read(query)
+
+    def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
+        """The answers to several queries, as of one moment."""
+        self.open()
+        return super().read_together(*queries)
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that changes something, committed at its end."""
+        self.open()
+        with super().write() as connection:
+            yield connection
+
+
+class RememberedVersions(Versions):
+    """The versions; while the database is away, those that were served last."""
+
+    def __init__(self, transactions: Transactions, *, path: Path, base: Path) -> None:
+        super().__init__(transactions)
+        self._path, self._base = path, base
+        self._served = recalled(path, base)
+        self._remembering = threading.Lock()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it is known what was served last."""
+        return self._served is not None
 
     def champion(self) -> Version:
         """The version that is served; while the database is away, the one that was."""
@@ -120,10 +122,10 @@ class PatientLedger(Ledger):
         super().promote(version, by=by, reason=reason, details=details)
         self.champion()
 
-    def versions(self) -> list[Version]:
+    def all(self) -> list[Version]:
         """All versions, oldest first; while the database is away, the two that are remembered."""
         try:
-            versions = super().versions()
+            versions = super().all()
         except LedgerUnavailable:
             if self._served is None:
                 raise
@@ -142,19 +144,43 @@ class PatientLedger(Ledger):
                 self._served = served
                 remember(self._path, served)
 
-    def _read(self, query: Executable) -> Sequence[Any]:
-        self.open()
-        return super()._read(query)
 
-    def _read_together(self, *queries: Executable) -> list[Sequence[Any]]:
-        self.open()
-        return super()._read_together(*queries)
+class PatientLedger(Ledger):
+    """A ledger over patient transactions, which remembers the versions that were served."""
 
-    @contextlib.contextmanager
-    def _write(self) -> Iterator[Connection]:
-        self.open()
-        with super()._write() as connection:
-            yield connection
+    transactions: PatientTransactions
+    versions: RememberedVersions
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        super().__init__(
+            engine,
+            rule=settings.reward,
+            compensate_late=settings.feedback.compensate_late,
+            transactions=partial(PatientTransactions, prepare=partial(_prepare, settings)),
+        )
+        path, base = settings.job_dir / "served.json", _base_of(settings)
+        self.versions = RememberedVersions(self.transactions, path=path, base=base)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """The ledger of an experiment, not opened yet."""
+        schema = settings.buffer.trainer_input.experience_buffer.name
+        return cls(connect(settings.database_url, schema=schema), settings)
+
+
+def _base_of(settings: Settings) -> Path:
+    return settings.model.model_path.absolute()
+
+
+def _prepare(settings: Settings, engine: Engine) -> None:
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    try:
+        upgrade(settings.database_url, schema=schema)
+    except DatabaseAway as error:
+        raise LedgerUnavailable(str(error)) from None
+    ledger = Ledger(engine)
+    ledger.own(settings.project, settings.name)
+    ledger.versions.ensure_base(_base_of(settings))
 
 
 def open_ledger(settings: Settings) -> PatientLedger:
@@ -164,14 +190,14 @@ def open_ledger(settings: Settings) -> PatientLedger:
     """
     ledger = PatientLedger.of(settings)
     try:
-        ledger.open()
-        ledger.champion()
+        ledger.transactions.open()
+        ledger.versions.champion()
     except LedgerUnavailable as error:
-        if not ledger.remembers:
+        if not ledger.versions.remembers:
             raise EnvironmentRefused(str(error)) from None
         log.warning(
             "started_without_the_database",
-            serving=ledger.champion().version,
+            serving=ledger.versions.champion().version,
             sentence="what was served last is served again, and exchanges and feedback wait in the spool",
             reason=str(error),
         )

@@ -58,7 +58,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 def version_of(version: str, ledger: Ledger) -> int:
     """The number of a version that there is. Raises RequestRefused."""
     number = _number(version)
-    if number is None or ledger.version(number) is None:
+    if number is None or ledger.versions.get(number) is None:
         message = f"there is no version {version[:_DIGITS]}"
         raise RequestRefused(message, status=404, code="version_not_found", param="version")
     return number

@@ -125,7 +125,7 @@ class KeptResponses:
         named = self._mint.read(response_id, TENANT)
         if named is None or named.msg_id != response_id:
             raise _not_found(response_id)
-        stored = await asyncio.to_thread(self._ledger.stored, TENANT, response_id, endpoint=RESPONSES)
+        stored = await asyncio.to_thread(self._ledger.stored.get, TENANT, response_id, endpoint=RESPONSES)
         body = orjson.loads(stored.request) if stored else None
         return Kept(stored, body) if stored and isinstance(body, dict) else None  # an imported row may hold anything
 

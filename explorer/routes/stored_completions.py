@@ -90,17 +90,17 @@ def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
     async def retrieved(msg_id: str, recorded: RecordedOf) -> Response:
-        return _json(told(await recorded.find(msg_id, lambda: ledger.stored(TENANT, msg_id))))
+        return _json(told(await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))))
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
     async def updated(msg_id: str, request: Request, recorded: RecordedOf) -> Response:
         pairs = pairs_of(await read_object(request, max_bytes=_MAX_BODY_BYTES))
-        await recorded.find(msg_id, lambda: ledger.change_metadata(TENANT, msg_id, pairs=pairs) or None)
-        return _json(told(await recorded.find(msg_id, lambda: ledger.stored(TENANT, msg_id))))
+        await recorded.find(msg_id, lambda: ledger.stored.change_metadata(TENANT, msg_id, pairs=pairs) or None)
+        return _json(told(await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))))
 
     @app.delete(f"{ENDPOINT}/{{msg_id}}")
     async def deleted(msg_id: str, recorded: RecordedOf) -> Response:
-        if await recorded.find(msg_id, lambda: ledger.delete_stored(TENANT, msg_id)) is Deletion.LEASED:
+        if await recorded.find(msg_id, lambda: ledger.stored.delete(TENANT, msg_id)) is Deletion.LEASED:
             message = f"the trainer is learning from {msg_id!r}; nothing was deleted: try again when it is done"
             raise RequestRefused(message, status=409, code="leased", retry_after_s=_LEASE_S)
         return _json({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
@@ -108,7 +108,7 @@ def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
     @app.get(f"{ENDPOINT}/{{msg_id}}/messages")
     async def said(msg_id: str, request: Request, recorded: RecordedOf) -> Response:
         bounds = bounds_of(request.query_params)
-        stored = await recorded.find(msg_id, lambda: ledger.stored(TENANT, msg_id))
+        stored = await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))
         return _list(*_part(messages(stored), bounds))
 
 
@@ -174,7 +174,7 @@ def _page(
     ledger: Ledger, bounds: Bounds, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
     place = _place(ledger, bounds.after)
-    page = ledger.stored_page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)
+    page = ledger.stored.page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)
     if page is None:
         message = (
             f"more than {LOOKED_AT} stored completions have each of these, and none of the next {LOOKED_AT} has all of "
@@ -187,7 +187,7 @@ def _page(
 def _place(ledger: Ledger, after: str | None) -> Place | None:
     if after is None:
         return None
-    place = ledger.place_of(TENANT, after)
+    place = ledger.stored.place_of(TENANT, after)
     if place is None:
         raise _unknown_after(after)
     return place

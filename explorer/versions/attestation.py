@@ -124,7 +124,7 @@ class Attestation:
         number = engine.version
         async with self._describing:
             if number not in self._known:
-                version = await asyncio.to_thread(self._ledger.version, number)
+                version = await asyncio.to_thread(self._ledger.versions.get, number)
                 if version is None:
                     raise LedgerError(f"version {number} is unknown")
                 self._known[number] = version, await _probe_of(version, engine)
@@ -170,9 +170,9 @@ class Attestation:
         """Tell the ledger what it has not been told."""
         while self._untold:
             found = self._untold[0]
-            done = await asyncio.to_thread(self._ledger.distrust, found)
+            done = await asyncio.to_thread(self._ledger.attestations.distrust, found)
             reason = f"engine {found.engine} did not answer with the weights of version {found.version}: {found.reason}"
-            await asyncio.to_thread(self._ledger.raise_alarm, Alarm(ALARM, reason, version=found.version))
+            await asyncio.to_thread(self._ledger.alarms.raise_alarm, Alarm(ALARM, reason, version=found.version))
             log.warning("experiences_distrusted", engine=found.engine, dropped=done.dropped, trained=done.trained)
             if found in self._untold:
                 self._untold.remove(found)

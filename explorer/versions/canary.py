@@ -42,10 +42,10 @@ class Trial(NamedTuple):
 
 def trial_of(ledger: Ledger, rollout: RolloutSettings) -> Trial | None:
     """The trial that is under way, on the terms that it was begun with, if there is one."""
-    canary = ledger.canary()
+    canary = ledger.versions.canary()
     if canary is None:
         return None
-    begun = [each for each in ledger.version_events(canary.version) if each.action is VersionAction.CANARY][-1]
+    begun = [each for each in ledger.versions.events(canary.version) if each.action is VersionAction.CANARY][-1]
     mode, share = begun.details.get("mode", rollout.mode), begun.details.get("share", rollout.tried_share)
     return Trial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
 
@@ -106,13 +106,13 @@ class Rollout:
             await self._decide(trial)
 
     async def _decide(self, trial: Trial) -> None:
-        champion = await asyncio.to_thread(self._ledger.champion)
+        champion = await asyncio.to_thread(self._ledger.versions.champion)
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
         failures = asked(self._tally)
         figures = [
-            (await asyncio.to_thread(self._ledger.figures, number, trial.began, refusals=self._refusals))._replace(
-                failures=_since(failures, self._before, number)
-            )
+            (
+                await asyncio.to_thread(self._ledger.comparisons.figures, number, trial.began, refusals=self._refusals)
+            )._replace(failures=_since(failures, self._before, number))
             for number in (champion.version, trial.version.version)
         ]
         if trial.mode == "shadow":
@@ -123,10 +123,10 @@ class Rollout:
 
     async def _act(self, version: int, decision: Decision) -> None:
         if decision.action == "roll_back":
-            roll_back = partial(self._ledger.roll_back, only_as=VersionState.CANARY)
+            roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)
             await asyncio.to_thread(roll_back, version, by=_BY, reason=decision.reason, details=decision.details)
-        elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.promotion_held):
-            promote = self._ledger.promote
+        elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.alarms.promotion_held):
+            promote = self._ledger.versions.promote
             await asyncio.to_thread(promote, version, by=_BY, reason=decision.reason, details=decision.details)
         else:
             return

@@ -83,9 +83,11 @@ class Examination:
 
     async def turn(self) -> None:
         """Evaluate the newest candidate, unless somebody has, or another version is being tried."""
-        champion = await asyncio.to_thread(self._ledger.champion)  # First: what is promoted meanwhile is no candidate.
-        candidate = await asyncio.to_thread(self._ledger.candidate)
-        busy = self._fleet.split is not None or await asyncio.to_thread(self._ledger.canary) is not None
+        champion = await asyncio.to_thread(
+            self._ledger.versions.champion
+        )  # First: what is promoted meanwhile is no candidate.
+        candidate = await asyncio.to_thread(self._ledger.versions.candidate)
+        busy = self._fleet.split is not None or await asyncio.to_thread(self._ledger.versions.canary) is not None
         if candidate is None or busy or time.monotonic() < self._not_before.get(candidate.version, 0.0):
             return
         if await self._gate.verdict(candidate, champion) is not None:
@@ -107,7 +109,7 @@ class Examination:
         assert verdict is not None
         reason = verdict.reason(champion.version)
         details = verdict.details(champion.version)
-        note = self._ledger.note_version
+        note = self._ledger.versions.note
         await asyncio.to_thread(
             note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason, details=details
         )
@@ -143,7 +145,7 @@ class Examination:
     async def _replay(self, engine: Engine, champion: _Champion) -> _Champion:
         """The champion with the newest held-out replies; it is asked about those that it has not been asked about."""
         longest, rows = await engine.control.longest(), self._settings.gate.replay.rows
-        newest = await asyncio.to_thread(self._ledger.held_out, rows, temperature=TEMPERATURE)
+        newest = await asyncio.to_thread(self._ledger.training.held_out, rows, temperature=TEMPERATURE)
         replies = [each for each in newest if each.tokens < longest]  # The engine wants room to go on.
         new = [each for each in replies if each.id not in champion.likelihoods]
         told = await self._asking.likelihoods(engine, new, at_once=_BESIDE)
@@ -213,7 +215,7 @@ class Examination:
         """Put the engine into rotation again with the champion, unless its supervisor has begun to."""
         async with self._reloader.swapping:
             with suppress(LedgerUnavailable):  # If there is another by now, the reloader sees to it.
-                champion = await asyncio.to_thread(self._ledger.champion)
+                champion = await asyncio.to_thread(self._ledger.versions.champion)
             if engine.state is EngineState.RELOADING:
                 await self._reloader.put_back(engine, champion)
 

@@ -66,12 +66,12 @@ class Gate:
 
     async def figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
-        found = await asyncio.to_thread(self._ledger.evaluation, version, self._evaluator)
+        found = await asyncio.to_thread(self._ledger.evaluations.of, version, self._evaluator)
         return if_of(found, self._fingerprint)
 
     async def record(self, version: int, figures: tuple[Figure, ...]) -> None:
         """Keep the figures of a version."""
-        await asyncio.to_thread(self._ledger.record_evaluation, version, self._evaluator, figures)
+        await asyncio.to_thread(self._ledger.evaluations.record, version, self._evaluator, figures)
 
     def give_up(self, candidate: Version, reason: str) -> None:
         """Say that the candidate cannot be evaluated for now."""
@@ -83,7 +83,7 @@ class Gate:
         """The candidate must not be served."""
         log.error("version_rejected", version=version.version, reason=reason)
         self._metrics.rejected.inc()
-        await asyncio.to_thread(self._ledger.reject, version.version, reason, details=figures)
+        await asyncio.to_thread(self._ledger.versions.reject, version.version, reason, details=figures)
 
     async def _without_figures(self, candidate: Version) -> bool:
         if self.mode == "report":
@@ -95,6 +95,6 @@ class Gate:
             why = self._unanswered.get(candidate.version, "there is none yet")
             reason = f"waits for {whose} before it may be served: {why}"
             log.warning("version_waits_at_the_gate", version=candidate.version, reason=reason)
-            note = self._ledger.note_version
+            note = self._ledger.versions.note
             await asyncio.to_thread(note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason)
         return False

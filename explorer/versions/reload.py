@@ -169,12 +169,12 @@ class Reloader(Swaps):
         While an alarm holds, a version is pinned or another one is being tried, candidates are left as they are.
         """
         async with self.swapping:
-            champion = await asyncio.to_thread(self._ledger.champion)
+            champion = await asyncio.to_thread(self._ledger.versions.champion)
             await self._see(champion)
             trial = await asyncio.to_thread(trial_of, self._ledger, self._rollout)
-            pinned = await asyncio.to_thread(self._ledger.pinned)
+            pinned = await asyncio.to_thread(self._ledger.versions.pinned)
             await self._divide(champion, trial)
-            candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.candidate)
+            candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.versions.candidate)
             ready = any(engine.state is EngineState.READY for engine in self._fleet.engines)
             waits = not ready or self._fleet.split or (candidate is not None and await self._is_held(candidate))
             if candidate is None or waits or not await self.gate.admits(candidate, champion):
@@ -189,7 +189,7 @@ class Reloader(Swaps):
         """Note which version is served; of one that came from a trial, how long its feedback took to get there."""
         self._metrics.version_served.set(champion.version)
         if self._champion is not None and champion.version > self._champion:
-            for seconds in await asyncio.to_thread(self._ledger.feedback_to_served, champion.version):
+            for seconds in await asyncio.to_thread(self._ledger.reports.feedback_to_served, champion.version):
                 self._metrics.feedback_to_served.observe(seconds)
             log.info("version_served", version=champion.version, step=champion.step)
         self._champion = champion.version
@@ -203,9 +203,9 @@ class Reloader(Swaps):
 
     async def _is_held(self, candidate: Version) -> bool:
         """Whether an alarm forbids that a new version is served; said once, and once when it is over."""
-        held = await asyncio.to_thread(self._ledger.promotion_held)
+        held = await asyncio.to_thread(self._ledger.alarms.promotion_held)
         if held and self._held is None:
-            names = [alarm.name for alarm in await asyncio.to_thread(self._ledger.alarms) if alarm.holds]
+            names = [alarm.name for alarm in await asyncio.to_thread(self._ledger.alarms.all) if alarm.holds]
             log.warning("promotion_held", version=candidate.version, alarms=names)
         elif not held and self._held is not None:
             log.info("promotion_released", version=candidate.version, held_since_version=self._held)
@@ -246,7 +246,7 @@ class Reloader(Swaps):
 
     async def _is_fit(self, number: int) -> bool:
         """Whether replies of a version may be let to their end."""
-        version = await asyncio.to_thread(self._ledger.version, number)
+        version = await asyncio.to_thread(self._ledger.versions.get, number)
         return version is not None and version.state not in {VersionState.REJECTED, VersionState.ROLLED_BACK}
 
     async def _try(self, candidate: Version, champion: Version) -> None:
@@ -256,7 +256,7 @@ class Reloader(Swaps):
 
         async def begin() -> None:
             await asyncio.to_thread(
-                self._ledger.begin_canary,
+                self._ledger.versions.begin_canary,
                 candidate.version,
                 by="explorer",
                 reason=f"rollout.mode: {mode}, with {share:g} of the requests",
@@ -299,7 +299,7 @@ class Reloader(Swaps):
                 await self._align(champion)
             return
         if any(engine.version == candidate.version for engine in self._fleet.engines):
-            await asyncio.to_thread(self._ledger.promote, candidate.version)
+            await asyncio.to_thread(self._ledger.versions.promote, candidate.version)
             await self._see(candidate)
 
     async def _ends(self, version: Version, error: CheckpointRejected | EngineError) -> bool:
@@ -323,6 +323,6 @@ class Reloader(Swaps):
         log.error("version_rejected", version=version.version, reason=reason)
         self._metrics.rejected.inc()
         if version.state is VersionState.CANARY:
-            await asyncio.to_thread(self._ledger.roll_back, version.version, by="explorer", reason=reason)
+            await asyncio.to_thread(self._ledger.versions.roll_back, version.version, by="explorer", reason=reason)
         else:
-            await asyncio.to_thread(self._ledger.reject, version.version, reason)
+            await asyncio.to_thread(self._ledger.versions.reject, version.version, reason)

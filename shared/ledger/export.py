@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, insert
 from tuneloop.shared.experience import HELD_OUT, Float32s, Int32s, State
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
 
 #: Rows that are held at once.
 PAGE = 500
@@ -87,7 +87,7 @@ class Ranked(NamedTuple):
     prompts: "np.ndarray[Any, np.dtype[np.uint64]]"
 
 
-class Exports(Transactions):
+class Exports(LedgerPart):
     """Reading rows to be written to a file, and remembering the file."""
 
     def replies(self, selection: Selection, *, corrected: bool = True) -> Iterator[list[Reply]]:
@@ -140,7 +140,7 @@ class Exports(Transactions):
         [row] = self._read(_erasures(tenant))
         return tuple(row)
 
-    def exported(self, path: str, format_: str, rows: int, *, of: Selection, unless: object, publish: Any) -> bool:
+    def record_file(self, path: str, format_: str, rows: int, *, of: Selection, unless: object, publish: Any) -> bool:
         """Remember a file, which `publish` puts in its place meanwhile; False, with nothing done, if it is outdated.
 
         It is if somebody has been erased since `erasures_so_far` answered `unless`: the file may still hold them.

@@ -5,50 +5,66 @@ LedgerUnavailable, and nothing has happened then, unless the connection broke in
 verb may be repeated.
 """
 
+import time
+from collections.abc import Callable
 from typing import Self
 
-from sqlalchemy import select
+from sqlalchemy import Engine, select
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.export import Exports
-from tuneloop.shared.ledger.recording.attestation import Attested
-from tuneloop.shared.ledger.recording.judging import Judged
+from tuneloop.shared.ledger.recording.attestation import Attestations
+from tuneloop.shared.ledger.recording.judging import Judging
 from tuneloop.shared.ledger.recording.recording import Recording
+from tuneloop.shared.ledger.recording.retention import Retention
+from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiment
-from tuneloop.shared.ledger.storage.transactions import ignoring
+from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.held_out import Replays
 from tuneloop.shared.ledger.training.training import LEASE_S, Training
-from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.comparison import Comparisons
-from tuneloop.shared.ledger.versions.decisions import Appointments
+from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.ledger.versions.drift import Drift
-from tuneloop.shared.ledger.versions.evaluations import Evaluations, Lineage
+from tuneloop.shared.ledger.versions.evaluations import Evaluations
 from tuneloop.shared.ledger.versions.versions import Version
+from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
 
 
-class Ledger(
-    Recording,
-    Training,
-    StoredCompletions,
-    Appointments,
-    Reports,
-    Exports,
-    Judged,
-    Drift,
-    Comparisons,
-    Attested,
-    Evaluations,
-    Replays,
-    Lineage,
-):
-    """Every verb of the ledger; each of its bases is a page of them."""
+class Ledger:
+    """The parts of a ledger over one database; a service takes those that it uses, a double replaces one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        rule: RewardRule | None = None,
+        compensate_late: bool = False,
+        clock: Callable[[], float] = time.time,
+        transactions: Callable[..., Transactions] = Transactions,
+    ) -> None:
+        """`transactions(engine, clock=clock)` makes the one way to the database that all parts share."""
+        self.transactions = transactions(engine, clock=clock)
+        self.settlement = Settlement(rule, compensate_late=compensate_late, clock=clock)
+        self.recording = Recording(self.transactions, self.settlement)
+        self.training = Training(self.transactions, self.settlement)
+        self.retention = Retention(self.transactions, self.settlement)
+        self.stored = StoredCompletions(self.transactions, self.settlement)
+        self.versions = Versions(self.transactions)
+        self.alarms = Alarms(self.transactions)
+        self.evaluations = Evaluations(self.transactions)
+        self.attestations = Attestations(self.transactions)
+        self.judging = Judging(self.transactions)
+        self.comparisons = Comparisons(self.transactions)
+        self.drift = Drift(self.transactions)
+        self.reports = Reports(self.transactions)
+        self.exports = Exports(self.transactions)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -57,9 +73,13 @@ class Ledger(
         engine = connect(settings.database_url, schema=schema)
         return cls(engine, rule=settings.reward, compensate_late=settings.feedback.compensate_late)
 
+    def close(self) -> None:
+        """Give the connections to the database back."""
+        self.transactions.close()
+
     def own(self, project: str, name: str) -> None:
         """Mark the database as this experiment's. Raises EnvironmentRefused if it is another's."""
-        with self._write() as connection:
+        with self.transactions.write() as connection:
             connection.execute(ignoring(connection, experiment), {"id": 1, "project": project, "name": name})
             owner = connection.execute(select(experiment.c.project, experiment.c.name)).one()
         if (owner.project, owner.name) != (project, name):

@@ -10,6 +10,7 @@ from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import Aside, LedgerFacts, Pile, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
@@ -38,10 +39,14 @@ class Said(NamedTuple):
     text: str
 
 
-class Reports(Alarms):
-    """Questions that change nothing."""
+class Reports(LedgerPart):
+    """Counts, delays, balance: questions that change nothing."""
 
-    def said(self, tenant: str, msg_id: str) -> Said | None:
+    def __init__(self, transactions: Transactions) -> None:
+        super().__init__(transactions)
+        self._alarms = Alarms(transactions)
+
+    def reply(self, tenant: str, msg_id: str) -> Said | None:
         """One exchange."""
         first = and_(
             experiences.c.msg_id == exchanges.c.msg_id, experiences.c.choice == 0, experiences.c.correction == 0
@@ -103,7 +108,7 @@ class Reports(Alarms):
             trainer=trainer,
             weights=weights,
             aside=self._aside(aside) if aside else (),
-            alarms=tuple(self.alarms()),
+            alarms=tuple(self._alarms.all()),
         )
 
     def _piles(self) -> dict[State, Pile]:

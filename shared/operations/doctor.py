@@ -62,7 +62,11 @@ def _asked(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Standing, 
         )
     ledger = Ledger.of(settings)
     try:
-        return ledger.facts(BatchPolicy.of(settings), aside=REASONS), ledger.audit(), undecided(ledger, settings)
+        return (
+            ledger.reports.facts(BatchPolicy.of(settings), aside=REASONS),
+            ledger.reports.audit(),
+            undecided(ledger, settings),
+        )
     finally:
         ledger.close()
 

@@ -27,7 +27,7 @@ def undecided(ledger: Ledger, settings: Settings) -> tuple[Standing, ...]:
 
 
 def _standings(ledger: Ledger, settings: Settings) -> Iterator[Standing]:
-    pinned, canary, candidate = ledger.pinned(), ledger.canary(), ledger.candidate()
+    pinned, canary, candidate = ledger.versions.pinned(), ledger.versions.canary(), ledger.versions.candidate()
     held = _held(ledger)
     if pinned:
         begun = _last(ledger, pinned, VersionAction.PINNED)
@@ -48,7 +48,9 @@ def _standings(ledger: Ledger, settings: Settings) -> Iterator[Standing]:
 
 
 def _held(ledger: Ledger) -> list[str]:
-    return [f"the alarm {each.name} holds, since {moment(each.raised_at)}" for each in ledger.alarms() if each.holds]
+    return [
+        f"the alarm {each.name} holds, since {moment(each.raised_at)}" for each in ledger.alarms.all() if each.holds
+    ]
 
 
 def _at_the_gate(ledger: Ledger, settings: Settings, candidate: Version) -> Iterator[str]:
@@ -57,8 +59,8 @@ def _at_the_gate(ledger: Ledger, settings: Settings, candidate: Version) -> Iter
     # Without being blocked it waits only for engines: the trainer evaluates when it comes to it.
     if mode == "off" or (mode == "report" and evaluator is Evaluator.TRAINER):
         return
-    champion = ledger.champion()
-    new, old = (ledger.evaluation(each.version, evaluator) for each in (candidate, champion))
+    champion = ledger.versions.champion()
+    new, old = (ledger.evaluations.of(each.version, evaluator) for each in (candidate, champion))
     beside = not settings.gate.replays or is_beside(new, champion.version)
     if same_tasks(new, old) and beside:
         return
@@ -82,7 +84,7 @@ def _last(ledger: Ledger, version: Version, action: VersionAction) -> VersionEve
 
 
 def _find(ledger: Ledger, version: Version, action: VersionAction) -> VersionEvent | None:
-    return next((each for each in reversed(ledger.version_events(version.version)) if each.action is action), None)
+    return next((each for each in reversed(ledger.versions.events(version.version)) if each.action is action), None)
 
 
 def _said(event: VersionEvent) -> str:

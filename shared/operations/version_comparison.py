@@ -67,7 +67,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compared(ledger: Ledger, a: int, b: int) -> Comparison:
     """Two versions side by side. Raises VersionRefused if there is no such version."""
     versions = [existing(ledger, number) for number in (a, b)]
-    one, other = (ledger.figures(each.version, each.created_at) for each in versions)
+    one, other = (ledger.comparisons.figures(each.version, each.created_at) for each in versions)
     sides = [
         Side(
             version=version.version,
@@ -84,7 +84,7 @@ def compared(ledger: Ledger, a: int, b: int) -> Comparison:
         b=sides[1],
         difference=other.reward.mean - one.reward.mean if one.reward.replies and other.reward.replies else None,
         interval=welch(one.reward, other.reward),
-        evaluations=list(_pairs(ledger.version_evaluations([a, b]), a, b)),
+        evaluations=list(_pairs(ledger.evaluations.of_versions([a, b]), a, b)),
     )
 
 

@@ -33,7 +33,7 @@ def promote(ledger: Ledger, version: int, decided: Decided) -> Ruling:
     """Make it the champion. Raises VersionRefused."""
     seen = _seen(ledger, decided)
     _verify(ledger, existing(ledger, version), seen)
-    ledger.appoint(version, instead_of=seen, by=_admin(decided), reason=decided.reason)
+    ledger.versions.appoint(version, instead_of=seen, by=_admin(decided), reason=decided.reason)
     return Ruling(version, version)
 
 
@@ -46,29 +46,29 @@ def roll_back(ledger: Ledger, version: int | None, decided: Decided) -> Ruling:
         existing(ledger, version)
     if not decided.reason:
         raise VersionRefused("say why: a version that is rolled back is never served again")
-    champion = ledger.champion().version
+    champion = ledger.versions.champion().version
     if decided.expect is not None and champion != decided.expect:
         raise VersionRefused(
             f"version {champion} is the champion, not version {decided.expect}: look again, then decide"
         )
     if version is None:
-        canary = ledger.canary()
+        canary = ledger.versions.canary()
         version = canary.version if canary else champion
-    return Ruling(version, ledger.roll_back(version, by=_admin(decided), reason=decided.reason))
+    return Ruling(version, ledger.versions.roll_back(version, by=_admin(decided), reason=decided.reason))
 
 
 def pin(ledger: Ledger, version: int, decided: Decided) -> Ruling:
     """Serve this version and no other. Raises VersionRefused."""
     seen = _seen(ledger, decided)
     _verify(ledger, existing(ledger, version), seen)
-    ledger.pin(version, instead_of=seen, by=_admin(decided), reason=decided.reason)
+    ledger.versions.pin(version, instead_of=seen, by=_admin(decided), reason=decided.reason)
     return Ruling(version, version)
 
 
 def unpin(ledger: Ledger, decided: Decided) -> Ruling:
     """Let newer versions be served again. Raises VersionRefused if none is pinned."""
-    version = ledger.unpin(by=_admin(decided), reason=decided.reason)
-    return Ruling(version, ledger.champion().version)
+    version = ledger.versions.unpin(by=_admin(decided), reason=decided.reason)
+    return Ruling(version, ledger.versions.champion().version)
 
 
 def _verify(ledger: Ledger, version: Version, champion: int) -> None:
@@ -92,7 +92,7 @@ def _verify(ledger: Ledger, version: Version, champion: int) -> None:
 
 
 def _seen(ledger: Ledger, decided: Decided) -> int:
-    return ledger.champion().version if decided.expect is None else decided.expect
+    return ledger.versions.champion().version if decided.expect is None else decided.expect
 
 
 def _admin(decided: Decided) -> str:

@@ -73,13 +73,13 @@ class VersionStory(msgspec.Struct, frozen=True, kw_only=True):
 
 def listed(ledger: Ledger) -> list[VersionRow]:
     """All versions, the newest first."""
-    rewards = {each.version: each for each in ledger.rewards()}
-    return [_row(each, rewards.get(each.version)) for each in reversed(ledger.versions())]
+    rewards = {each.version: each for each in ledger.reports.rewards()}
+    return [_row(each, rewards.get(each.version)) for each in reversed(ledger.versions.all())]
 
 
 def existing(ledger: Ledger, version: int) -> Version:
     """That version. Raises VersionRefused if there is none."""
-    found = ledger.version(version)
+    found = ledger.versions.get(version)
     if found is None:
         raise VersionRefused(f"there is no version {version}")
     return found
@@ -88,21 +88,21 @@ def existing(ledger: Ledger, version: int) -> Version:
 def story(ledger: Ledger, number: int) -> VersionStory:
     """All that is known of a version. Raises VersionRefused if there is none of that number."""
     version = existing(ledger, number)
-    said = next((each for each in ledger.rewards() if each.version == number), None)
+    said = next((each for each in ledger.reports.rewards() if each.version == number), None)
     return VersionStory(
         version=_row(version, said),
         path=str(version.path),
         manifest_sha256=version.manifest_sha256,
         parent=_parent(version.path) if version.manifest_sha256 else None,
-        trained_on_replies_of=ledger.trained_on(number),
-        evaluations=[score(each) for each in ledger.version_evaluations([number])],
+        trained_on_replies_of=ledger.evaluations.trained_on(number),
+        evaluations=[score(each) for each in ledger.evaluations.of_versions([number])],
         events=events(ledger, number),
     )
 
 
 def events(ledger: Ledger, version: int | None = None, *, last: int | None = None) -> list[Event]:
     """What happened to the versions, or to one, oldest first; only the `last` so many."""
-    return [_event(each) for each in ledger.version_events(version, last=last)]
+    return [_event(each) for each in ledger.versions.events(version, last=last)]
 
 
 def _row(version: Version, said: VersionReward | None) -> VersionRow:

@@ -43,8 +43,10 @@ def alarms(*arguments: str) -> Result:
 
 def test_open_alarms_are_listed(file: Path, ledger: Ledger) -> None:
     assert alarms("-c", str(file)).output == "no alarm is open\n"
-    ledger.raise_alarm(Alarm("length", "replies got long", step=3, version=2, value=1.5, threshold=1.0, holds=True))
-    ledger.raise_alarm(Alarm("entropy", "it fell"))
+    ledger.alarms.raise_alarm(
+        Alarm("length", "replies got long", step=3, version=2, value=1.5, threshold=1.0, holds=True)
+    )
+    ledger.alarms.raise_alarm(Alarm("entropy", "it fell"))
     lines = alarms("-c", str(file)).output.splitlines()
     assert lines[0].startswith("length: raised 2")
     assert lines[0].endswith("UTC, open, no new version is served")
@@ -56,18 +58,18 @@ def test_open_alarms_are_listed(file: Path, ledger: Ledger) -> None:
 
 def test_one_is_cleared_by_its_name(file: Path, ledger: Ledger) -> None:
     for name in ("length", "entropy"):
-        ledger.raise_alarm(Alarm(name, "drifted", holds=True))
+        ledger.alarms.raise_alarm(Alarm(name, "drifted", holds=True))
     told = alarms("clear", "length", "-c", str(file))
     assert (told.exit_code, told.output) == (0, "length is cleared; another alarm still holds new versions back\n")
-    assert [each.name for each in ledger.alarms()] == ["entropy"]
+    assert [each.name for each in ledger.alarms.all()] == ["entropy"]
     assert alarms("clear", "entropy", "-c", str(file)).output == "entropy is cleared\n"
-    assert not ledger.promotion_held()
+    assert not ledger.alarms.promotion_held()
     every = alarms("-c", str(file), "--all").output
     assert every.count(", cleared 2") == 2
 
 
 def test_one_that_is_not_open_is_an_error_that_names_those_that_are(file: Path, ledger: Ledger) -> None:
-    ledger.raise_alarm(Alarm("entropy", "drifted"))
+    ledger.alarms.raise_alarm(Alarm("entropy", "drifted"))
     told = alarms("clear", "length", "-c", str(file))
     assert told.exit_code == 1
     assert isinstance(told.exception, TuneloopError)

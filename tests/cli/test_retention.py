@@ -75,7 +75,7 @@ def test_what_is_no_duration(file: Path, ledger: Ledger, text: str) -> None:
 def test_purge_does_what_the_settings_say(file: Path, ledger: Ledger) -> None:
     rewarded(ledger, 2, received_at=days_ago(31))
     rewarded(ledger, 1, received_at=days_ago(29))
-    ledger.record([exchange(received_at=days_ago(31)), feedback(received_at=days_ago(31))])
+    ledger.recording.record([exchange(received_at=days_ago(31)), feedback(received_at=days_ago(31))])
     by_settings = ("purge", "-c", file, "--set", f"retention.rewarded={30 * DAY}")
     assert told("purge", "-c", file)[0].startswith("nothing is deleted: the settings' retention keeps everything")
     assert told(*by_settings, "--dry-run") == ["would delete", "  rewarded   2 experiences"]
@@ -86,17 +86,17 @@ def test_purge_does_what_the_settings_say(file: Path, ledger: Ledger) -> None:
         "  rewarded   0 experiences",
         "  feedback   1 events whose reply never came",
     ]
-    assert ledger.counts()[State.REWARDED] == 1
+    assert ledger.reports.counts()[State.REWARDED] == 1
 
 
 def test_purge_does_what_it_is_told(file: Path, ledger: Ledger) -> None:
-    ledger.record([exchange(received_at=days_ago(days)) for days in (1, 3)])
-    ledger.record([exchange(received_at=days_ago(3), experiences=(experience(drop_reason="cut off"),))])
+    ledger.recording.record([exchange(received_at=days_ago(days)) for days in (1, 3)])
+    ledger.recording.record([exchange(received_at=days_ago(3), experiences=(experience(drop_reason="cut off"),))])
     by_flags = ("purge", "-c", file, "--state", "recorded", "--older-than", "2d", "--json")
     counts = {"experiences": {"recorded": 1}, "parked_feedback": 0}
     assert json.loads(told(*by_flags, "--dry-run")[0]) == {"dry_run": True} | counts
     assert json.loads(told(*by_flags)[0]) == {"dry_run": False} | counts
-    assert (ledger.counts()[State.RECORDED], ledger.counts()[State.DROPPED]) == (1, 1)
+    assert (ledger.reports.counts()[State.RECORDED], ledger.reports.counts()[State.DROPPED]) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_a_database_that_is_not_there_is_not_made(file: Path, arguments: list[st
 def ann(ledger: Ledger, tmp_path: Path) -> None:
     """A person in the ledger, in a version and in a file; and another tenant's, in nothing but the ledger."""
     [said] = committed(ledger, 1, tenant="default", user="ann")
-    ledger.commit("default")
-    epoch = ledger.take_epoch("trainer")
-    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
-    ledger.record([exchange(tenant="default", user="ann"), exchange(tenant="acme", user="ann")])
+    ledger.recording.commit("default")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.recording.record([exchange(tenant="default", user="ann"), exchange(tenant="acme", user="ann")])
     lines = [{"msg_id": said.msg_id, "user": None}, {"msg_id": "of-bob", "user": "bob"}]
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         for name in ("sft.jsonl", "gone.jsonl"):
             row = {"path": str(tmp_path / name), "format": "sft", "rows": 2, "created_at": 0}
             connection.execute(exports.insert().values(row))
@@ -142,7 +142,7 @@ def test_erase_tells_what_it_deleted_and_what_stays(file: Path, ledger: Ledger, 
     erase = ("erase", "-c", file, "--user", "ann")
     dry = ran(*erase, "--dry-run")
     assert dry.output.splitlines()[0] == "would delete of 'ann' (tenant default)"
-    assert (sum(ledger.counts().values()), len((tmp_path / "sft.jsonl").read_text().splitlines())) == (3, 2)
+    assert (sum(ledger.reports.counts().values()), len((tmp_path / "sft.jsonl").read_text().splitlines())) == (3, 2)
     found = ran(*erase)
     assert found.exit_code == dry.exit_code == 1, "one of the files could not be reached"
     assert found.output.splitlines() == [
@@ -159,8 +159,8 @@ def test_erase_tells_what_it_deleted_and_what_stays(file: Path, ledger: Ledger, 
         f"not reached: {tmp_path}/gone.jsonl: No such file or directory",
     ]
     assert [json.loads(line)["msg_id"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()] == ["of-bob"]
-    assert [each.rows for each in ledger.exported_files()] == [1, 2]
-    assert sum(ledger.counts().values()) == 1
+    assert [each.rows for each in ledger.retention.exported_files()] == [1, 2]
+    assert sum(ledger.reports.counts().values()) == 1
 
 
 @pytest.mark.usefixtures("ann")
@@ -177,7 +177,7 @@ def test_erase_speaks_json(file: Path, tmp_path: Path) -> None:
 def test_erase_keeps_to_the_tenant(file: Path, ledger: Ledger) -> None:
     found = ran("erase", "-c", file, "--user", "ann", "--tenant", "acme")
     assert "  exchanges    1" in found.output.splitlines()
-    assert ledger.erasures().keys() == {("acme", "ann")}
+    assert ledger.retention.erasures().keys() == {("acme", "ann")}
 
 
 def test_a_person_who_is_not_known_is_remembered_all_the_same(file: Path, ledger: Ledger) -> None:
@@ -186,5 +186,5 @@ def test_a_person_who_is_not_known_is_remembered_all_the_same(file: Path, ledger
         "  experiences  0",
         "  feedback     0",
     ]
-    ledger.record([exchange(tenant="default", user="ann")])
-    assert sum(ledger.counts().values()) == 0
+    ledger.recording.record([exchange(tenant="default", user="ann")])
+    assert sum(ledger.reports.counts().values()) == 0

@@ -38,7 +38,7 @@ def file(tmp_path: Path, place: Place) -> Path:
 @pytest.fixture
 def ledger(file: Path, migrated_place: Place) -> Iterator[Ledger]:
     ledger = Ledger.of(Settings.model_validate(yaml.safe_load(file.read_text())))
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     yield ledger
     ledger.close()
 
@@ -57,9 +57,9 @@ def test_rewards_are_reckoned_anew_and_first_only_told(file: Path, ledger: Ledge
     assert told == "3 replies looked at, 3 rewards would change"
     assert recompute(file, *tripled)[1] == "3 replies looked at, 3 rewards changed"
     assert recompute(file, *tripled, "--dry-run")[1] == "3 replies looked at, 0 rewards would change"
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    assert [sample.reward for sample in ledger.lease(epoch, 3, BatchPolicy())] == [3.0] * 3
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    assert [sample.reward for sample in ledger.training.lease(epoch, 3, BatchPolicy())] == [3.0] * 3
 
 
 def test_a_ledger_of_the_settings_does_with_late_feedback_what_they_say(file: Path, ledger: Ledger) -> None:
@@ -68,11 +68,11 @@ def test_a_ledger_of_the_settings_does_with_late_feedback_what_they_say(file: Pa
         of_settings = Ledger.of(Settings.model_validate(values | {"feedback": {"compensate_late": compensate}}))
         with closing(of_settings):
             [said] = committed(of_settings)
-            epoch = of_settings.take_epoch("trainer")
-            samples = of_settings.lease(epoch, 1, BatchPolicy())
-            of_settings.register(epoch, ids(samples), step=1, publish=published)
-            of_settings.record([feedback(msg_id=said.msg_id, value=-0.5)])
-            assert sum(of_settings.counts().values()) == rows
+            epoch = of_settings.training.take_epoch("trainer")
+            samples = of_settings.training.lease(epoch, 1, BatchPolicy())
+            of_settings.training.register(epoch, ids(samples), step=1, publish=published)
+            of_settings.recording.record([feedback(msg_id=said.msg_id, value=-0.5)])
+            assert sum(of_settings.reports.counts().values()) == rows
 
 
 def test_a_database_without_our_tables_is_not_touched(file: Path) -> None:

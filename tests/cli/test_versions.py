@@ -48,11 +48,11 @@ def file(tmp_path: Path, sqlite_place: Place) -> Path:
 def ledger(file: Path, tmp_path: Path) -> Iterator[Ledger]:
     """Versions 0 and 1 have served, 2 serves, 3 waits."""
     ledger = Ledger.of(load_settings(file))
-    ledger.ensure_base(write_model(tmp_path / "model"))
+    ledger.versions.ensure_base(write_model(tmp_path / "model"))
     for number in (1, 2, 3):
         register(ledger, tmp_path)
         if number < 3:
-            ledger.promote(number)
+            ledger.versions.promote(number)
     yield ledger
     ledger.close()
 
@@ -68,7 +68,7 @@ def refusal(told: Result) -> str:
 
 
 def states(ledger: Ledger) -> list[str]:
-    return [f"{each.state}{' pinned' if each.pinned else ''}" for each in ledger.versions()]
+    return [f"{each.state}{' pinned' if each.pinned else ''}" for each in ledger.versions.all()]
 
 
 def say(ledger: Ledger, version: int, *rewards: float) -> None:
@@ -77,19 +77,19 @@ def say(ledger: Ledger, version: int, *rewards: float) -> None:
         said = (experience(version_min=version, version_max=version),)
         told = exchange(experiences=said, received_at=time.time())
         about = [feedback(msg_id=told.msg_id, tenant=told.tenant, value=reward)] if reward is not None else []
-        ledger.record([told, *about])
+        ledger.recording.record([told, *about])
 
 
 def evaluate(ledger: Ledger, version: int, value: float, part: str = "", metric: str = "score") -> None:
     row = {"version": version, "evaluator": Evaluator.ENGINE, "metric": metric, "slice": part, "value": value}
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         connection.execute(evaluations.insert().values(row | {"deviation": 0.5, "samples": 20, "evaluated_at": 1.0}))
 
 
 def test_the_list_tells_what_each_is_and_how_it_was_rewarded(file: Path, ledger: Ledger) -> None:
     say(ledger, 2, 1.0, 0.5)
-    ledger.pin(2, instead_of=2, by="admin:ann", reason="a demo")
-    ledger.reject(3, "it is not finite")
+    ledger.versions.pin(2, instead_of=2, by="admin:ann", reason="a demo")
+    ledger.versions.reject(3, "it is not finite")
     lines = versions(file, "list").output.splitlines()
     assert lines[0].split() == ["version", "state", "step", "trained", "on", "rewarded", "mean", "age", "reason"]
     assert lines[1].split()[:8] == ["3", "rejected", "1", "1", "0", "of", "0", "-"]
@@ -119,16 +119,16 @@ def test_the_list_for_programs(file: Path, ledger: Ledger) -> None:
 
 def test_a_version_is_shown_with_what_it_was_made_of_and_all_that_happened_to_it(file: Path, ledger: Ledger) -> None:
     rewarded(ledger)
-    ledger.begin_canary(3, by="explorer", reason="a tenth", details={"share": 0.1})
-    ledger.roll_back(3, by="admin:ann", reason="it swears")
+    ledger.versions.begin_canary(3, by="explorer", reason="a tenth", details={"share": 0.1})
+    ledger.versions.roll_back(3, by="admin:ann", reason="it swears")
     evaluate(ledger, 3, 0.25, "sums")
     lines = versions(file, "show", 3).output.splitlines()
     assert lines[0] == "version 3"
     told = {line[2:14].strip(): line[15:] for line in lines[1 : lines.index("evaluations")]}
     assert told["state"] == "rolled_back: it swears"
     assert told["trained on"] == "1 row: 1 of version 0's"
-    assert (told["parent"], told["path"]) == ("version 2", str(ledger.versions()[3].path))
-    assert told["manifest"] == f"sha256 {ledger.versions()[3].manifest_sha256}"
+    assert (told["parent"], told["path"]) == ("version 2", str(ledger.versions.all()[3].path))
+    assert told["manifest"] == f"sha256 {ledger.versions.all()[3].manifest_sha256}"
     assert " ".join(lines[lines.index("evaluations") + 1].split()) == "score [sums] by engine 0.25 ± 0.5 of 20"
     events = lines[lines.index("events") + 1 :]
     assert [line.partition("UTC  ")[2] for line in events if "UTC" in line] == [
@@ -183,7 +183,7 @@ def test_figures_of_different_tasks_are_not_passed_off_as_comparable(file: Path,
 def test_a_replay_is_shown_of_one_version_and_compared_with_no_other(file: Path, ledger: Ledger) -> None:
     figures = [Figure(metric, "", 2.0, 0.5, 120) for metric in OF_A_REPLAY]
     for version in (1, 2):
-        ledger.record_evaluation(version, Evaluator.ENGINE, figures)
+        ledger.evaluations.record(version, Evaluator.ENGINE, figures)
     shown = versions(file, "show", 1).output
     assert re.findall(r"^  (replay\w*) ", shown, re.MULTILINE) == ["replay", "replay_champion", "replay_size"]
     assert " by engine" not in versions(file, "compare", 1, 2).output
@@ -213,14 +213,16 @@ def test_a_candidate_or_an_older_version_is_promoted(file: Path, ledger: Ledger)
     assert versions(file, "promote", 1, "--reason", " as it was ", "--by", "ann").exit_code == 0
     assert states(ledger) == ["retired", "champion", "retired", "retired"]
     first, second = (
-        next(event for event in ledger.version_events(version) if event.action == "promoted" and "admin" in event.actor)
+        next(
+            event for event in ledger.versions.events(version) if event.action == "promoted" and "admin" in event.actor
+        )
         for version in (3, 1)
     )
     assert (first.actor, second.actor, second.reason) == (f"admin:{getpass.getuser()}", "admin:ann", "as it was")
 
 
 def test_without_a_number_the_canary_is_rolled_back_and_then_the_champion(file: Path, ledger: Ledger) -> None:
-    ledger.begin_canary(3, by="explorer", reason="a tenth")
+    ledger.versions.begin_canary(3, by="explorer", reason="a tenth")
     assert versions(file, "rollback").exit_code == 2, "a reason is required"
     assert "say why" in refusal(versions(file, "rollback", "--reason", " "))
     told = versions(file, "rollback", "--reason", "it swears")
@@ -230,7 +232,7 @@ def test_without_a_number_the_canary_is_rolled_back_and_then_the_champion(file: 
     told = versions(file, "rollback", "--reason", "so does it", "--expect", 2)
     assert told.output.startswith("version 2 is rolled back; version 1 is the champion;")
     assert states(ledger) == ["retired", "champion", "rolled_back", "rolled_back"]
-    assert ledger.versions()[2].reason == "so does it"
+    assert ledger.versions.all()[2].reason == "so does it"
 
 
 def test_a_pinned_version_stays_until_it_is_unpinned(file: Path, ledger: Ledger) -> None:
@@ -241,14 +243,14 @@ def test_a_pinned_version_stays_until_it_is_unpinned(file: Path, ledger: Ledger)
     for refused in (("promote", 3), ("pin", 2), ("rollback", 1, "--reason", "no")):
         assert refusal(versions(file, *refused)) == "version 1 is pinned; unpin it first"
     assert versions(file, "unpin", "--by", "ann").output.startswith("version 1 is pinned no more; the explorer takes")
-    assert ledger.version_events(1)[-1].actor == "admin:ann"
+    assert ledger.versions.events(1)[-1].actor == "admin:ann"
     assert refusal(versions(file, "unpin")) == "no version is pinned"
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(file: Path, ledger: Ledger) -> None:
     trained(ledger)
-    ledger.reject(4, "it is not finite")
-    before, told = states(ledger), ledger.version_events()
+    ledger.versions.reject(4, "it is not finite")
+    before, told = states(ledger), ledger.versions.events()
     for arguments, why in {
         ("promote", 9): "there is no version 9",
         ("rollback", 9, "--reason", "x"): "there is no version 9",
@@ -263,14 +265,14 @@ def test_what_cannot_be_is_refused_and_changes_nothing(file: Path, ledger: Ledge
         ),
     }.items():
         assert refusal(versions(file, *arguments)) == why
-    assert (states(ledger), ledger.version_events()) == (before, told)
+    assert (states(ledger), ledger.versions.events()) == (before, told)
 
 
 def test_a_checkpoint_that_is_damaged_or_gone_is_not_promoted(file: Path, ledger: Ledger) -> None:
     before = states(ledger)
-    weights = ledger.versions()[3].path / "actor" / "model.safetensors"
+    weights = ledger.versions.all()[3].path / "actor" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    shutil.rmtree(ledger.versions()[1].path)
+    shutil.rmtree(ledger.versions.all()[1].path)
     for command in ("promote", "pin"):
         told = refusal(versions(file, command, 3))
         assert told.startswith("version 3 cannot be served: global_step_3/actor/model.safetensors: ")
@@ -285,7 +287,7 @@ def test_of_two_at_once_the_second_is_told_so(file: Path, ledger: Ledger, monkey
         """What the second sees, before the first one's decision."""
         monkeypatch.setattr(Ledger, "champion", champion)
         found = champion(self)
-        ledger.appoint(1, instead_of=2, by="admin:bob", reason="I was first")
+        ledger.versions.appoint(1, instead_of=2, by="admin:bob", reason="I was first")
         return found
 
     monkeypatch.setattr(Ledger, "champion", seen_too_early)

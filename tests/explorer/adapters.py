@@ -84,4 +84,4 @@ def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None =
         write_adapter(staging / "actor", base, seed=version)
         return seal(store, staging, version, probe=probe)
 
-    return ledger.register(epoch, factories.ids(samples), step=1, publish=publish)
+    return ledger.training.register(epoch, factories.ids(samples), step=1, publish=publish)

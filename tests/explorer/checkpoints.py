@@ -65,6 +65,6 @@ def register(ledger: Ledger, job_dir: Path, *, probe: Probe | None = None) -> in
     """A new candidate: a good checkpoint, trained on one experience made for it, and registered."""
     epoch, samples = factories.leased(ledger)
     store = CheckpointStore(job_dir)
-    return ledger.register(
+    return ledger.training.register(
         epoch, factories.ids(samples), step=1, publish=lambda version: publish(store, version, probe=probe)
     )

@@ -26,6 +26,7 @@ from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position
@@ -33,8 +34,8 @@ from tuneloop.shared.spool_format import Position
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12, "temperature": 1.0}
 
 
-class MoodyLedger(Ledger):
-    """A ledger whose database goes away and comes back as the test wants, or refuses some records."""
+class MoodyRecording(Recording):
+    """Takes records unless the database is away, or refuses some, as the test wants."""
 
     away = False
     refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
@@ -50,6 +51,16 @@ class MoodyLedger(Ledger):
         if self.away:
             raise LedgerUnavailable("away")
         return super().commit(tenant, **which)
+
+
+class MoodyLedger(Ledger):
+    """A ledger whose database goes away and comes back as the test wants, or refuses some records."""
+
+    recording: MoodyRecording
+
+    def __init__(self, *arguments: Any, **rules: Any) -> None:
+        super().__init__(*arguments, **rules)
+        self.recording = MoodyRecording(self.transactions, self.settlement)
 
 
 def settings_for(
@@ -79,7 +90,7 @@ def open_ledger(settings: Settings) -> MoodyLedger:
     url = f"sqlite:///{settings.job_dir}/ledger.db"
     put_file(url)
     ledger = MoodyLedger(connect(url), rule=settings.reward)
-    ledger.ensure_base(settings.model.model_path.absolute())
+    ledger.versions.ensure_base(settings.model.model_path.absolute())
     return ledger
 
 
@@ -130,7 +141,7 @@ class RunningExplorer:
     def counts(self) -> dict[State, int]:
         """Experiences per state, after all that was acknowledged has reached the database."""
         self.until_flushed()
-        return self.ledger.counts()
+        return self.ledger.reports.counts()
 
     def rows(self, statement: str) -> list[Any]:
         self.until_flushed()

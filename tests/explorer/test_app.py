@@ -32,6 +32,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.reports import Reports
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import metadata
 
@@ -107,7 +108,7 @@ def test_a_stream_longer_than_the_last_deadline_is_kept_as_cut_off(tmp_path: Pat
     engine = connect(f"sqlite:///{tmp_path}/ledger.db")
     metadata.create_all(engine)
     ledger = Ledger(engine)
-    ledger.ensure_base(settings.model.model_path)
+    ledger.versions.ensure_base(settings.model.model_path)
     double.piece_pause_s = 0.5
 
     def ask(url: str) -> None:
@@ -125,7 +126,7 @@ def test_a_stream_longer_than_the_last_deadline_is_kept_as_cut_off(tmp_path: Pat
         time.sleep(1.2)
     asking.join()
     eventually(lambda: double.left == 1)
-    assert ledger.counts()[State.DROPPED] == 1
+    assert ledger.reports.counts()[State.DROPPED] == 1
     ledger.close()
 
 
@@ -136,7 +137,7 @@ def test_through_a_real_outage_of_postgres_nothing_is_lost(tmp_path: Path, doubl
     metadata.create_all(engine)
     ledger = Ledger(engine)
     settings = settings_for(tmp_path, [double.url])
-    ledger.ensure_base(settings.model.model_path)
+    ledger.versions.ensure_base(settings.model.model_path)
     with (
         serving(create_app(settings, ledger, on_failure=lambda _: None)) as url,
         httpx.Client(base_url=url, timeout=30) as http,
@@ -150,21 +151,22 @@ def test_through_a_real_outage_of_postgres_nothing_is_lost(tmp_path: Path, doubl
         assert http.get("/health/ready").status_code == 200
         server.start()
         eventually(lambda: http.post("/commit").status_code == 200)
-        assert ledger.counts()[State.COMMITTED] == 10
-        assert ledger.imbalance() == []
+        assert ledger.reports.counts()[State.COMMITTED] == 10
+        assert ledger.reports.imbalance() == []
     ledger.close()
     server.close()
 
 
 def test_a_task_that_ends_by_a_bug_is_told_and_ends_the_service(tmp_path: Path, double: EngineDouble) -> None:
-    class Broken(Ledger):
+    class Broken(Reports):
         def imbalance(self) -> list[str]:
             raise KeyError("a bug")
 
     engine = connect(f"sqlite:///{tmp_path}/ledger.db")
     metadata.create_all(engine)
-    ledger, failures = Broken(engine), []
-    ledger.ensure_base(tmp_path)
+    ledger, failures = Ledger(engine), []
+    ledger.reports = Broken(ledger.transactions)
+    ledger.versions.ensure_base(tmp_path)
     with serving(create_app(settings_for(tmp_path, [double.url]), ledger, on_failure=failures.append)) as url:
         eventually(lambda: bool(failures))
         assert httpx.get(url + "/health", timeout=60).status_code == 200

@@ -180,7 +180,7 @@ def kept(folder: Path) -> list[Exchange]:
 
 def stored(folder: Path) -> dict[State, int]:
     ledger = Ledger(connect(f"sqlite:///{job(folder)}/buffer/exp_buffer.db"))
-    found = ledger.counts()
+    found = ledger.reports.counts()
     ledger.close()
     return found
 

@@ -35,7 +35,7 @@ def explorer(config: Path) -> Iterator[Service]:
 def ledger(explorer: Service) -> Iterator[Ledger]:
     ledger = ledger_of(explorer.settings)
     yield ledger
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
     ledger.close()
 
 

@@ -83,7 +83,7 @@ def assert_nothing_was_lost(explorer: Service, book: Book) -> None:
     ledger = ledger_of(explorer.settings)
 
     def lost() -> set[str]:
-        with ledger._engine.connect() as connection:
+        with ledger.transactions.engine.connect() as connection:
             stored = set(connection.execute(select(experiences.c.msg_id)).scalars())
             heard = set(connection.execute(select(feedback.c.msg_id)).scalars())
         return (book.replies - stored) | (book.acknowledged.keys() - heard)

@@ -27,7 +27,7 @@ def tags(folder: Path) -> set[str]:
 
 def wait_until_idle(ledger: Ledger, batch: int) -> None:
     """Wait until less than a batch waits for the trainer."""
-    wait_for(lambda: ledger.counts()["committed"] + ledger.counts()["leased"] < batch, timeout_s=60)
+    wait_for(lambda: ledger.reports.counts()["committed"] + ledger.reports.counts()["leased"] < batch, timeout_s=60)
 
 
 def stored_rewards(engine: Engine) -> dict[str, float]:
@@ -47,12 +47,12 @@ def test_one_command_runs_the_whole_loop_and_the_reward_rises(model: Path, tmp_p
         for _ in range(12):  # how fast the trainer and the swaps are beside the agent is the machine's
             agent.work(80)
             wait_until_idle(ledger, 16)
-            wait_for(lambda: ledger.candidate() is None, timeout_s=60)
+            wait_for(lambda: ledger.versions.candidate() is None, timeout_s=60)
         assert agent.failures == []
-        assert ledger.imbalance() == []
-        assert ledger.champion().version >= 8
+        assert ledger.reports.imbalance() == []
+        assert ledger.versions.champion().version >= 8
         assert mean(agent.rewards[-160:]) > mean(agent.rewards[:160]) + 0.1
-        delays = ledger.feedback_to_served()
+        delays = ledger.reports.feedback_to_served()
         assert delays
         assert all(0 < delay < 60 for delay in delays)
         ledger.close()
@@ -80,7 +80,7 @@ def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
     agent = Agent(explorer.url, explorer.settings.served_model_name)
     agent.work(160)
     ledger = ledger_of(explorer.settings)
-    wait_for(lambda: ledger.champion().version >= 1, timeout_s=60)
+    wait_for(lambda: ledger.versions.champion().version >= 1, timeout_s=60)
     brood = descendants(explorer.process.pid)
     assert len(brood) >= 2
 
@@ -91,7 +91,7 @@ def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
     restarted, trainer = Service(config, "explorer"), Service(config, "trainer")
     restarted.wait_until_ready()
     try:
-        champion = ledger.champion().version
+        champion = ledger.versions.champion().version
         said = httpx.post(
             f"{restarted.url}/v1/chat/completions",
             json={"model": restarted.settings.served_model_name, "messages": [{"role": "user", "content": "hi"}]},
@@ -101,11 +101,11 @@ def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
         engine = connect(url, schema="ledger")
         assert agent.acknowledged.items() <= stored_rewards(engine).items()
         engine.dispose()
-        before = ledger.newest().version
+        before = ledger.versions.newest().version
         agent.work(160)
-        wait_for(lambda: ledger.champion().version > before, timeout_s=60)
+        wait_for(lambda: ledger.versions.champion().version > before, timeout_s=60)
         assert agent.failures == []
-        assert ledger.imbalance() == []
+        assert ledger.reports.imbalance() == []
     finally:
         assert (restarted.stop(), trainer.stop()) == (0, 0)
         ledger.close()

@@ -74,9 +74,9 @@ def held_out(folder: Path) -> Path:
 def candidates_held(ledger: Ledger) -> list[Version]:
     """What was published while an alarm was open, but for the last second, and, if served, was so meanwhile."""
     found = []
-    for alarm in ledger.alarms(cleared=True):
+    for alarm in ledger.alarms.all(cleared=True):
         end = alarm.cleared_at or time.time()
-        during = [each for each in ledger.versions() if alarm.raised_at < each.created_at < end - 1]
+        during = [each for each in ledger.versions.all() if alarm.raised_at < each.created_at < end - 1]
         found += [each if each.served_at and each.served_at < end else each._replace(served_at=None) for each in during]
     return found
 
@@ -84,7 +84,7 @@ def candidates_held(ledger: Ledger) -> list[Version]:
 def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
     for _ in range(40):
         agent.work(64)
-        if alarms := ledger.alarms():
+        if alarms := ledger.alarms.all():
             return alarms[0]
     raise AssertionError("the hack was not found")
 
@@ -104,8 +104,8 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
         ledger = ledger_of(both.settings)
         agent = Agent(both.url, both.settings.served_model_name, judge=honest)
         agent.work(64)
-        wait_for(lambda: ledger.champion().step >= 3)
-        assert ledger.alarms() == []
+        wait_for(lambda: ledger.versions.champion().step >= 3)
+        assert ledger.alarms.all() == []
 
         agent.judge = hacked
         alarm = work_until_alarmed(agent, ledger)
@@ -115,9 +115,9 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
             agent.work(64)
         assert [each.version for each in candidates_held(ledger) if each.served_at is not None] == []
 
-        held = ledger.champion().version
-        ledger.clear_alarm("reward_hack")
-        wait_for(lambda: ledger.champion().version > held)
+        held = ledger.versions.champion().version
+        ledger.alarms.clear("reward_hack")
+        wait_for(lambda: ledger.versions.champion().version > held)
         wait_for(lambda: _HACK not in httpx.get(f"{both.url}/metrics").text, timeout_s=20)
         assert agent.failures == []
         ledger.close()

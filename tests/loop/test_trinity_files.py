@@ -37,8 +37,8 @@ def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_pat
         agent = Agent(explorer.url, str(model), lanes=32, asked={"max_tokens": 64})
         agent.work(18 * 32)  # a few more than 16 steps need: a reply may be dropped
         ledger = ledger_of(explorer.settings)
-        wait_for(lambda: ledger.champion().version == 1, timeout_s=120, why=trainer.log.read_text())
-        [base, first] = ledger.versions()
+        wait_for(lambda: ledger.versions.champion().version == 1, timeout_s=120, why=trainer.log.read_text())
+        [base, first] = ledger.versions.all()
         assert (first.step, first.consumed, base.consumed) == (16, 512, 0)
         assert first.path == tmp_path / "test" / "test" / "global_step_1"
         assert agent.failures + long.failures == []
@@ -47,7 +47,7 @@ def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_pat
             temperatures = connection.execute(select(experiences.c.temperature).distinct()).scalars().all()
         engine.dispose()
         assert temperatures == [0.7]
-        assert ledger.imbalance() == []
+        assert ledger.reports.imbalance() == []
         ledger.close()
     finally:
         assert (explorer.stop(), trainer.stop()) == (0, 0)

@@ -29,28 +29,28 @@ def column(engine: Engine, which: Any) -> list[Any]:
 def trained(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
     """Exchanges that a new version was trained on, all of them."""
     said = committed(ledger, count, **but)
-    epoch = ledger.take_epoch("trainer")
-    ledger.register(epoch, ids(ledger.lease(epoch, count, BatchPolicy())), step=1, publish=published)
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, count, BatchPolicy())), step=1, publish=published)
     return said
 
 
 def recorded(ledger: Ledger, **but: Any) -> None:
-    ledger.record([exchange(**but)])
+    ledger.recording.record([exchange(**but)])
 
 
 def dropped(ledger: Ledger, **but: Any) -> None:
-    ledger.record([exchange(experiences=(experience(drop_reason="cut off"),), **but)])
+    ledger.recording.record([exchange(experiences=(experience(drop_reason="cut off"),), **but)])
 
 
 def expired(ledger: Ledger, **but: Any) -> None:
     committed(ledger, 1, **but)
-    ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_age=10.0))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_age=10.0))
 
 
 def in_work(ledger: Ledger, **but: Any) -> None:
     committed(ledger, 1, **but)
-    epoch = ledger.take_epoch("trainer")
-    ledger.lease(epoch, 1, BatchPolicy())
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.lease(epoch, 1, BatchPolicy())
     committed(ledger, 1, **but)
 
 

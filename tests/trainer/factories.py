@@ -69,8 +69,8 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
             value=each.reward,
             received_at=2.0 + each.id,
         )
-        ledger.record([said] if each.id in unsaid else [said, heard])
-    ledger.commit("t")
+        ledger.recording.record([said] if each.id in unsaid else [said, heard])
+    ledger.recording.commit("t")
 
 
 def points(folder: Path, name: str) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ def _algorithm(kind, **but):
 
 
 def _reasons(ledger):
-    return {aside.reason: aside.rows for aside in ledger.facts(BatchPolicy(), aside=9).aside}
+    return {aside.reason: aside.rows for aside in ledger.reports.facts(BatchPolicy(), aside=9).aside}
 
 
 @pytest.mark.parametrize(("kind", "curve"), [("kto", "actor/kto_loss"), ("sft", "actor/sft_loss")])
@@ -24,8 +24,8 @@ def test_single_replies_become_a_version_without_a_critic(settings, ledger, kind
     commit(ledger, [sample(i, reward=1.0) for i in range(8)])
     chosen = settings(algorithm=_algorithm(kind), trainer={"total_steps": 2})
     run(chosen, Event())
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
-    newest = ledger.newest().path
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
+    newest = ledger.versions.newest().path
     assert (newest / "actor").is_dir()
     assert not (newest / "critic").exists()
     assert len(points(chosen.tensorboard_dir / "trainer", curve)) == 2
@@ -35,10 +35,10 @@ def test_single_replies_become_a_version_without_a_critic(settings, ledger, kind
 def test_what_is_not_good_enough_is_dropped_and_another_takes_its_place(settings, ledger):
     commit(ledger, [sample(i, reward=float(i % 2)) for i in range(10)])
     run(settings(algorithm=_algorithm("raft"), trainer={"total_steps": 1}), Event())
-    counts = ledger.counts()
+    counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 4)
     assert _reasons(ledger) == {"not imitated: its reward is below 0.5": 4}
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_an_edited_answer_is_trained_on_in_the_place_of_its_reply(settings, ledger):
@@ -58,10 +58,10 @@ def test_an_edited_answer_is_trained_on_in_the_place_of_its_reply(settings, ledg
         )
         for i in range(4)
     ]
-    ledger.record(edits)
+    ledger.recording.record(edits)
     chosen = settings(algorithm=_algorithm("sft"), trainer={"total_steps": 1})
     run(chosen, Event())
-    assert ledger.counts()[State.TRAINED] == 4
+    assert ledger.reports.counts()[State.TRAINED] == 4
     [(_, loss)] = points(chosen.tensorboard_dir / "trainer", "actor/sft_loss")
     assert loss > 0
 
@@ -77,12 +77,12 @@ def test_pairs_of_a_group_become_a_version_and_the_odd_one_says_why(settings, le
     buffer = {"group_by": "task", "group_size": 3, "train_batch_size": 8}
     chosen = settings(algorithm=_algorithm("dpo"), buffer=buffer, trainer={"total_steps": 1})
     run(chosen, Event())
-    counts = ledger.counts()
+    counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED]) == (8, 4)
     assert _reasons(ledger) == {"no pair: it is in the middle of an odd number of replies": 4}
     [(_, margin)] = points(chosen.tensorboard_dir / "trainer", "rewards/margins")
     assert margin == pytest.approx(0, abs=1e-4)
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_the_two_replies_of_a_preference_become_a_pair(settings, ledger):
@@ -102,7 +102,7 @@ def test_the_two_replies_of_a_preference_become_a_pair(settings, ledger):
         )
         for i in (1, 3)
     ]
-    ledger.record(said)
+    ledger.recording.record(said)
     chosen = settings(algorithm=_algorithm("dpo"), buffer={"group_by": "preference"}, trainer={"total_steps": 1})
     run(chosen, Event())
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4}

@@ -7,72 +7,74 @@ import pytest
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoint import read_manifest
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.loop import TrainingLoop, run
 
 
 @pytest.fixture
 def trained(settings, ledger):
     """A ledger with rows for more steps, in which version 1 is the champion and version 2 a candidate."""
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     commit(ledger, [sample(i) for i in range(24)])
     run(settings(trainer={"total_steps": 1}), Event())
-    ledger.promote(1)
+    ledger.versions.promote(1)
     run(settings(trainer={"total_steps": 2}), Event())
     return ledger
 
 
 def _parents(ledger):
-    return {each.version: read_manifest(each.path).parent for each in ledger.versions() if each.version}
+    return {each.version: read_manifest(each.path).parent for each in ledger.versions.all() if each.version}
 
 
 def _states(ledger):
-    return [str(each.state) for each in ledger.versions()]
+    return [str(each.state) for each in ledger.versions.all()]
 
 
 def test_a_trainer_that_starts_again_goes_on_from_a_canary(settings, trained):
-    trained.begin_canary(2, by="explorer", reason="a tenth")
+    trained.versions.begin_canary(2, by="explorer", reason="a tenth")
     run(settings(trainer={"total_steps": 3}), Event())
     assert _parents(trained) == {1: 0, 2: 1, 3: 2}
     assert _states(trained) == ["retired", "champion", "canary", "candidate"]
 
 
 def test_after_a_rollback_it_goes_on_from_the_champion_and_no_number_comes_twice(settings, trained):
-    trained.begin_canary(2, by="explorer", reason="a tenth")
+    trained.versions.begin_canary(2, by="explorer", reason="a tenth")
     run(settings(trainer={"total_steps": 3}), Event())
-    assert trained.roll_back(2, by="explorer", reason="worse") == 1
+    assert trained.versions.roll_back(2, by="explorer", reason="worse") == 1
     assert _states(trained) == ["retired", "champion", "rolled_back", "rejected"]
     run(settings(trainer={"total_steps": 2}), Event())
-    newest = trained.newest()
+    newest = trained.versions.newest()
     assert (newest.version, newest.step, _parents(trained)[4]) == (4, 2, 1)
-    assert trained.imbalance() == []
-    assert trained.counts()[State.TRAINED] == 16
+    assert trained.reports.imbalance() == []
+    assert trained.reports.counts()[State.TRAINED] == 16
 
 
 def test_numbers_grow_even_if_everything_that_was_trained_is_taken_back(settings, trained):
-    trained.reject(2, "its probe differs")
-    trained.roll_back(1, by="ann", reason="worse")
+    trained.versions.reject(2, "its probe differs")
+    trained.versions.roll_back(1, by="ann", reason="worse")
     run(settings(trainer={"total_steps": 1}), Event())
-    newest = trained.newest()
+    newest = trained.versions.newest()
     assert (newest.version, newest.step, _parents(trained)[3]) == (3, 1, 0)
 
 
-class _RollingBack(Ledger):
+class _RollingBack(Training):
     """Version 2 becomes the canary and is rolled back as soon as it is registered."""
 
     def register(self, epoch, ids, *, step, publish):
         version = super().register(epoch, ids, step=step, publish=publish)
         if version == 2:
-            self.begin_canary(2, by="explorer", reason="a tenth")
-            self.roll_back(2, by="explorer", reason="worse")
+            self.versions.begin_canary(2, by="explorer", reason="a tenth")
+            self.versions.roll_back(2, by="explorer", reason="worse")
         return version
 
 
 def test_a_running_trainer_goes_on_from_the_champion_when_its_version_is_rolled_back(settings, ledger):
     commit(ledger, [sample(i) for i in range(16)])
     chosen = settings(trainer={"total_steps": 3})
-    ledger.ensure_base(chosen.model.model_path)
-    TrainingLoop(chosen, _RollingBack(ledger._engine), Event()).run()
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = _RollingBack(ledger.transactions, ledger.settlement)
+    ledger.training.versions = ledger.versions
+    TrainingLoop(chosen, ledger, Event()).run()
     assert _parents(ledger) == {1: 0, 2: 1, 3: 1, 4: 3}
     assert _states(ledger)[2] == "rolled_back"
-    assert [each.step for each in ledger.versions()] == [0, 1, 2, 2, 3]
+    assert [each.step for each in ledger.versions.all()] == [0, 1, 2, 2, 3]

@@ -13,11 +13,12 @@ from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.heartbeat import Heartbeat
 from tuneloop.trainer.loop import TrainingLoop, run
 
 
-class Busy(Ledger):
+class Busy(Training):
     """While this trainer takes a batch, which lasts until `done`, something `happens`."""
 
     happens: Callable[[], object] = staticmethod(lambda: None)
@@ -30,7 +31,7 @@ class Busy(Ledger):
         return rows
 
 
-class Deaf(Ledger):
+class Deaf(Training):
     """Does not hear the first beats."""
 
     deaf_to = 3
@@ -51,48 +52,48 @@ def until(holds):
 
 
 def seen(ledger, epoch=1):
-    with ledger._engine.connect() as connection:
+    with ledger.transactions.engine.connect() as connection:
         return connection.execute(select(epochs.c.seen_at, epochs.c.ended_at).where(epochs.c.epoch == epoch)).one()
 
 
 def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
     now = [1000.0]
-    clocked = Ledger(ledger._engine, clock=lambda: now[0])
+    clocked = Ledger(ledger.transactions.engine, clock=lambda: now[0])
     committed(clocked, 1)
-    epoch = clocked.take_epoch("trainer")
-    clocked.lease(epoch, 1, BatchPolicy())
+    epoch = clocked.training.take_epoch("trainer")
+    clocked.training.lease(epoch, 1, BatchPolicy())
     now[0] = 1500.0
-    Heartbeat(clocked, epoch, Event()).beat()
-    with ledger._engine.connect() as connection:
+    Heartbeat(clocked.training, epoch, Event()).beat()
+    with ledger.transactions.engine.connect() as connection:
         [lease_until] = connection.execute(select(experiences.c.lease_until)).scalars()
     assert seen(ledger).seen_at == 1500.0
     assert lease_until > 1500.0
 
 
 def test_it_beats_while_the_trainer_is_busy(settings, ledger):
-    busy = Busy(ledger._engine)
+    busy = ledger.training = Busy(ledger.transactions, ledger.settlement)
     first = []
     busy.happens = lambda: first.append(seen(ledger).seen_at)
     busy.done = lambda: seen(ledger).seen_at > first[0]
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     commit(ledger, [sample(i) for i in range(4)])
-    TrainingLoop(settings(trainer={"total_steps": 1}), busy, Event(), beat_s=0.01).run()
-    assert ledger.counts()[State.TRAINED] == 4
+    TrainingLoop(settings(trainer={"total_steps": 1}), ledger, Event(), beat_s=0.01).run()
+    assert ledger.reports.counts()[State.TRAINED] == 4
 
 
 def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledger):
     stop = Event()
-    busy = Busy(ledger._engine)
-    busy.happens = lambda: ledger.take_epoch("another")
+    busy = ledger.training = Busy(ledger.transactions, ledger.settlement)
+    busy.happens = lambda: Ledger(ledger.transactions.engine).training.take_epoch("another")
     busy.done = stop.is_set
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
-        TrainingLoop(settings(), busy, stop, beat_s=0.01).run()
+        TrainingLoop(settings(), ledger, stop, beat_s=0.01).run()
     assert seen(ledger, 2).ended_at is None
 
 
 def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
-    deaf, stop = Deaf(ledger._engine), Event()
+    deaf, stop = Deaf(ledger.transactions, ledger.settlement), Event()
     epoch = deaf.take_epoch("trainer")
     began = seen(ledger).seen_at
     with Heartbeat(deaf, epoch, stop, interval_s=0.01) as heartbeat:
@@ -102,7 +103,7 @@ def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
 
 
 def test_nothing_beats_after_the_end(ledger):
-    deaf = Deaf(ledger._engine)
+    deaf = Deaf(ledger.transactions, ledger.settlement)
     with Heartbeat(deaf, deaf.take_epoch("trainer"), Event(), interval_s=0.01):
         until(lambda: deaf.asked > 3)
     asked = deaf.asked

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import Event
 
 import numpy as np
@@ -16,6 +17,7 @@ from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.loop import TrainingLoop, run
 
 
@@ -24,7 +26,7 @@ def _losses(chosen):
 
 
 def _files(ledger, version):
-    row = ledger.versions()[version]
+    row = ledger.versions.all()[version]
     return read_manifest(row.path, sha256=row.manifest_sha256).files
 
 
@@ -58,10 +60,10 @@ def test_rows_become_versions(settings, ledger):
     commit(ledger, [sample(i) for i in range(16)])
     chosen = settings(trainer={"total_steps": 3, "save_interval": 2})
     run(chosen, Event())
-    versions = ledger.versions()
+    versions = ledger.versions.all()
     assert [(each.version, each.step, each.consumed) for each in versions] == [(0, 0, 0), (1, 2, 8), (2, 3, 4)]
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 12, State.COMMITTED: 4}
-    assert ledger.imbalance() == []
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 12, State.COMMITTED: 4}
+    assert ledger.reports.imbalance() == []
     newest = versions[-1]
     manifest = read_manifest(newest.path, sha256=newest.manifest_sha256)
     check_files(newest.path, manifest)
@@ -74,8 +76,8 @@ def test_nothing_is_left_to_do_when_all_steps_are_done(settings, ledger):
     chosen = settings(trainer={"total_steps": 1})
     run(chosen, Event())
     run(chosen, Event())
-    assert [each.version for each in ledger.versions()] == [0, 1]
-    assert ledger.counts()[State.COMMITTED] == 4
+    assert [each.version for each in ledger.versions.all()] == [0, 1]
+    assert ledger.reports.counts()[State.COMMITTED] == 4
 
 
 def test_a_restart_changes_no_loss_and_no_weight(settings, ledger, tmp_path):
@@ -105,8 +107,8 @@ def test_a_restart_between_two_versions_changes_no_loss_and_no_weight(settings, 
     chosen = settings(trainer={"save_interval": 2, "dtype": dtype})
     commit(ledger, rows[:12])
     _run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 3)
-    assert ledger.counts()[State.COMMITTED] == 4
-    assert ledger.newest().version == 1
+    assert ledger.reports.counts()[State.COMMITTED] == 4
+    assert ledger.versions.newest().version == 1
     commit(ledger, rows[12:])
     run(settings(trainer={"save_interval": 2, "total_steps": 4, "dtype": dtype}), Event())
 
@@ -120,7 +122,7 @@ def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings,
     commit(ledger, [sample(0), nothing, *[sample(i) for i in range(2, 6)]])
     chosen = settings(trainer={"total_steps": 1})
     run(chosen, Event())
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 1, State.COMMITTED: 1}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 1, State.COMMITTED: 1}
     assert len(_losses(chosen)) == 1
 
 
@@ -144,7 +146,7 @@ def test_groups_are_trained_on_whole_and_a_run_that_is_left_alone_is_not(setting
         settings(buffer={"train_batch_size": 4, "group_by": "task", "group_size": 2}, trainer={"total_steps": 1}),
         Event(),
     )
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5, State.DROPPED: 2}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5, State.DROPPED: 2}
 
 
 @pytest.mark.postgres
@@ -172,7 +174,7 @@ def test_a_trainer_that_starts_again_waits_for_its_database(settings, tmp_path, 
 
 def _is_alive(ledger):
     with suppress(LedgerError):
-        return ledger.newest().version == 0
+        return ledger.versions.newest().version == 0
     return False
 
 
@@ -191,31 +193,32 @@ def test_a_trainer_that_waits_for_its_database_can_be_told_to_stop(settings, tmp
 
 def test_rows_that_are_too_old_expire(settings, ledger):
     commit(ledger, [sample(i) for i in range(8)])
-    _run_until(settings(trainer={"max_staleness": 0}), lambda: ledger.counts()[State.EXPIRED] == 4)
-    assert ledger.counts()[State.TRAINED] == 4
+    _run_until(settings(trainer={"max_staleness": 0}), lambda: ledger.reports.counts()[State.EXPIRED] == 4)
+    assert ledger.reports.counts()[State.TRAINED] == 4
 
 
 def test_the_last_version_is_published_even_if_the_database_is_away_just_then(settings, ledger):
     commit(ledger, [sample(i) for i in range(4)])
     chosen = settings(trainer={"total_steps": 1})
-    ledger.ensure_base(chosen.model.model_path)
-    TrainingLoop(chosen, Interrupted(ledger._engine, late=False), Event()).run()
-    assert [(each.version, each.step, each.consumed) for each in ledger.versions()] == [(0, 0, 0), (1, 1, 4)]
+    ledger.versions.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, interrupted(ledger, late=False), Event()).run()
+    assert [(each.version, each.step, each.consumed) for each in ledger.versions.all()] == [(0, 0, 0), (1, 1, 4)]
 
 
 def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger):
-    loop = TrainingLoop(settings(), Overtaken(ledger._engine), Event())
-    ledger.ensure_base(settings().model.model_path)
+    ledger.training = Overtaken(ledger.transactions, ledger.settlement)
+    loop = TrainingLoop(settings(), ledger, Event())
+    ledger.versions.ensure_base(settings().model.model_path)
     commit(ledger, [sample(i) for i in range(4)])
     with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
         loop.run()
-    assert [each.version for each in ledger.versions()] == [0]
+    assert [each.version for each in ledger.versions.all()] == [0]
     assert not list(settings().job_dir.glob("global_step_*"))
     assert not list(settings().job_dir.glob(".*"))
-    assert ledger.counts()[State.COMMITTED] == 4
+    assert ledger.reports.counts()[State.COMMITTED] == 4
 
 
-class Overtaken(Ledger):
+class Overtaken(Training):
     """Another trainer starts at the moment this one has a batch."""
 
     def lease(self, epoch, size, policy):
@@ -224,40 +227,28 @@ class Overtaken(Ledger):
         return rows
 
 
-class Interrupted(Ledger):
-    """Says of each verb's first call that the database is away: before it was done, or after ("late")."""
+class Interrupted:
+    """A part that says of the first call of some verbs that the database is away: before it was done, or after."""
 
-    def __init__(self, engine, *, late):
-        super().__init__(engine)
-        self._late, self._interrupted = late, set()
+    def __init__(self, part, verbs, *, late):
+        self._part, self._late, self._left = part, late, set(verbs)
 
-    def _once(self, verb, call):
-        if verb in self._interrupted:
-            return call()
-        self._interrupted.add(verb)
+    def __getattr__(self, verb):
+        call = getattr(self._part, verb)
+        return partial(self._interrupted, verb, call) if verb in self._left else call
+
+    def _interrupted(self, verb, call, *arguments, **named):
+        self._left.remove(verb)
         if self._late:
-            call()
+            call(*arguments, **named)
         raise LedgerUnavailable("the connection was closed")
 
-    def lease(self, epoch, size, policy):
-        call = super().lease
-        return self._once("lease", lambda: call(epoch, size, policy))
 
-    def drop(self, epoch, ids, reason):
-        call = super().drop
-        self._once("drop", lambda: call(epoch, ids, reason))
-
-    def register(self, epoch, ids, *, step, publish):
-        call = super().register
-        return self._once("register", lambda: call(epoch, ids, step=step, publish=publish))
-
-    def extend(self, epoch):
-        call = super().extend
-        self._once("extend", lambda: call(epoch))
-
-    def clear_alarm(self, name):
-        call = super().clear_alarm
-        return self._once("clear_alarm", lambda: call(name))
+def interrupted(ledger, *, late):
+    ledger = Ledger(ledger.transactions.engine)
+    ledger.training = Interrupted(ledger.training, ("lease", "drop", "register", "extend"), late=late)
+    ledger.alarms = Interrupted(ledger.alarms, ("clear",), late=late)
+    return ledger
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -270,62 +261,66 @@ def test_a_database_that_is_away_for_a_moment_costs_no_row_and_trains_none_twice
 
     commit(ledger, rows)
     chosen = settings(trainer={"total_steps": 4, "save_interval": 2})
-    ledger.ensure_base(chosen.model.model_path)
-    TrainingLoop(chosen, Interrupted(ledger._engine, late=late), Event()).run()
+    ledger.versions.ensure_base(chosen.model.model_path)
+    TrainingLoop(chosen, interrupted(ledger, late=late), Event()).run()
 
-    assert ledger.counts() == other.counts()
-    assert ledger.imbalance() == []
+    assert ledger.reports.counts() == other.reports.counts()
+    assert ledger.reports.imbalance() == []
     assert _losses(chosen) == _losses(straight)
     assert _files(ledger, 2) == _files(other, 2)
     other.close()
 
 
-class Forgetting(Ledger):
+class Forgetting(Training):
     """A person is erased while the trainer learns from what they said."""
 
     def lease(self, epoch, size, policy):
         rows = super().lease(epoch, size, policy)
-        if rows and not self.erasures():
-            self.erase("t", "ann")
+        if rows and not self.retention.erasures():
+            self.retention.erase("t", "ann")
         return rows
 
 
 def test_what_is_erased_while_it_is_trained_on_is_in_no_version_and_training_goes_on(settings, ledger):
     commit(ledger, [sample(i) for i in range(9)])
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         connection.exec_driver_sql("UPDATE exchanges SET user_id = 'ann' WHERE msg_id = 'm2'")
     chosen = settings(trainer={"total_steps": 2, "save_interval": 2})
-    ledger.ensure_base(chosen.model.model_path)
-    TrainingLoop(chosen, Forgetting(ledger._engine), Event()).run()
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
-    assert [(each.version, each.step, each.consumed) for each in ledger.versions()] == [(0, 0, 0), (1, 2, 8)]
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = Forgetting(ledger.transactions, ledger.settlement)
+    ledger.training.retention = ledger.retention
+    TrainingLoop(chosen, ledger, Event()).run()
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
+    assert [(each.version, each.step, each.consumed) for each in ledger.versions.all()] == [(0, 0, 0), (1, 2, 8)]
     assert not list(chosen.job_dir.glob(".*"))
     assert [step for step, _ in _losses(chosen)] == [1, 2]
 
 
-class Rejecting(Ledger):
+class Rejecting(Training):
     """An explorer refuses the first version at once."""
 
     def register(self, epoch, ids, *, step, publish):
         version = super().register(epoch, ids, step=step, publish=publish)
         if version == 1:
-            self.reject(version, "its probe differs")
+            self.versions.reject(version, "its probe differs")
         return version
 
 
 def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings, ledger):
     commit(ledger, [sample(i) for i in range(8)])
     chosen = settings(trainer={"total_steps": 1})
-    ledger.ensure_base(chosen.model.model_path)
-    TrainingLoop(chosen, Rejecting(ledger._engine), Event()).run()
-    assert [(each.version, each.state.value, each.step) for each in ledger.versions()] == [
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = Rejecting(ledger.transactions, ledger.settlement)
+    ledger.training.versions = ledger.versions
+    TrainingLoop(chosen, ledger, Event()).run()
+    assert [(each.version, each.state.value, each.step) for each in ledger.versions.all()] == [
         (0, "champion", 0),
         (1, "rejected", 1),
     ]
     run(chosen, Event())
-    newest = ledger.newest()
+    newest = ledger.versions.newest()
     assert (newest.version, newest.step, read_manifest(newest.path).parent) == (2, 1, 0)
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_a_batch_that_is_not_finite_is_dropped_and_training_goes_on(settings, ledger):
@@ -334,20 +329,18 @@ def test_a_batch_that_is_not_finite_is_dropped_and_training_goes_on(settings, le
     commit(ledger, absurd + [sample(i) for i in range(4, 8)])
     chosen = settings(trainer={"total_steps": 1})
     run(chosen, Event())
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 4}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 4}
     assert [step for step, _ in _losses(chosen)] == [1]
 
 
 def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     commit(ledger, [sample(i) for i in range(4)])
     run(settings(trainer={"total_steps": 1}), Event())
-    weights = ledger.newest().path / "trainer_state" / "critic.safetensors"
+    weights = ledger.versions.newest().path / "trainer_state" / "critic.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    refusal = (
-        rf"^checkpoint_root_dir: .*{ledger.newest().path}/trainer_state/critic\.safetensors: its sha256 .* restore"
-    )
+    refusal = rf"^checkpoint_root_dir: .*{weights.parent}/critic\.safetensors: its sha256 .* restore"
     with pytest.raises(EnvironmentRefused, match=refusal):
         run(settings(trainer={"total_steps": 2}), Event())
 
@@ -370,14 +363,14 @@ def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, 
     chosen = settings(algorithm={"max_skipped_steps": 2, "mini_batches": 1}, trainer={"save_interval": 2})
     commit(ledger, [sample(i) for i in range(4)])
     commit(ledger, [sample(i, reward=1e6, logprobs=_most(i)) for i in range(4, 16)])
-    _run_until(chosen, lambda: bool(ledger.alarms()))
-    [alarm] = ledger.alarms()
+    _run_until(chosen, lambda: bool(ledger.alarms.all()))
+    [alarm] = ledger.alarms.all()
     assert alarm.name == "steps_not_finite"
     assert "2 steps in a row" in alarm.reason
-    counts = ledger.counts()
+    counts = ledger.reports.counts()
     assert (counts[State.DROPPED], counts[State.COMMITTED]) == (8, 8)
-    assert [each.version for each in ledger.versions()] == [0]
-    assert ledger.imbalance() == []
+    assert [each.version for each in ledger.versions.all()] == [0]
+    assert ledger.reports.imbalance() == []
 
 
 def _most(number):
@@ -387,7 +380,7 @@ def _most(number):
 def test_a_finite_step_after_a_restart_clears_the_alarm(settings, ledger):
     commit(ledger, [sample(i, logprobs=_most(i)) for i in range(4)])
     chosen = settings(algorithm={"max_skipped_steps": 1})
-    _run_until(chosen, lambda: bool(ledger.alarms()))
+    _run_until(chosen, lambda: bool(ledger.alarms.all()))
     commit(ledger, [sample(i) for i in range(4, 8)])
-    _run_until(chosen, lambda: ledger.counts()[State.TRAINED] == 4)
-    assert ledger.alarms() == []
+    _run_until(chosen, lambda: ledger.reports.counts()[State.TRAINED] == 4)
+    assert ledger.alarms.all() == []

@@ -46,7 +46,7 @@ def test_a_signal_ends_it_at_once_and_gives_the_rows_back(start, ledger, number)
     _read_until(process, "step=2")
     process.send_signal(number)
     assert process.wait(30) == 0  # it would wait for its next look at the ledger for twice as long
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.COMMITTED: 8}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.COMMITTED: 8}
 
 
 def test_what_it_cannot_start_with_is_one_sentence_and_an_exit_code(start, tmp_path):
@@ -77,7 +77,7 @@ def test_what_the_disk_refuses_is_one_sentence_and_an_exit_code(start, tmp_path)
 def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
     process = start()
     _read_until(process, "trainer_ready")
-    ledger.take_epoch("another")
+    ledger.training.take_epoch("another")
     _, said = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "trainer: this trainer holds epoch 1, but epoch 2 has taken over" in said
@@ -90,6 +90,6 @@ def test_a_killed_trainer_is_continued_by_the_next(start, ledger):
     process.kill()
     process.wait(10)
     assert start(trainer={"save_interval": 2, "total_steps": 4}).wait(60) == 0
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 16}
-    assert [each.consumed for each in ledger.versions()] == [0, 8, 8]
-    assert ledger.imbalance() == []
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 16}
+    assert [each.consumed for each in ledger.versions.all()] == [0, 8, 8]
+    assert ledger.reports.imbalance() == []

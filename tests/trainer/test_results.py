@@ -31,7 +31,7 @@ def trained(chosen, runs, *, unsaid=()):
     ledger = Ledger(database.connect(chosen.database_url))
     commit(ledger, runs, unsaid=unsaid)
     run(chosen, Event())
-    newest = ledger.versions()[-1]
+    newest = ledger.versions.all()[-1]
     manifest = read_manifest(newest.path, sha256=newest.manifest_sha256)
     return ledger, [each for each in manifest.files if each.path.startswith("actor/")]
 
@@ -51,8 +51,8 @@ def test_feedback_on_the_last_call_trains_as_feedback_on_each_would(settings, tm
     chosen = settings(algorithm=method, buffer=batch, trainer={"total_steps": 1})
     runs = [*a_run("1", 1, each["1"]), *a_run("2", 11, each["2"])]
     ledger, found = trained(chosen, runs, unsaid={1, 2, 11})
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5}
-    assert ledger.audit() == []
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5}
+    assert ledger.reports.audit() == []
 
     # By each call where that is the same; what a trajectory earned as a whole is paid once.
     credit = "call" if method.get("credit") == "discounted" else chosen.algorithm.credit

@@ -34,7 +34,7 @@ class Publication:
         Raises EnvironmentRefused if the disk does not take it.
         """
         # Before the long work: a stale trainer stops here, a database that is away is noticed.
-        ledger.extend(self._epoch)
+        ledger.training.extend(self._epoch)
         staging: Path | None = None
         try:
             staging = self._store.stage(self._epoch)
@@ -42,7 +42,7 @@ class Publication:
             snapshot.save(self._learner, staging, base=self._settings.model.model_path)
             probe = snapshot.probe(self._learner, self._settings)
             sealed, files = staging, self._store.seal(staging)
-            return ledger.register(
+            return ledger.training.register(
                 self._epoch,
                 ids,
                 step=self._learner.steps,
@@ -83,14 +83,14 @@ def prune(store: CheckpointStore, ledger: Ledger, *, keep: int) -> None:
     `keep` 0 means all of them. What a rollback would go back to stays too, if there is such a version. A disk that
     refuses is no reason to stop training.
     """
-    versions = ledger.versions()
+    versions = ledger.versions.all()
     numbers = [version.version for version in versions]
     last = numbers[-keep:] if keep else numbers
     may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
     needed = {each.version for each in versions if each.pinned or each.state in may_serve}
     # The number after the newest may be a checkpoint that a newer trainer is just registering.
-    before = ledger.champion_before() or 0
-    spared = {*last, *needed, ledger.newest().version, before, numbers[-1] + 1}
+    before = ledger.versions.champion_before() or 0
+    spared = {*last, *needed, ledger.versions.newest().version, before, numbers[-1] + 1}
     try:
         gone = store.prune(spared)
     except OSError as error:

@@ -44,7 +44,7 @@ class Examination:
         """Record the figures of `version`, which the learner is, and of the champion, if they are not there yet."""
         if not self._wanted or time.monotonic() < self._not_before:
             return
-        champion = self._ledger.champion()
+        champion = self._ledger.versions.champion()
         found, before = self._figures(version), self._figures(champion.version)
         if before and found and (version == champion.version or self._compared(found, champion)):
             return
@@ -83,7 +83,7 @@ class Examination:
         verdict = judge(gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
-        self._ledger.note_version(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
+        self._ledger.versions.note(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
         # Only now: with them in the ledger the version may be rejected, or served, at once.
         self._record(version, found)
         seconds = round(time.perf_counter() - started, 3)
@@ -96,7 +96,7 @@ class Examination:
         return self._held_out.figures(actor)
 
     def _replayed(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
-        newest = self._ledger.held_out(self._settings.gate.replay.rows)
+        newest = self._ledger.training.held_out(self._settings.gate.replay.rows)
         replies = [each for each in newest if known_to(actor, each)]
         budget = self._settings.trainer.micro_batch_tokens
         now, before = (likelihoods(each, replies, budget=budget) for each in (actor, champion))
@@ -104,10 +104,10 @@ class Examination:
 
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
-        return if_of(self._ledger.evaluation(version, Evaluator.TRAINER), self._fingerprint)
+        return if_of(self._ledger.evaluations.of(version, Evaluator.TRAINER), self._fingerprint)
 
     def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
-        self._ledger.record_evaluation(version, Evaluator.TRAINER, figures)
+        self._ledger.evaluations.record(version, Evaluator.TRAINER, figures)
 
     def _actor(self, version: Version) -> Actor:
         try:

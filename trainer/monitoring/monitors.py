@@ -76,8 +76,8 @@ class Monitors:
         options = self._drift
         try:
             if options.refusals is not None or options.tool_errors is not None:
-                found |= signals(self._ledger.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
-            rater = None if options.single_rater is None else self._ledger.largest_rater(options.rater_events)
+                found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
+            rater = None if options.single_rater is None else self._ledger.drift.largest_rater(options.rater_events)
             found |= {} if rater is None else {drift.RATER: rater}
         except LedgerError as error:
             _log.warning("monitors_not_read", reason=str(error))
@@ -104,7 +104,7 @@ class Monitors:
         open_now = dict(self._history.raised)
         try:
             if raised is None:
-                self._ledger.clear_alarm(name)
+                self._ledger.alarms.clear(name)
                 open_now.pop(name, None)
                 _log.info("alarm_cleared", alarm=name, step=step)
             else:
@@ -117,7 +117,7 @@ class Monitors:
                     threshold=raised.threshold,
                     holds=self._drift.action == "hold",
                 )
-                self._ledger.raise_alarm(alarm)
+                self._ledger.alarms.raise_alarm(alarm)
                 open_now[name] = step
                 _log.error("alarm_raised", alarm=name, reason=raised.reason, step=step)
         except LedgerError as error:

@@ -71,7 +71,7 @@ class Classroom:
     def attended(self) -> None:
         """A batch has been learnt: the teacher, if there is one, answered. Raises LedgerUnavailable."""
         if self._alarmed is not False:
-            self._ledger.clear_alarm(_AWAY)
+            self._ledger.alarms.clear(_AWAY)
             self._alarmed = False
         if self._missed:
             _log.info("teacher_back")
@@ -86,7 +86,7 @@ class Classroom:
         self._missed += 1
         if self._missed >= _ALARMING and not self._alarmed:
             reason = f"the teacher was asked {self._missed} times and has not answered for a batch: {error}"
-            if self._ledger.raise_alarm(Alarm(name=_AWAY, reason=f"{reason}; training waits for it")):
+            if self._ledger.alarms.raise_alarm(Alarm(name=_AWAY, reason=f"{reason}; training waits for it")):
                 _log.error("alarm_raised", alarm=_AWAY, reason=reason)
             self._alarmed = True
 

@@ -9,7 +9,7 @@ from tuneloop.shared.experience import HELD_OUT, State, VersionAction
 from tuneloop.shared.ledger.recording.recording import REASON
 from tuneloop.shared.ledger.recording.retention import regroup
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
 from tuneloop.shared.ledger.versions.events import Decision, Details, note
 
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
@@ -40,7 +40,7 @@ class Distrusted(NamedTuple):
     trained: dict[int, int]
 
 
-class Attested(Transactions):
+class Attestations(LedgerPart):
     """What is known of engines that were not what they should have been."""
 
     def distrust(self, found: Mismatch) -> Distrusted:

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from tuneloop.shared.experience import HELD_OUT, State
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import Transactions, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 
 #: Of which a verdict can still be of use.
 JUDGED = (State.RECORDED, State.REWARDED, State.COMMITTED)
@@ -48,7 +48,7 @@ class Said(NamedTuple):
     tool_calls: bytes | None
 
 
-class Judged(Transactions):
+class Judging(LedgerPart):
     """Replies in the order of their ids."""
 
     def first_sampled_since(self, since: float) -> int:
@@ -71,7 +71,7 @@ class Judged(Transactions):
         query = select(*columns).where(experiences.c.id > last).order_by(experiences.c.id).limit(limit)
         return [Standing(*row) for row in self._read(query)]
 
-    def events_there(self, event_ids: Collection[str]) -> set[str]:
+    def existing_events(self, event_ids: Collection[str]) -> set[str]:
         """Those of the feedback events that are in the database."""
         query = select(feedback.c.event_id)
         return {
@@ -80,7 +80,7 @@ class Judged(Transactions):
             for row in self._read(query.where(feedback.c.event_id.in_(portion)))
         }
 
-    def said_in(self, ids: Sequence[int]) -> dict[int, Said]:
+    def exchanges_of(self, ids: Sequence[int]) -> dict[int, Said]:
         """What the replies of these ids say; those that are gone are left out."""
         names = (experiences.c.id, exchanges.c.endpoint, exchanges.c.request)
         words = (experiences.c.choice, experiences.c.text, experiences.c.tool_calls)

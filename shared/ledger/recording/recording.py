@@ -1,32 +1,26 @@
 """The explorer's verbs: record what was said and heard, commit it, and reckon its rewards anew."""
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Engine, and_, select, true, tuple_, update
+from sqlalchemy import Connection, and_, select, true, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.recording.erasures import not_erased
-from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.recording.rewards import (
-    Plan,
     Trajectory,
     awaited,
-    id_of_rule,
     outdone_by,
     plan,
     replies_of,
-    rules_of,
-    too_late_for,
     write,
 )
+from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, mismatches
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone, ignoring, portions, put
-from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, ignoring, portions, put
 
 #: Replies whose rewards are reckoned anew in one transaction.
 _PAGE = 1000
@@ -39,50 +33,12 @@ class Recomputed(NamedTuple):
     changed: int
 
 
-class Rewards(Transactions):
-    """A ledger under a reward rule. `compensate_late` repeats trained rows whose reward changes afterwards."""
+class Recording(LedgerPart):
+    """Exchanges and feedback come in, and are committed for training."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        rule: RewardRule | None = None,
-        compensate_late: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(engine, clock=clock)
-        self._rule = rule or RewardRule()
-        self._compensate_late = compensate_late
-
-    def _settle(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
-        """Let the feedback about these replies make their rewards, whichever of the two came first."""
-        decided = plan(connection, msg_ids, self._rule, now=self._clock())
-        if any(decided):
-            write(connection, decided, self._rule_id(connection), repeat=self._compensate_late)
-        return decided
-
-    def _correct(self, connection: Connection, msg_ids: Collection[str]) -> None:
-        """Settle replies, each under the rule that made its reward: a trainer's settings need not name it."""
-        for rule_id, (rule, replies) in rules_of(connection, msg_ids).items():
-            decided = plan(connection, replies, rule, now=self._clock())
-            if any(decided):
-                write(connection, decided, rule_id, repeat=self._compensate_late)
-
-    def _rule_id(self, connection: Connection) -> int:
-        return id_of_rule(connection, definition(self._rule), now=self._clock())
-
-    def _release(self, connection: Connection, whose: Any) -> None:
-        """End leases. What was corrected meanwhile takes its reward now."""
-        leased = select(experiences.c.id, experiences.c.msg_id).where(experiences.c.state == State.LEASED, whose)
-        rows = connection.execute(leased.with_for_update()).all()
-        back = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
-        for portion in portions([row.id for row in rows]):
-            connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
-        self._correct(connection, too_late_for(connection, {row.msg_id for row in rows}))
-
-
-class Recording(Rewards):
-    """What comes in."""
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
 
     def record(self, records: Sequence[Record]) -> None:
         """Store exchanges and feedback in their order; what is there already stays as it is."""
@@ -99,7 +55,7 @@ class Recording(Rewards):
             put(connection, experiences, rows)
             if news := _news(connection, heard):
                 connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in news])
-            self._settle(connection, awaited(connection, said) | set(_replies(connection, news)))
+            self._settlement.settle(connection, awaited(connection, said) | set(_replies(connection, news)))
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
         """What became of the events of one call, all of which the ledger has been given."""
@@ -136,7 +92,7 @@ class Recording(Rewards):
                 .where(experiences.c.state == State.REWARDED, wanted)
                 .values(state=State.COMMITTED, committed_at=now)
             )
-            self._release(connection, experiences.c.lease_until < now)
+            self._settlement.release(connection, experiences.c.lease_until < now)
             return done.rowcount
 
     def recompute_rewards(self, *, dry_run: bool = False) -> Recomputed:
@@ -146,9 +102,9 @@ class Recording(Rewards):
         while page := self._untrained_after(last):
             with self._write() as connection:
                 alone(connection, "record")
-                decided = plan(connection, page, self._rule, now=self._clock())
+                decided = plan(connection, page, self._settlement.rule, now=self._clock())
                 if not dry_run:
-                    rule_id = self._rule_id(connection)
+                    rule_id = self._settlement.rule_id(connection)
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)
                     _under_the_rule(connection, page, rule_id)
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
@@ -163,14 +119,14 @@ class Recording(Rewards):
 
     def _give_default(self, connection: Connection, wanted: Any, now: float) -> None:
         """Reward what had no feedback until its attribution window closed, if the rule says so."""
-        rule = self._rule
+        rule = self._settlement.rule
         if rule.default is None or rule.attribution_window is None:
             return
         closed = experiences.c.sampled_at < now - rule.attribution_window
         default = {
             "reward": rule.default,
             "rewarded_at": experiences.c.sampled_at + rule.attribution_window,
-            "reward_rule": self._rule_id(connection),
+            "reward_rule": self._settlement.rule_id(connection),
         }
         recorded = experiences.c.state == State.RECORDED
         connection.execute(update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED))

@@ -12,10 +12,10 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, in
 
 from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.recording.erasures import Person
-from tuneloop.shared.ledger.recording.recording import Rewards
-from tuneloop.shared.ledger.recording.rewards import Trajectory, plan, replies_of, write
+from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
+from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
-from tuneloop.shared.ledger.storage.transactions import alone, portions, translated
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translated
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 
 #: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
@@ -59,8 +59,12 @@ def bounds_of(retention: Bounds) -> dict[State, float]:
     return {State(name): bound for name, bound in retention.model_dump().items() if bound is not None}
 
 
-class Retention(Rewards):
-    """What is deleted."""
+class Retention(LedgerPart):
+    """Experiences past their bounds, and persons, are deleted."""
+
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
 
     def purge(self, bounds: Mapping[State, float], *, dry_run: bool = False) -> Purged:
         """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
@@ -99,8 +103,7 @@ class Retention(Rewards):
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, said)
                 delete_by(connection, feedback, feedback.c.id, heard)
-                decided = plan(connection, touched, self._rule, now=self._clock())
-                write(connection, decided._replace(repeats=[]), self._rule_id(connection), repeat=False)
+                self._settlement.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return Erased(frozenset(said), len(rows), len(heard), dict(sorted(trained.items())))
 

@@ -10,12 +10,12 @@ from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, inse
 from tuneloop.shared.experience import Feedback, State
 from tuneloop.shared.ledger.recording.completion_object import Spoken, Stored, as_json, tags_of
 from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, names_in
-from tuneloop.shared.ledger.recording.retention import Retention, delete_by, delete_with_exchanges, regroup
-from tuneloop.shared.ledger.recording.rewards import plan, write
+from tuneloop.shared.ledger.recording.retention import delete_by, delete_with_exchanges, regroup
+from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, Place, change
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
-from tuneloop.shared.ledger.storage.transactions import alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 
 Order = Literal["asc", "desc"]
 
@@ -37,8 +37,12 @@ class Deletion(StrEnum):
     LEASED = "leased"  # the trainer is learning from it: nothing was changed
 
 
-class StoredCompletions(Retention):
+class StoredCompletions(LedgerPart):
     """Exchanges of the chat endpoint, as OpenAI's clients see them."""
+
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
 
     def place_of(self, tenant: str, msg_id: str) -> Place | None:
         """Where a completion stands in the list, or stood until it was deleted."""
@@ -48,7 +52,7 @@ class StoredCompletions(Retention):
                 return Place(found[0].received_at, msg_id)
         return None
 
-    def stored_page(
+    def page(
         self, tenant: str, *, wanted: Collection[bytes] = (), after: Place | None, order: Order, limit: int
     ) -> Page | None:
         """The next completions, by the time of their requests: those that have all the `wanted` tags.
@@ -67,7 +71,7 @@ class StoredCompletions(Retention):
         found = self._stored(tenant, keys)
         return Page([found[msg_id] for msg_id in keys if msg_id in found], more)
 
-    def stored(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> Stored | None:
+    def get(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> Stored | None:
         """One completion; of another endpoint, one exchange."""
         return self._stored(tenant, [msg_id], endpoint).get(msg_id)
 
@@ -84,7 +88,7 @@ class StoredCompletions(Retention):
                 change(connection, Place(row.received_at, msg_id), found_by=found_by, metadata=as_json(pairs))
             return row is not None
 
-    def delete_stored(self, tenant: str, msg_id: str) -> Deletion | None:
+    def delete(self, tenant: str, msg_id: str) -> Deletion | None:
         """Delete a completion, its experiences and the feedback about it, unless one is leased. None: it is not there.
 
         What a version was trained on is counted in its `purged`. Other replies take the rewards that they have without
@@ -103,8 +107,7 @@ class StoredCompletions(Retention):
             delete_with_exchanges(connection, rows)
             delete_by(connection, exchanges, exchanges.c.msg_id, [msg_id])
             forget_feedback(connection, [msg_id])
-            decided = plan(connection, touched, self._rule, now=self._clock())
-            write(connection, decided._replace(repeats=[]), self._rule_id(connection), repeat=False)
+            self._settlement.recompute(connection, touched)
             stood = {"msg_id": msg_id, "tenant": tenant, "received_at": exchange.received_at}
             connection.execute(insert(deletions).values(**stood, deleted_at=self._clock()))
         return Deletion.DONE

@@ -1,4 +1,4 @@
-"""What every verb of the ledger stands on: one transaction each, ours alone where it must be, errors in our words."""
+"""What every verb of the ledger stands on: one transaction each, errors translated into ours."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,33 +58,47 @@ _T = TypeVar("_T")
 
 
 class Transactions:
-    """A way to the database through which verbs read and write."""
+    """Reads and writes of one database; the parts of a ledger share one of these."""
 
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
-        self._engine = engine
+        self.engine = engine
+        #: The time of now, in seconds since 1970.
+        self.clock = clock
         self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
         of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
         self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
         self._turn = writing_to(engine)
-        self._clock = clock
 
     def close(self) -> None:
         """Give the connections back."""
-        self._engine.dispose()
+        self.engine.dispose()
 
-    def _read(self, query: Executable) -> Sequence[Any]:
-        with translated(), self._engine.connect() as connection:
+    def read(self, query: Executable) -> Sequence[Any]:
+        """The rows of a query."""
+        with translated(), self.engine.connect() as connection:
             return connection.execute(query).all()
 
-    def _read_together(self, *queries: Executable) -> list[Sequence[Any]]:
+    def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""
         with translated(), self._snapshots.connect() as connection:
             return [connection.execute(query).all() for query in queries]
 
     @contextmanager
-    def _write(self) -> Iterator[Connection]:
+    def write(self) -> Iterator[Connection]:
+        """A transaction that changes something, committed at its end."""
         with translated(), self._turn(), self._writing.begin() as connection:
             yield connection
+
+
+class LedgerPart:
+    """Verbs that belong together, each one transaction."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._read = transactions.read
+        self._read_together = transactions.read_together
+        self._write = transactions.write
+        self._clock = transactions.clock
+        self._engine = transactions.engine
 
 
 @contextmanager

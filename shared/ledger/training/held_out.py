@@ -1,5 +1,6 @@
 """The verb about held-out replies: what a candidate is compared with the champion on."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import Select, select
@@ -8,25 +9,18 @@ from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import HELD_OUT, State
 from tuneloop.shared.ledger.storage.codec import from_blob
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.storage.transactions import Transactions
 
 _COLUMNS = tuple(experiences.c[name] for name in ("id", "blob", "temperature", "reward", "task_id"))
 
 
-class Replays(Transactions):
-    """Questions that change nothing."""
-
-    def held_out(self, count: int, *, temperature: float | None = None) -> list[HeldOutReply]:
-        """The newest `count` rewarded replies that are held out, the newest first; only those of that temperature.
-
-        Of those alone whose log-probabilities are those of a sample of the policy.
-        """
-        rows = [(row, from_blob(row.blob)) for row in self._read(newest_held_out(count, temperature))]
-        return [
-            HeldOutReply(row.id, prompt, reply, logprobs, row.temperature, row.reward, row.task_id)
-            for row, (prompt, reply, logprobs) in rows
-            if len(prompt)  # Else its first token was predicted from nothing.
-        ]
+def held_out_replies(rows: Iterable[Any]) -> list[HeldOutReply]:
+    """The replies of rows of `newest_held_out`."""
+    decoded = ((row, from_blob(row.blob)) for row in rows)
+    return [
+        HeldOutReply(row.id, prompt, reply, logprobs, row.temperature, row.reward, row.task_id)
+        for row, (prompt, reply, logprobs) in decoded
+        if len(prompt)  # Else its first token was predicted from nothing.
+    ]
 
 
 def newest_held_out(count: int, temperature: float | None) -> Select[Any]:

@@ -7,15 +7,17 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, func, insert, select, update
 
 from tuneloop.shared.errors import LeaseLost, StaleEpoch
+from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
-from tuneloop.shared.ledger.recording.recording import Rewards
 from tuneloop.shared.ledger.recording.rewards import too_late_for
+from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.rows import sample
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
-from tuneloop.shared.ledger.storage.transactions import alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import claim, expire
 from tuneloop.shared.ledger.training.demonstrations import demonstrations
+from tuneloop.shared.ledger.training.held_out import held_out_replies, newest_held_out
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.events import Decision, note
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -25,8 +27,19 @@ from tuneloop.shared.ledger.versions.versions import SERVABLE
 LEASE_S = 600.0
 
 
-class Training(Rewards):
-    """What goes out."""
+class Training(LedgerPart):
+    """Batches go out to the one trainer, and come back as a version."""
+
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
+
+    def held_out(self, count: int, *, temperature: float | None = None) -> list[HeldOutReply]:
+        """The newest `count` rewarded replies that are held out, the newest first; only those of that temperature.
+
+        Of those alone whose log-probabilities are those of a sample of the policy.
+        """
+        return held_out_replies(self._read(newest_held_out(count, temperature)))
 
     def take_epoch(self, trainer: str) -> int:
         """Become the only trainer: a new epoch, and the leases of all older ones ended."""
@@ -34,7 +47,7 @@ class Training(Rewards):
             epoch, now = _current_epoch(connection) + 1, self._clock()
             connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
             connection.execute(insert(epochs).values(epoch=epoch, trainer=trainer, started_at=now, seen_at=now))
-            self._release(connection, experiences.c.lease_epoch < epoch)
+            self._settlement.release(connection, experiences.c.lease_epoch < epoch)
             give_all_back(connection)
             return epoch
 
@@ -73,12 +86,12 @@ class Training(Rewards):
     def release(self, epoch: int) -> None:
         """Give back whatever the epoch still holds."""
         with self._write() as connection:
-            self._release(connection, experiences.c.lease_epoch == epoch)
+            self._settlement.release(connection, experiences.c.lease_epoch == epoch)
 
     def end(self, epoch: int) -> None:
         """Give back what the epoch holds, and say that its trainer has stopped."""
         with self._write() as connection:
-            self._release(connection, experiences.c.lease_epoch == epoch)
+            self._settlement.release(connection, experiences.c.lease_epoch == epoch)
             ended = update(epochs).where(epochs.c.epoch == epoch, epochs.c.ended_at.is_(None))
             connection.execute(ended.values(ended_at=self._clock()))
 
@@ -125,8 +138,8 @@ class Training(Rewards):
             trained = {"state": State.TRAINED, "trained_version": version, "lease_epoch": None, "lease_until": None}
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_held(epoch, portion)).values(trained))
-            if self._compensate_late:
-                self._correct(connection, too_late_for(connection, _replies(connection, ids)))
+            if self._settlement.compensate_late:
+                self._settlement.settle_by_own_rules(connection, too_late_for(connection, _replies(connection, ids)))
             return version
 
 

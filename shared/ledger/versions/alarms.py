@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, exists, insert, select, text, true, update
 
 from tuneloop.shared.experience import AlarmState
 from tuneloop.shared.ledger.storage.schema import alarms
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone
 
 #: Says the same as the partial index.
 _OPEN: ColumnElement[bool] = text("state = 'raised'")  # type: ignore[assignment]
@@ -30,7 +30,7 @@ class Alarm(NamedTuple):
     cleared_at: float | None = None
 
 
-class Alarms(Transactions):
+class Alarms(LedgerPart):
     """What is wrong with the training, as its monitors say it."""
 
     def raise_alarm(self, alarm: Alarm) -> bool:
@@ -57,14 +57,14 @@ class Alarms(Transactions):
             connection.execute(insert(alarms).values(row))
             return True
 
-    def clear_alarm(self, name: str) -> bool:
+    def clear(self, name: str) -> bool:
         """Close the open alarm of that name; False if there is none."""
         cleared = {"state": AlarmState.CLEARED, "cleared_at": self._clock()}
         with self._write() as connection:
             alone(connection, "alarms")
             return connection.execute(update(alarms).where(_OPEN, alarms.c.name == name).values(cleared)).rowcount > 0
 
-    def alarms(self, *, cleared: bool = False) -> list[Alarm]:
+    def all(self, *, cleared: bool = False) -> list[Alarm]:
         """The open alarms, oldest first; with `cleared` those too that are not open any more."""
         query = select(*(alarms.c[name] for name in Alarm._fields)).where(true() if cleared else _OPEN)
         return [Alarm(*row) for row in self._read(query.order_by(alarms.c.raised_at, alarms.c.id))]

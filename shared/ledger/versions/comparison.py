@@ -10,7 +10,7 @@ from sqlalchemy import cast as as_type
 from tuneloop.shared.evaluation.samples import Figures, Sample, Share, spread
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-from tuneloop.shared.ledger.storage.transactions import Transactions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
 #: No more slices than that are compared: those with the most rewards.
@@ -33,7 +33,7 @@ _timed = and_(experiences.c.choice == 0, experiences.c.completion_tokens > 0)
 _unit = func.coalesce(exchanges.c.user_id, experiences.c.task_id, experiences.c.run_id, experiences.c.msg_id)
 
 
-class Comparisons(Transactions):
+class Comparisons(LedgerPart):
     """Questions that change nothing."""
 
     def figures(self, version: int, since: float, *, refusals: Collection[re.Pattern[str]] = ()) -> Figures:

@@ -9,11 +9,14 @@ from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.storage.schema import version_events, versions
 from tuneloop.shared.ledger.storage.transactions import alone
 from tuneloop.shared.ledger.versions.events import Decision, Details, note
-from tuneloop.shared.ledger.versions.versions import PINNED, SERVABLE, VersionLedger, appoint, end, retire, state_of
+from tuneloop.shared.ledger.versions.versions import PINNED, SERVABLE, VersionStates, appoint, end, retire, state_of
 
 
-class Appointments(VersionLedger):
-    """Decisions. Whoever decides says which champion he has seen, so that of two at once only one is heard."""
+class Versions(VersionStates):
+    """The versions, and the decisions about them.
+
+    Whoever decides says which champion he has seen, so that of two decisions at once only one is taken.
+    """
 
     def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:
         """Make any servable version the champion, an older one too, in place of the champion `instead_of`.

@@ -11,7 +11,7 @@ from zstandard import ZstdError
 
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import Transactions, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 
 #: Characters of a reply that are looked at.
 LONGEST = 2000
@@ -31,7 +31,7 @@ class Reply(NamedTuple):
     request: bytes | None
 
 
-class Drift(Transactions):
+class Drift(LedgerPart):
     """Questions that change nothing."""
 
     def newest_replies(self, count: int, *, marks: Sequence[str] = ()) -> list[Reply]:

@@ -8,7 +8,7 @@ from sqlalchemy import delete, func, insert, select
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.storage.schema import evaluations, experiences
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone
 
 
 class Evaluation(NamedTuple):
@@ -24,8 +24,8 @@ class Evaluation(NamedTuple):
     evaluated_at: float
 
 
-class Lineage(Transactions):
-    """Questions that change nothing."""
+class Evaluations(LedgerPart):
+    """What versions were trained on, and how they did on tasks that they were not trained on."""
 
     def trained_on(self, version: int) -> dict[int, int]:
         """How many rows the version was trained on, by the version that began them; those since deleted are missing."""
@@ -33,7 +33,7 @@ class Lineage(Transactions):
         query = select(sampled, func.count()).where(experiences.c.trained_version == version)
         return {row[0]: row[1] for row in self._read(query.group_by(sampled).order_by(sampled))}
 
-    def version_evaluations(self, versions: Sequence[int]) -> list[Evaluation]:
+    def of_versions(self, versions: Sequence[int]) -> list[Evaluation]:
         """How these versions did on tasks that they were not trained on."""
         order = (evaluations.c[name] for name in ("metric", "slice", "evaluator", "version"))
         rows = self._read(select(evaluations).where(evaluations.c.version.in_(versions)).order_by(*order))
@@ -51,11 +51,7 @@ class Lineage(Transactions):
             for row in rows
         ]
 
-
-class Evaluations(Transactions):
-    """Figures of versions."""
-
-    def record_evaluation(self, version: int, evaluator: Evaluator, figures: Sequence[Figure]) -> None:
+    def record(self, version: int, evaluator: Evaluator, figures: Sequence[Figure]) -> None:
         """Keep what the evaluator found of the version, instead of what it found before."""
         key = {"version": version, "evaluator": evaluator, "evaluated_at": self._clock()}
         with self._write() as connection:
@@ -65,7 +61,7 @@ class Evaluations(Transactions):
             if figures:
                 connection.execute(insert(evaluations), [key | each._asdict() for each in figures])
 
-    def evaluation(self, version: int, evaluator: Evaluator) -> tuple[Figure, ...]:
+    def of(self, version: int, evaluator: Evaluator) -> tuple[Figure, ...]:
         """What the evaluator found of the version last; nothing if it never looked."""
         columns = [evaluations.c[name] for name in Figure._fields]
         of_it = evaluations.c.version == version, evaluations.c.evaluator == evaluator

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, insert, select, true
 
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.ledger.storage.schema import version_events
-from tuneloop.shared.ledger.storage.transactions import Transactions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: The figures that decided something, as they are kept in JSON.
 Details = Mapping[str, Any]
@@ -39,17 +39,17 @@ class Decision(NamedTuple):
         return self._replace(reason=reason, details=None)
 
 
-class VersionEvents(Transactions):
+class VersionEvents(LedgerPart):
     """What happened to the versions."""
 
-    def note_version(
+    def note(
         self, version: int, action: VersionAction, *, by: str, reason: str = "", details: Details | None = None
     ) -> None:
         """Keep that something happened to a version which did not change its state."""
         with self._write() as connection:
             note(connection, version, action, Decision(by, self._clock(), reason, details))
 
-    def version_events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
+    def events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
         """What happened to the versions, or to one, oldest first; only the `last` so many."""
         of_it = true() if version is None else version_events.c.version == version
         rows = self._read(select(version_events).where(of_it).order_by(version_events.c.id.desc()).limit(last))

@@ -32,7 +32,7 @@ class Version(NamedTuple):
     pinned: bool = False
 
 
-class VersionLedger(VersionEvents):
+class VersionStates(VersionEvents):
     """The states of the versions."""
 
     def ensure_base(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class VersionLedger(VersionEvents):
         """The version that is served whatever comes, if any."""
         return self._one_or_none(select(versions).where(PINNED))
 
-    def version(self, number: int) -> Version | None:
+    def get(self, number: int) -> Version | None:
         """That version, if there is one."""
         return self._one_or_none(select(versions).where(versions.c.version == number))
 
@@ -125,7 +125,7 @@ class VersionLedger(VersionEvents):
             if state_of(connection, version) == VersionState.CANDIDATE:
                 end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
 
-    def versions(self) -> list[Version]:
+    def all(self) -> list[Version]:
         """All versions, oldest first."""
         return [_version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
 

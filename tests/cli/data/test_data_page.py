@@ -27,9 +27,9 @@ def blocks(language: str) -> list[str]:
 def folder(tmp_path: Path) -> Path:
     """A folder with a file of each format, in both kinds."""
     ledger = Ledger(database.connect(f"sqlite:///{tmp_path}/ledger.db"))
-    metadata.create_all(ledger._engine)
+    metadata.create_all(ledger.transactions.engine)
     good, bad = asked("Good."), asked("Bad.")
-    ledger.record([good, bad, about(good), about(bad, value=0.0), about(good, Kind.BOOLEAN, metric="thumb")])
+    ledger.recording.record([good, bad, about(good), about(bad, value=0.0), about(good, Kind.BOOLEAN, metric="thumb")])
     for format_ in Format:
         for kind in ("jsonl", "parquet"):
             export(ledger, Wish(format_, Selection("acme")), tmp_path / f"{format_}.{kind}")

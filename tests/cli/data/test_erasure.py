@@ -23,7 +23,7 @@ def say(ledger: Ledger, user: str, *, source: str | None = None) -> None:
     said = asked(f"Said to {user}.", user=user)
     thumb = about(said, Kind.BOOLEAN, metric="thumb", source=source)
     edited = about(said, Kind.DEMONSTRATION, metric="edit", text=f"Better for {user}.", source=source)
-    ledger.record([said, about(said, source=source), thumb, edited])
+    ledger.recording.record([said, about(said, source=source), thumb, edited])
 
 
 def exported(ledger: Ledger, to: Path, format_: Format) -> None:
@@ -41,7 +41,7 @@ def test_their_rows_go_from_files_of_every_format(
     file = tmp_path / f"rows.{suffix}"
     exported(ledger, file, format_)
     if purged:
-        ledger.purge(dict.fromkeys(PURGEABLE, 1.0))
+        ledger.retention.purge(dict.fromkeys(PURGEABLE, 1.0))
     assert [each.removed for each in erase(ledger, "acme", "ann", dry_run=True).files] == [2]
     assert len(loaded(file)) == 3
     done = erase(ledger, "acme", "ann")
@@ -49,12 +49,12 @@ def test_their_rows_go_from_files_of_every_format(
     (tmp_path / "after").mkdir()
     [left] = loaded(file.rename(tmp_path / "after" / file.name))
     assert left["user"] == "bob"
-    assert [each.rows for each in ledger.exported_files()] == [1]
+    assert [each.rows for each in ledger.retention.exported_files()] == [1]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_pair_goes_with_either_of_its_people(ledger: Ledger, tmp_path: Path, suffix: str) -> None:
     better, worse = asked("Yes.", user="bob"), asked("No.", user="ann")
-    ledger.record([better, worse, about(better, Kind.PREFERENCE, worse=worse, source="bob")])
+    ledger.recording.record([better, worse, about(better, Kind.PREFERENCE, worse=worse, source="bob")])
     export(ledger, Wish(Format.DPO, Selection("acme")), tmp_path / f"pairs.{suffix}")
     assert [(each.removed, each.left) for each in erase(ledger, "acme", "ann").files] == [(1, 0)]

@@ -12,7 +12,7 @@ from tuneloop.cli.data.export import Wish, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, pack_ids
-from tuneloop.shared.ledger.export import Selection
+from tuneloop.shared.ledger.export import Exports, Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import erasures, exports
 
@@ -36,7 +36,7 @@ def contents(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def test_a_rewarded_reply_is_a_conversation(ledger: Ledger, to: Path) -> None:
     said = asked(user="ann", task_id="t", run_id="r")
-    ledger.record([said, about(said, value=0.5, source="judge")])
+    ledger.recording.record([said, about(said, value=0.5, source="judge")])
     [row] = exported(ledger, to, SFT)
     assert contents(row.pop("messages")) == contents([*ASKED, ANSWER])
     assert row == {
@@ -53,7 +53,7 @@ def test_a_rewarded_reply_is_a_conversation(ledger: Ledger, to: Path) -> None:
 
 def test_tools_and_tool_calls_are_in_the_conversation(ledger: Ledger, to: Path) -> None:
     said = asked("", request={"messages": ASKED, "tools": TOOLS}, tool_calls=json.dumps(CALLS).encode())
-    ledger.record([said, about(said)])
+    ledger.recording.record([said, about(said)])
     [row] = exported(ledger, to, SFT)
     assert row["messages"][-1]["tool_calls"] == CALLS
     tools = row["tools"]
@@ -63,14 +63,14 @@ def test_tools_and_tool_calls_are_in_the_conversation(ledger: Ledger, to: Path) 
 def test_the_last_edited_answer_is_taken_whatever_the_reward(ledger: Ledger, to: Path) -> None:
     said = asked()
     edits = [about(said, Kind.DEMONSTRATION, text=text) for text in ("First.", "Last.")]
-    ledger.record([said, about(said, value=-1.0), *edits])
+    ledger.recording.record([said, about(said, value=-1.0), *edits])
     [row] = exported(ledger, to, SFT, min_reward=0.5)
     assert contents(row["messages"])[-1] == ("assistant", "Last.")
 
 
 def test_an_edit_that_was_taken_back_is_none(ledger: Ledger, lines: Path) -> None:
     said = asked()
-    ledger.record([said, about(said, Kind.DEMONSTRATION, text="No."), about(said, Kind.RETRACTION)])
+    ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text="No."), about(said, Kind.RETRACTION)])
     assert exported(ledger, lines, SFT) == []
     assert exported(ledger, lines, DPO) == []
 
@@ -79,7 +79,7 @@ def test_what_is_no_example_is_left_out_and_counted(ledger: Ledger, lines: Path)
     low, cut, mute = asked(), asked(drop_reason="cut_off", finish_reason=None), asked()
     silent, private = asked(request={"prompt": "x"}), asked(drop_reason="opt_out")
     said = [low, cut, silent, private]
-    ledger.record([*said, mute, *(about(each, value=0.1) for each in said)])
+    ledger.recording.record([*said, mute, *(about(each, value=0.1) for each in said)])
     done = export(ledger, Wish(SFT, ACME, min_reward=0.5), lines)
     assert done.rows == 0
     assert done.left_out == {
@@ -96,8 +96,8 @@ def test_what_is_no_example_is_left_out_and_counted(ledger: Ledger, lines: Path)
 @pytest.mark.parametrize("wanted", [SFT, DPO, KTO])
 def test_what_is_held_out_is_in_no_file_to_train_on(ledger: Ledger, lines: Path, wanted: Format) -> None:
     good, bad = asked("Good.", drop_reason="held_out"), asked("Bad.", drop_reason="held_out")
-    ledger.record([good, bad, about(good, value=1.0), about(bad, value=0.0)])
-    ledger.record([about(good, Kind.PREFERENCE, worse=bad)])
+    ledger.recording.record([good, bad, about(good, value=1.0), about(bad, value=0.0)])
+    ledger.recording.record([about(good, Kind.PREFERENCE, worse=bad)])
     assert exported(ledger, lines, wanted) == []
     assert len(exported(ledger, lines, EXPERIENCES)) == 2
     assert exported(ledger, lines, wanted, everything=True) == []
@@ -107,7 +107,7 @@ def test_parts_of_content_are_one_text_in_parquet_and_themselves_in_json_lines(l
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     parts = [{"type": "text", "text": "What is "}, image, {"type": "text", "text": "this?"}]
     said = asked(request={"messages": [{"role": "user", "content": parts}]})
-    ledger.record([said, about(said)])
+    ledger.recording.record([said, about(said)])
     [row] = exported(ledger, to, SFT)
     found = row["messages"][0]["content"]
     assert found == ("What is this?" if to.suffix == ".parquet" else parts)
@@ -115,7 +115,7 @@ def test_parts_of_content_are_one_text_in_parquet_and_themselves_in_json_lines(l
 
 def test_a_preferred_reply_is_paired_with_the_other(ledger: Ledger, to: Path) -> None:
     good, bad = asked("Good.", user="ann"), asked("Bad.", user="bob")
-    ledger.record([good, bad, about(good, Kind.PREFERENCE, worse=bad, source="judge")])
+    ledger.recording.record([good, bad, about(good, Kind.PREFERENCE, worse=bad, source="judge")])
     [row] = exported(ledger, to, DPO)
     assert [contents(row[name]) for name in ("prompt", "chosen", "rejected")] == [
         contents(ASKED),
@@ -133,9 +133,11 @@ def test_a_preferred_reply_is_paired_with_the_other(ledger: Ledger, to: Path) ->
 
 def test_of_a_pair_the_last_preference_counts(ledger: Ledger, lines: Path) -> None:
     one, other = asked("One."), asked("Other.")
-    ledger.record([one, other, about(one, Kind.PREFERENCE, worse=other), about(other, Kind.PREFERENCE, worse=one)])
+    ledger.recording.record(
+        [one, other, about(one, Kind.PREFERENCE, worse=other), about(other, Kind.PREFERENCE, worse=one)]
+    )
     assert [row["msg_id"] for row in exported(ledger, lines, DPO)] == [other.msg_id]
-    ledger.record([about(other, Kind.RETRACTION)])
+    ledger.recording.record([about(other, Kind.RETRACTION)])
     assert [row["msg_id"] for row in exported(ledger, lines, DPO) if row["source"] == "preference"] == [one.msg_id]
 
 
@@ -143,13 +145,13 @@ def test_of_a_pair_the_last_preference_counts(ledger: Ledger, lines: Path) -> No
 def test_replies_to_different_questions_are_no_pair(ledger: Ledger, lines: Path, request_: dict[str, Any]) -> None:
     good = asked("Good.")
     bad = asked("Bad.", request=request_, prompt_ids=pack_ids([9]))
-    ledger.record([good, bad, about(good, Kind.PREFERENCE, worse=bad)])
+    ledger.recording.record([good, bad, about(good, Kind.PREFERENCE, worse=bad)])
     assert export(ledger, Wish(DPO, ACME), lines).left_out == {"not the same prompt": 1}
 
 
 def test_an_edited_answer_is_better_than_the_reply(ledger: Ledger, to: Path) -> None:
     said = asked("Bad.", user="ann")
-    ledger.record([said, about(said, Kind.DEMONSTRATION, text="Good.", source="editor")])
+    ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text="Good.", source="editor")])
     [row] = exported(ledger, to, DPO)
     assert (contents(row["chosen"]), contents(row["rejected"])) == ([("assistant", "Good.")], [("assistant", "Bad.")])
     assert (row["source"], row["other_msg_id"], row["said_by"]) == ("demonstration", None, ["editor"])
@@ -163,7 +165,7 @@ def test_of_the_replies_to_one_prompt_the_best_is_paired_with_the_worst(ledger: 
     foreign = asked("Not ours.", tenant="other")
     rewards = [about(said, choice=number, value=value) for number, value in enumerate([-1.0, 1.0, 0.5])]
     others = [about(elsewhere, value=-9.0), about(foreign, value=-9.0, tenant="other")]
-    ledger.record([said, elsewhere, foreign, *rewards, *others])
+    ledger.recording.record([said, elsewhere, foreign, *rewards, *others])
     [row] = exported(ledger, to, DPO)
     assert (contents(row["chosen"]), contents(row["rejected"])) == ([("assistant", "Best.")], [("assistant", "Worst.")])
     assert (row["source"], row["reward"], row["other_reward"]) == ("reward", 1.0, -1.0)
@@ -173,7 +175,7 @@ def test_of_the_replies_to_one_prompt_the_best_is_paired_with_the_worst(ledger: 
 @pytest.mark.parametrize(("margin", "pairs"), [(0.0, 1), (0.5, 1), (0.51, 0)])
 def test_rewards_closer_than_the_margin_make_no_pair(ledger: Ledger, lines: Path, margin: float, pairs: int) -> None:
     one, other = asked("One."), asked("Other.")
-    ledger.record([one, other, about(one, value=1.0), about(other, value=0.5)])
+    ledger.recording.record([one, other, about(one, value=1.0), about(other, value=0.5)])
     assert len(exported(ledger, lines, DPO, margin=margin)) == pairs
 
 
@@ -184,7 +186,7 @@ def test_thumbs_are_labels_by_the_majority_of_their_last(ledger: Ledger, to: Pat
         return [about(said, Kind.BOOLEAN, value=each, source=str(number)) for number, each in enumerate(values)]
 
     changed = [about(disliked, Kind.BOOLEAN, value=1.0, source="0"), *thumbs(disliked, 0.0, 0.0, 1.0)]
-    ledger.record([liked, disliked, split, *thumbs(liked, 1.0), *changed, *thumbs(split, 1.0, 0.0)])
+    ledger.recording.record([liked, disliked, split, *thumbs(liked, 1.0), *changed, *thumbs(split, 1.0, 0.0)])
     rows = exported(ledger, to, KTO)
     assert [(contents(row["completion"]), row["label"]) for row in rows] == [
         ([("assistant", "Liked.")], True),
@@ -195,14 +197,14 @@ def test_thumbs_are_labels_by_the_majority_of_their_last(ledger: Ledger, to: Pat
 
 def test_thumbs_that_were_taken_back_do_not_count(ledger: Ledger, lines: Path) -> None:
     said = asked()
-    ledger.record([said, about(said, Kind.BOOLEAN), about(said, Kind.RETRACTION)])
+    ledger.recording.record([said, about(said, Kind.BOOLEAN), about(said, Kind.RETRACTION)])
     assert export(ledger, Wish(KTO, ACME), lines).left_out == {"no thumbs": 1}
 
 
 def test_an_experience_is_everything_that_is_known(ledger: Ledger, to: Path) -> None:
     said = asked(user="ann", task_id="t", run_id="r", priority=2.0, latency_s=0.25)
     heard = about(said, value=0.5, source="judge", occurred_at=3.0)
-    ledger.record([said, heard])
+    ledger.recording.record([said, heard])
     [row] = exported(ledger, to, EXPERIENCES)
     assert json.loads(row["request"]) == {"messages": ASKED}
     assert contents(row["messages"]) == contents(ASKED)
@@ -226,7 +228,7 @@ def test_an_experience_is_everything_that_is_known(ledger: Ledger, to: Path) -> 
 def test_feedback_on_a_whole_run_is_with_each_of_its_replies(ledger: Ledger, lines: Path) -> None:
     said = [asked(task_id="t", run_id="r") for _ in range(2)]
     heard = feedback(msg_id=None, task_id="t", run_id="r", value=0.5)
-    ledger.record([*said, heard])
+    ledger.recording.record([*said, heard])
     rows = exported(ledger, lines, EXPERIENCES)
     assert [[event["event_id"] for event in row["feedback"]] for row in rows] == [[heard.event_id]] * 2
 
@@ -247,7 +249,7 @@ def test_feedback_on_a_whole_run_is_with_each_of_its_replies(ledger: Ledger, lin
 def test_a_file_holds_what_was_asked_for(ledger: Ledger, lines: Path, but: dict[str, Any], found: str) -> None:
     said = {name: asked(task_id=name, received_at=at) for name, at in (("a", 10.0), ("b", 20.0), ("c", 30.0))}
     foreign = asked(task_id="d", tenant="other")
-    ledger.record([*said.values(), foreign, about(said["a"], value=0.0), about(said["b"])])
+    ledger.recording.record([*said.values(), foreign, about(said["a"], value=0.0), about(said["b"])])
     rows = exported(ledger, lines, EXPERIENCES, **but)
     assert "".join(row["task_id"] for row in rows) == found
 
@@ -256,15 +258,15 @@ def test_of_a_corrected_reply_the_last_reward_counts(engine: Engine, lines: Path
     ledger = Ledger(engine, compensate_late=True)
     trained(ledger, 1)
     [before] = exported(ledger, lines, EXPERIENCES)
-    ledger.record([feedback(msg_id=before["msg_id"], value=-0.5, received_at=9e9)])
+    ledger.recording.record([feedback(msg_id=before["msg_id"], value=-0.5, received_at=9e9)])
     assert [row["correction"] for row in exported(ledger, lines, EXPERIENCES)] == [0, 1]
-    [page] = ledger.replies(ACME)
+    [page] = ledger.exports.replies(ACME)
     assert [(reply.correction, reply.reward) for reply in page] == [(1, -0.5)]
 
 
 def test_more_rows_than_a_page_are_all_there(ledger: Ledger, to: Path) -> None:
     said = [asked() for _ in range(1203)]
-    ledger.record(said)
+    ledger.recording.record(said)
     rows = exported(ledger, to, EXPERIENCES)
     assert [row["msg_id"] for row in rows] == [each.msg_id for each in said]
 
@@ -278,30 +280,31 @@ def remembered(engine: Engine) -> list[tuple[str, str, int]]:
 def test_the_ledger_remembers_the_file(ledger: Ledger, engine: Engine, lines: Path) -> None:
     exported(ledger, lines, EXPERIENCES)
     said = asked()
-    ledger.record([said, about(said)])
+    ledger.recording.record([said, about(said)])
     exported(ledger, lines, SFT)
     assert remembered(engine) == [(str(lines), "sft", 1)]
     assert [each.name for each in lines.parent.iterdir() if each.name.startswith(".")] == []
 
 
-class Erasing(Ledger):
-    """A ledger in which somebody is erased while the first file is being written."""
+class Erasing(Exports):
+    """While the first file is being written, somebody is erased."""
 
     times = 1
 
-    def exported(self, *arguments: Any, **named: Any) -> bool:
+    def record_file(self, *arguments: Any, **named: Any) -> bool:
         if self.times:
             self.times -= 1
             with self._write() as connection:
                 person = {"tenant": "acme", "user_id": "ann", "erased_at": 1.0}
                 connection.execute(insert(erasures), person)
-        return super().exported(*arguments, **named)
+        return super().record_file(*arguments, **named)
 
 
 def test_a_file_is_written_anew_when_somebody_is_erased_meanwhile(engine: Engine, lines: Path) -> None:
-    ledger = Erasing(engine)
+    ledger = Ledger(engine)
+    ledger.exports = Erasing(ledger.transactions)
     said = asked()
-    ledger.record([said, about(said)])
+    ledger.recording.record([said, about(said)])
     assert len(exported(ledger, lines, SFT)) == 1
     assert (ledger.times, len(remembered(engine))) == (0, 1)
 
@@ -310,7 +313,7 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(
     ledger: Ledger, engine: Engine, to: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = asked()
-    ledger.record([said, about(said)])
+    ledger.recording.record([said, about(said)])
     exported(ledger, to, SFT)
     before = to.read_bytes()
     monkeypatch.setattr(Ledger, "exported", lambda *_, **__: 1 / 0)

@@ -22,6 +22,7 @@ from tuneloop.shared.errors import FileRefused, LedgerUnavailable
 from tuneloop.shared.experience import Kind, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 
@@ -50,7 +51,7 @@ def source(tmp_path: Path) -> Iterator[Ledger]:
 
 def table(ledger: Ledger, which: Any, *without: str) -> list[dict[str, Any]]:
     """The rows, but what each database numbers or dates for itself."""
-    with ledger._engine.connect() as connection:
+    with ledger.transactions.engine.connect() as connection:
         rows = connection.execute(select(which).order_by(which.c.id if "id" in which.c else which.c.msg_id))
         return [{name: value for name, value in row._mapping.items() if name not in without} for row in rows]
 
@@ -98,7 +99,7 @@ def varied() -> list[Any]:
 
 
 def test_an_empty_ledger_has_the_same_rows_afterwards(source: Ledger, file: Path, ledger: Ledger) -> None:
-    source.record(varied())
+    source.recording.record(varied())
     assert moved(source, file, ledger) == Imported(4, 4, 0)
     assert [sorted(map(str, rows)) for rows in everything(ledger)] == [
         sorted(map(str, rows)) for rows in everything(source)
@@ -107,15 +108,15 @@ def test_an_empty_ledger_has_the_same_rows_afterwards(source: Ledger, file: Path
 
 def test_every_choice_of_a_reply_comes(source: Ledger, file: Path, ledger: Ledger) -> None:
     said = asked(experiences=tuple(experience(choice=number) for number in range(3)))
-    source.record([said, about(said, choice=1, value=0.5), about(said, choice=2, value=-0.5)])
+    source.recording.record([said, about(said, choice=1, value=0.5), about(said, choice=2, value=-0.5)])
     assert moved(source, file, ledger).new == 3
     assert [row["reward"] for row in everything(ledger)[0]] == [None, 0.5, -0.5]
 
 
 def test_a_file_that_is_imported_again_changes_nothing(source: Ledger, file: Path, ledger: Ledger) -> None:
-    source.record(varied())
+    source.recording.record(varied())
     moved(source, file, ledger)
-    ledger.commit("acme")
+    ledger.recording.commit("acme")
     before = everything(ledger)
     assert import_file(ledger, file) == Imported(4, 0, 0)
     assert everything(ledger) == before
@@ -126,15 +127,15 @@ def test_leased_and_trained_rows_come_in_as_rewarded(source: Ledger, file: Path,
     leased(source, 1)
     assert moved(source, file, ledger) == Imported(3, 3, 0)
     assert {row["state"] for row in everything(ledger)[0]} == {"rewarded"}
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_rewards_are_reckoned_by_the_rule_of_the_ledger_and_differences_are_told(
     source: Ledger, file: Path, ledger: Ledger
 ) -> None:
     said = [asked(), asked()]
-    source.record([*said, about(said[0], value=0.5), about(said[1], value=0.5)])
-    other = Ledger(ledger._engine, rule=ledger._rule.model_copy(update={"clip": (0.0, 0.25)}))
+    source.recording.record([*said, about(said[0], value=0.5), about(said[1], value=0.5)])
+    other = Ledger(ledger.transactions.engine, rule=ledger.settlement.rule.model_copy(update={"clip": (0.0, 0.25)}))
     assert moved(source, file, other) == Imported(2, 2, 2)
     assert [row["reward"] for row in everything(other)[0]] == [0.25, 0.25]
 
@@ -155,11 +156,11 @@ def test_plain_conversations_are_examples_for_sft(lines: Path, ledger: Ledger, t
 
 def test_an_exported_conversation_of_parquet_is_one_again(source: Ledger, tmp_path: Path, ledger: Ledger) -> None:
     said = asked("", request={"messages": ASKED, "tools": TOOLS}, tool_calls=json.dumps(CALLS).encode())
-    source.record([said, about(said)])
+    source.recording.record([said, about(said)])
     file = tmp_path / "sft.parquet"
     export(source, Wish(Format.SFT, ACME), file)
     import_file(ledger, file, tenant="acme")
-    [page] = ledger.replies(ACME)
+    [page] = ledger.exports.replies(ACME)
     assert [json.loads(each.request) for each in page] == [{"messages": ASKED, "tools": TOOLS}]
     assert [(each.msg_id, json.loads(each.tool_calls or b"")) for each in page] == [(said.msg_id, CALLS)]
 
@@ -167,7 +168,7 @@ def test_an_exported_conversation_of_parquet_is_one_again(source: Ledger, tmp_pa
 def exported_line(source: Ledger, file: Path, **but: Any) -> str:
     """One exported experience, changed."""
     said = asked()
-    source.record([said, about(said)])
+    source.recording.record([said, about(said)])
     export(source, Wish(Format.EXPERIENCES, ACME), file)
     return json.dumps(json.loads(file.read_text().splitlines()[-1]) | but)
 
@@ -222,8 +223,8 @@ def test_of_many_mistakes_the_first_are_told(lines: Path, ledger: Ledger) -> Non
     assert str(caught.value).count("\n") == 21
 
 
-class Failing(Ledger):
-    """A ledger whose database goes away after the first page."""
+class Failing(Recording):
+    """Its database goes away after the first page."""
 
     pages = 1
 
@@ -235,9 +236,11 @@ class Failing(Ledger):
 
 
 def test_a_ledger_that_goes_away_says_how_far_it_came(source: Ledger, lines: Path, ledger: Ledger) -> None:
-    source.record([asked() for _ in range(501)])
+    source.recording.record([asked() for _ in range(501)])
+    away = Ledger(ledger.transactions.engine)
+    away.recording = Failing(away.transactions, away.settlement)
     with pytest.raises(FileRefused, match="the server is gone\nThe first 500 rows are in"):
-        moved(source, lines, Failing(ledger._engine))
+        moved(source, lines, away)
     assert import_file(ledger, lines) == Imported(501, 1, 0)
 
 

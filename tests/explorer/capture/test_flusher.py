@@ -169,7 +169,7 @@ async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: 
     with flushing(own, ledger) as (flusher, set_aside):
         await append(own, said, mangled, feedback(msg_id=said.msg_id))
         assert await flusher.caught_up(60)
-    assert ledger.counts()[State.REWARDED] == 1
+    assert ledger.reports.counts()[State.REWARDED] == 1
     assert set_aside == [1]
 
 

@@ -100,13 +100,13 @@ def test_nothing_of_a_person_is_left_in_the_job_folder(explorer: RunningExplorer
 
 
 def test_what_was_spooled_by_a_person_who_was_erased_meanwhile_is_not_taken(explorer: RunningExplorer) -> None:
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     explorer.chat(user="ann", messages=[{"role": "user", "content": "goldfinch"}])
     explorer.chat(user="bob")
     commandline = open_ledger(explorer.settings)
     erase(commandline, "default", "ann")
     commandline.close()
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     eventually(lambda: holding(explorer.settings.job_dir) == set())
     eventually(lambda: explorer.rows("SELECT user_id FROM exchanges") == [("bob",)])
 
@@ -114,7 +114,7 @@ def test_what_was_spooled_by_a_person_who_was_erased_meanwhile_is_not_taken(expl
 def test_retention_is_applied_by_the_explorer(tmp_path: Path, double: EngineDouble) -> None:
     settings = settings_for(tmp_path, [double.url])
     ledger = open_ledger(settings)
-    ledger.record([exchange(received_at=1.0), exchange(received_at=time.time())])
+    ledger.recording.record([exchange(received_at=1.0), exchange(received_at=time.time())])
     ledger.close()
     with explorer_running(settings.model_copy(update={"retention": RetentionSettings(recorded=60.0)})) as explorer:
         eventually(lambda: explorer.metrics()["tuneloop_purged_total"] == 1)
@@ -122,7 +122,7 @@ def test_retention_is_applied_by_the_explorer(tmp_path: Path, double: EngineDoub
 
 
 def test_without_retention_nothing_is_deleted(explorer: RunningExplorer) -> None:
-    explorer.ledger.record([exchange(received_at=1.0)])
+    explorer.ledger.recording.record([exchange(received_at=1.0)])
     explorer.chat()
     assert explorer.counts()[State.RECORDED] == 2
     assert explorer.metrics()["tuneloop_purged_total"] == 0
@@ -132,10 +132,10 @@ def test_retention_is_applied_at_the_start_and_then_every_hour(
     forgetting: Forgetting, ledger: Ledger, clock: Clock
 ) -> None:
     for now, left in ((0.0, 0), (PURGE_S - 1, 1), (PURGE_S, 0)):
-        ledger.record([exchange(received_at=1.0)] if not sum(ledger.counts().values()) else [])
+        ledger.recording.record([exchange(received_at=1.0)] if not sum(ledger.reports.counts().values()) else [])
         clock.now = now
         forgetting.look()
-        assert sum(ledger.counts().values()) == left
+        assert sum(ledger.reports.counts().values()) == left
 
 
 async def test_a_segment_that_the_database_has_is_left_after_a_while(
@@ -176,7 +176,7 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
         spool.quarantine(own.folder, payload)
     forgetting.look()
     assert holding(own.folder) == {"quarantine.seg"}, "nobody is erased yet"
-    ledger.erase("acme", "ann")
+    ledger.retention.erase("acme", "ann")
     forgetting.look()
     left = (own.folder / "quarantine.seg").read_bytes()
     assert (left.count(b"goldfinch"), b"goldfinch that is no record" in left, bobs in left) == (1, True, True)
@@ -191,7 +191,7 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
 def test_a_second_erasure_clears_again(forgetting: Forgetting, own: Spool, ledger: Ledger) -> None:
     spool.quarantine(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
     for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):
-        ledger.erase("acme", user)
+        ledger.retention.erase("acme", user)
         forgetting.look()
         assert holding(own.folder) == left
 
@@ -203,7 +203,7 @@ def test_slots_of_dead_processes_are_cleared_and_those_of_living_ones_left_to_th
     for folder in (dead, alive):
         folder.mkdir()
         spool.quarantine(folder, of_ann())
-    ledger.erase("acme", "ann")
+    ledger.retention.erase("acme", "ann")
     with spool.take_slot(alive):
         forgetting.look()
         assert (holding(dead), holding(alive)) == (set(), {"quarantine.seg"})

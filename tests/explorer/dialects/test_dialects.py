@@ -124,7 +124,7 @@ def test_every_way_of_asking_is_kept_whole_and_takes_feedback(
     assert len(experience.logprobs) == len(experience.completion_ids) == 4 * (3 if path == TEXT else 12)
     assert "token_ids" not in reply.text.replace('token_ids":null', "")
     assert explorer.feedback(name).status_code == 200
-    eventually(lambda: explorer.ledger.counts()[State.REWARDED] > 0)
+    eventually(lambda: explorer.ledger.reports.counts()[State.REWARDED] > 0)
     assert explorer.http.post(path, json=body | {"store": False}).status_code == 200
     assert explorer.road.proxy.places.taken == 0
 
@@ -161,13 +161,13 @@ def test_the_openai_client_goes_on_from_a_response(explorer: RunningExplorer, en
 def test_while_the_database_is_away_a_response_is_not_said_to_be_unknown(
     explorer: RunningExplorer, engine: Clever
 ) -> None:
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     first = explorer.http.post(RESPONSES, json=ASKED[RESPONSES]).json()["id"]
     continued = ASKED[RESPONSES] | {"previous_response_id": first}
     reply = explorer.http.post(RESPONSES, json=continued)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "database_unavailable")
     assert "retry-after" in reply.headers
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     eventually(lambda: explorer.http.post(RESPONSES, json=continued).status_code == 200)
 
 

@@ -51,7 +51,7 @@ def candidate(explorer: RunningExplorer, probe: Probe | None = None) -> int:
 
 
 def until(explorer: RunningExplorer, number: int, state: VersionState) -> None:
-    eventually(lambda: explorer.ledger.versions()[number].state == state)
+    eventually(lambda: explorer.ledger.versions.all()[number].state == state)
 
 
 def asked(double: EngineDouble) -> str:
@@ -68,7 +68,7 @@ def test_a_version_is_loaded_beside_the_others_and_named_in_requests(start: Star
     reply = explorer.chat()
     assert (reply.headers["x-tuneloop-version"], reply.json()["model"]) == ("1", MODEL)
     assert asked(double).startswith("tuneloop-adapter-1-")
-    assert double.chats[-1].weights == explorer.ledger.champion().path / "actor"
+    assert double.chats[-1].weights == explorer.ledger.versions.champion().path / "actor"
     assert not {"/pause", "/collective_rpc", "/reset_prefix_cache"} & set(double.posts)
 
 
@@ -112,7 +112,7 @@ def test_an_adapter_that_is_not_the_trainer_s_is_rejected_and_the_old_one_serves
     until(explorer, 1, VersionState.CHAMPION)
     candidate(explorer, Probe(prompt_ids=checkpoints.PROMPT, logprobs=(-9.0, -9.0, -9.0), tolerance=0.01))
     until(explorer, 2, VersionState.REJECTED)
-    assert "nats from the trainer's" in str(explorer.ledger.versions()[2].reason)
+    assert "nats from the trainer's" in str(explorer.ledger.versions.all()[2].reason)
     assert explorer.version() == 1
     assert asked(double).startswith("tuneloop-adapter-1-")
 
@@ -160,7 +160,7 @@ def test_an_adapter_is_rejected_where_all_weights_are_served(running_explorer: R
     adapters.write_base(explorer.settings.model.model_path)
     candidate(explorer)
     until(explorer, 1, VersionState.REJECTED)
-    assert "model.lora.rank is 0" in str(explorer.ledger.versions()[1].reason)
+    assert "model.lora.rank is 0" in str(explorer.ledger.versions.all()[1].reason)
     assert double.weights == explorer.settings.model.model_path.absolute()
 
 

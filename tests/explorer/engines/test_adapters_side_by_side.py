@@ -56,7 +56,7 @@ def test_a_version_is_tried_beside_the_champion_and_rolled_back(
         user: bool(version) for user, version in by_hash().items()
     }
     assert not {"/pause", "/collective_rpc"} & set(double.posts)
-    explorer.ledger.roll_back(1, by="admin:anna", reason="to see")
+    explorer.ledger.versions.roll_back(1, by="admin:anna", reason="to see")
     eventually(lambda: explorer.road.fleet.split is None)
     until_ready(explorer, 2)
     assert set(answered(explorer).values()) == {0}
@@ -66,7 +66,7 @@ def test_a_version_that_is_promoted_takes_both_places(start: Start, tmp_path: Pa
     explorer = start(tried(tmp_path, double, mode="ab"))
     candidate(explorer)
     until(explorer, 1, VersionState.CANARY)
-    explorer.ledger.promote(1, by="admin:anna", reason="to see")
+    explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
     eventually(lambda: [each.version for each in explorer.road.fleet.engines] == [1, 1])
     until_ready(explorer, 2)
     assert set(answered(explorer).values()) == {1}
@@ -79,12 +79,12 @@ def test_the_gate_tries_a_candidate_while_the_champion_answers(
     double.says = {tmp_path.name: RIGHT, "global_step_1": WRONG, "global_step_2": RIGHT}
     explorer = start(adapted(tmp_path, double).model_copy(update={"gate": gate.gate, "monitor": gate.monitor}))
     candidate(explorer)
-    while explorer.ledger.versions()[1].state is VersionState.CANDIDATE:
+    while explorer.ledger.versions.all()[1].state is VersionState.CANDIDATE:
         assert explorer.chat().headers["x-tuneloop-version"] == "0"
     until(explorer, 1, VersionState.REJECTED)
-    (evaluated,) = [each for each in explorer.ledger.version_events(1) if each.action is VersionAction.EVALUATED]
+    (evaluated,) = [each for each in explorer.ledger.versions.events(1) if each.action is VersionAction.EVALUATED]
     assert (evaluated.actor, evaluated.details["candidate"]["score"]) == ("explorer", 0.0)
-    assert explorer.ledger.evaluation(1, Evaluator.ENGINE)
+    assert explorer.ledger.evaluations.of(1, Evaluator.ENGINE)
     candidate(explorer)
     until(explorer, 2, VersionState.CHAMPION)
 
@@ -104,7 +104,7 @@ def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(
     explorer = start(tried(tmp_path, places[0].fresh()))
     candidate(explorer)
     until(explorer, 1, VersionState.CANARY)
-    explorer.ledger.promote(1, by="admin:anna", reason="to see")
+    explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
     eventually(lambda: [each.version for each in explorer.road.fleet.engines] == [1, 1])
     places[0].fresh().dead = True
     eventually(lambda: {each.state for each in explorer.road.fleet.engines} == {EngineState.DOWN})

@@ -127,7 +127,7 @@ def test_a_verdict_on_disk_is_not_asked_for_again_though_the_database_lacks_it(
         explorer.until_flushed()
         judge.pause_s = 0.3
         eventually(lambda: len(judge.heard) == 1)
-        explorer.ledger.away = True
+        explorer.ledger.recording.away = True
         until(explorer, judged=1)
     with explorer_running(settings) as explorer:
         eventually(lambda: len(verdicts(explorer)) == 1)
@@ -155,13 +155,13 @@ def test_what_is_not_stored_or_cannot_be_trained_on_or_is_old_or_of_the_future_i
     settings: Settings, judge: JudgeDouble
 ) -> None:
     ledger = open_ledger(settings)
-    ledger.record([exchange(received_at=1.0)])
+    ledger.recording.record([exchange(received_at=1.0)])
     ledger.close()
     with explorer_running(judged_by(settings, judge)) as explorer:
         explorer.chat(store=False)
         cut_off = experience(drop_reason="cut_off", finish_reason=None)
-        explorer.ledger.record([exchange(received_at=time.time(), experiences=(cut_off,))])
-        explorer.ledger.record([exchange(received_at=time.time() + 1e6)])
+        explorer.ledger.recording.record([exchange(received_at=time.time(), experiences=(cut_off,))])
+        explorer.ledger.recording.record([exchange(received_at=time.time() + 1e6)])
         kept = explorer.chat().json()["id"]
         until(explorer, judged=1)
         eventually(lambda: [row[0] for row in verdicts(explorer)] == [kept])
@@ -264,12 +264,12 @@ class Bench:
     def chat(self) -> Exchange:
         request = json.dumps({"messages": [USER]}).encode()
         said = exchange(request=request, received_at=time.time())
-        self.ledger.record([said])
+        self.ledger.recording.record([said])
         return said
 
     def flush(self) -> list[Feedback]:
         events = [decode(payload) for payload, _ in spool.read(self.spool.folder, Position(0, 0))]
-        self.ledger.record(events)
+        self.ledger.recording.record(events)
         return [event for event in events if isinstance(event, Feedback)]
 
     def sweep(self) -> None:
@@ -345,14 +345,14 @@ async def test_those_judged_are_not_asked_for_again_with_those_that_must_wait(be
 
 async def test_two_verdicts_on_one_reply_are_one(bench: Bench, judge: JudgeDouble) -> None:
     """As two explorers would ask for."""
-    said, [reply] = bench.chat(), bench.ledger.replies_after(0, limit=9)
+    said, [reply] = bench.chat(), bench.ledger.judging.replies_after(0, limit=9)
     for score in (5, 1):
         judge.says = [verdict(score)]
         found = await bench.judging._judge.score_async(Reply(text=""))
-        bench.ledger.record(events_of("judge:j", Candidate(reply, ""), found))
+        bench.ledger.recording.record(events_of("judge:j", Candidate(reply, ""), found))
     ids = [event_id("judge:j", reply, metric) for metric in (METRIC, f"{METRIC}/accuracy", "comment", "other")]
-    assert bench.ledger.events_there(ids) == set(ids[:3])
-    with bench.ledger._write() as connection:
+    assert bench.ledger.judging.existing_events(ids) == set(ids[:3])
+    with bench.ledger.transactions.write() as connection:
         values = connection.exec_driver_sql(f"SELECT value FROM feedback WHERE metric = '{METRIC}'").all()
     assert [tuple(row) for row in values] == [(1.0,)]
     assert said.msg_id == reply.msg_id

@@ -33,7 +33,7 @@ def start(tmp_path: Path, double: EngineDouble, engine: Engine) -> Start:
     @contextmanager
     def started(*, compensate_late: bool = False, **rule: Any) -> Iterator[RunningExplorer]:
         ledger = MoodyLedger(engine, rule=RewardRule(**rule), compensate_late=compensate_late)
-        ledger.ensure_base(settings.model.model_path.absolute())
+        ledger.versions.ensure_base(settings.model.model_path.absolute())
         app = create_app(settings, ledger, on_failure=lambda error: None)
         with serving(app) as url, httpx.Client(base_url=url, timeout=30) as http:
             eventually(lambda: http.get("/health/ready").status_code == 200)
@@ -75,9 +75,9 @@ def rewards(engine: Engine) -> list[float | None]:
 def train(explorer: RunningExplorer) -> None:
     """What a trainer would do with all that is committed."""
     ledger = explorer.ledger
-    epoch = ledger.take_epoch("trainer")
-    samples = ledger.lease(epoch, ledger.counts()[State.COMMITTED], BatchPolicy())
-    ledger.register(epoch, ids_of(samples), step=1, publish=published)
+    epoch = ledger.training.take_epoch("trainer")
+    samples = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchPolicy())
+    ledger.training.register(epoch, ids_of(samples), step=1, publish=published)
 
 
 def test_said_once_it_is_accepted_and_said_again_a_duplicate(explorer: RunningExplorer, engine: Engine) -> None:
@@ -144,7 +144,7 @@ def test_feedback_that_comes_before_the_row_of_its_reply_is_parked(explorer: Run
     early = explorer.road.desk._mint.mint("default", 1)
     assert outcomes(explorer.feedback(early, reward=0.25)) == {early: "pending"}
     assert outcomes(explorer.feedback(early, reward=0.25)) == {early: "duplicate"}
-    explorer.ledger.record([exchange(msg_id=early, tenant="default")])
+    explorer.ledger.recording.record([exchange(msg_id=early, tenant="default")])
     assert rewards(engine) == [0.25]
     assert outcomes(explorer.feedback(early, reward=0.5)) == {early: "accepted"}
 
@@ -244,12 +244,12 @@ def test_two_keys_that_differ_are_refused(explorer: RunningExplorer) -> None:
 def test_while_the_database_is_away_feedback_is_pending_and_then_applied(
     explorer: RunningExplorer, engine: Engine
 ) -> None:
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     said = reply_id(explorer)
     answers = [explorer.feedback(said, reward=reward) for reward in (0.25, 0.5)]
     assert [outcomes(answer) for answer in answers] == [{said: "pending"}] * 2
     assert answers[0].json()["accepted"] == 0
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     explorer.until_flushed()
     assert rewards(engine) == [0.5]
 
@@ -260,10 +260,10 @@ def test_feedback_between_a_lease_and_its_end_is_late_and_counts_if_the_batch_is
     said = reply_id(explorer)
     explorer.feedback(said, reward=1)
     explorer.commit()
-    explorer.ledger.lease(explorer.ledger.take_epoch("trainer"), 1, BatchPolicy())
+    explorer.ledger.training.lease(explorer.ledger.training.take_epoch("trainer"), 1, BatchPolicy())
     assert say(explorer, msg_ids=[said], reward=0) == "late"
     assert rewards(engine) == [1.0]
-    explorer.ledger.take_epoch("the next trainer")
+    explorer.ledger.training.take_epoch("the next trainer")
     assert rewards(engine) == [0.0]
 
 
@@ -271,7 +271,7 @@ def test_a_hundred_thousand_ids_are_taken_in_one_call(explorer: RunningExplorer)
     mint = explorer.road.desk._mint
     said = reply_id(explorer)
     ids = [mint.mint("default", 1) for _ in range(99_999)]
-    explorer.ledger.away = True  # what is tried here is the wire; the database has a test of its own
+    explorer.ledger.recording.away = True  # what is tried here is the wire; the database has a test of its own
     answer = explorer.http.post("/feedback", json={"msg_ids": [*ids, said], "reward": 1}, timeout=120)
     assert answer.json()["counts"]["pending"] == 100_000
     assert len(explorer.feedbacks()) == 100_000

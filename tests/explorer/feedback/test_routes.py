@@ -124,7 +124,7 @@ def test_while_the_database_is_away_everything_is_taken_but_a_commit(
     running_explorer: Run, double: EngineDouble
 ) -> None:
     explorer = running_explorer(double)
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     ids = [reply_id(explorer) for _ in range(5)]
     assert ok(explorer.feedback(*ids))["outcomes"] == dict.fromkeys(ids, "pending")
     refused = explorer.commit()
@@ -132,7 +132,7 @@ def test_while_the_database_is_away_everything_is_taken_but_a_commit(
     assert refused.json()["status"] == "error"
     assert int(refused.headers["retry-after"]) >= 1
     assert explorer.http.get("/health/ready").status_code == 200
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     eventually(lambda: explorer.commit().status_code == 200)
     assert explorer.counts()[State.COMMITTED] == 5
 
@@ -140,7 +140,7 @@ def test_while_the_database_is_away_everything_is_taken_but_a_commit(
 def test_why_a_commit_is_put_off_is_logged(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double)
     with capture_logs() as logs:
-        explorer.ledger.away = True
+        explorer.ledger.recording.away = True
         assert explorer.commit().status_code == 503
         explorer.chat()
         assert explorer.commit().status_code == 503
@@ -150,7 +150,7 @@ def test_why_a_commit_is_put_off_is_logged(running_explorer: Run, double: Engine
 
 def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double, spool_max_bytes=2000)
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     said = reply_id(explorer)
     while (reply := explorer.chat()).status_code == 200:
         pass
@@ -164,7 +164,7 @@ def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, do
     assert explorer.http.get("/health/live").status_code == 200
     for stream in (False, True):
         assert explorer.chat(store=False, stream=stream).status_code == 200, "what is not kept needs no room"
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     explorer.until_flushed()
     assert explorer.chat().status_code == 200
     assert explorer.http.get("/health/ready").json() == {"status": "ready", "reason": None}
@@ -174,7 +174,7 @@ def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
     running_explorer: Run, double: EngineDouble
 ) -> None:
     explorer = running_explorer(double, spool_max_age=0.5)
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     said = reply_id(explorer)
     eventually(lambda: explorer.chat().status_code == 503)
     refused = explorer.feedback(said)
@@ -182,7 +182,7 @@ def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
     assert "0.5 seconds" in refused.json()["error"]["message"]
     assert explorer.http.get("/health/ready").status_code == 503
     assert explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0.5
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     eventually(lambda: explorer.chat().status_code == 200)
     explorer.until_flushed()
     assert ok(explorer.feedback(said))["accepted"] == 1

@@ -46,14 +46,14 @@ def stage(tmp_path: Path, doubles: list[EngineDouble]) -> Iterator[Stage]:
         found.until_ready()
         register(ledger, service.settings.job_dir)
         found.until(1, VersionState.CANARY)
-        ledger.appoint(1, instead_of=0, by="admin:anna", reason="it is better")
+        ledger.versions.appoint(1, instead_of=0, by="admin:anna", reason="it is better")
         found.until_it_alone_answers(1)
         found.until_ready()
         register(ledger, service.settings.job_dir)
         found.until(2, VersionState.CANARY)
         yield found
     assert found.service.stop() == 0
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
     ledger.close()
     server.close()
 

@@ -146,11 +146,11 @@ def test_an_engine_of_others_that_hangs_is_left_alone_and_comes_back_with_the_ch
     eventually(lambda: states(two.road.fleet) == [EngineState.DOWN, EngineState.READY])
     assert two.chat().status_code == 200
     version = register(two.ledger, two.settings.job_dir)
-    eventually(lambda: two.ledger.versions()[version].state is VersionState.CHAMPION)
+    eventually(lambda: two.ledger.versions.all()[version].state is VersionState.CHAMPION)
     assert [len(each.chats) for each in doubles] == [0, 1]
     doubles[0].silent = False
     eventually(lambda: states(two.road.fleet) == [EngineState.READY] * 2)
-    assert doubles[0].weights == doubles[1].weights == two.ledger.champion().path / "actor"
+    assert doubles[0].weights == doubles[1].weights == two.ledger.versions.champion().path / "actor"
     assert two.chat().headers["x-tuneloop-version"] == str(version)
     assert len(doubles[0].chats) == 1
 

@@ -12,10 +12,11 @@ from tuneloop.explorer.processes.ledger_gauges import Watch
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.ledger.reports import Reports
 from tuneloop.shared.operations.diagnosis import WAITING, Code
 
 
-class AwayLedger(Ledger):
+class AwayReports(Reports):
     """Its database cannot be reached."""
 
     def facts(self, policy: BatchPolicy, *, aside: int = 0) -> LedgerFacts:
@@ -43,31 +44,31 @@ def test_reasons_are_gauges_and_go_when_they_are_cured(explorer: RunningExplorer
     explorer.feedback(said)
     eventually(lambda: holding(explorer) == {"no_trainer", "not_committed"})
     explorer.commit()
-    explorer.ledger.take_epoch("host:1")
+    explorer.ledger.training.take_epoch("host:1")
     eventually(lambda: holding(explorer) == {"batch_not_full"})
     committed(explorer.ledger, 31)
     explorer.commit()
-    explorer.ledger.commit("acme")
+    explorer.ledger.recording.commit("acme")
     eventually(lambda: holding(explorer) == {"none"})
 
 
 def test_a_trainer_is_up_until_it_stops(explorer: RunningExplorer) -> None:
     eventually(lambda: explorer.metrics()["tuneloop_trainer_up"] == 0)
-    epoch = explorer.ledger.take_epoch("host:1")
+    epoch = explorer.ledger.training.take_epoch("host:1")
     eventually(lambda: explorer.metrics()["tuneloop_trainer_up"] == 1)
-    explorer.ledger.end(epoch)
+    explorer.ledger.training.end(epoch)
     eventually(lambda: explorer.metrics()["tuneloop_trainer_up"] == 0)
 
 
 def test_a_trainer_that_was_not_seen_for_a_minute_is_not_up(explorer: RunningExplorer) -> None:
-    Ledger(explorer.ledger._engine, clock=lambda: time.time() - 61).take_epoch("host:1")
+    Ledger(explorer.ledger.transactions.engine, clock=lambda: time.time() - 61).training.take_epoch("host:1")
     eventually(lambda: holding(explorer) == {"no_trainer", "nothing_recorded"})
     assert explorer.metrics()["tuneloop_trainer_up"] == 0
 
 
 def test_what_waits_has_an_age_by_state(explorer: RunningExplorer) -> None:
     now = time.time()
-    explorer.ledger.record([exchange(received_at=now - 100), exchange(received_at=now - 50)])
+    explorer.ledger.recording.record([exchange(received_at=now - 100), exchange(received_at=now - 50)])
     eventually(lambda: by_label(explorer, "tuneloop_waiting_seconds").get("recorded", 0) > 99)
     found = by_label(explorer, "tuneloop_waiting_seconds")
     assert set(found) == {state.value for state in WAITING}
@@ -76,16 +77,17 @@ def test_what_waits_has_an_age_by_state(explorer: RunningExplorer) -> None:
 
 
 def test_feedback_without_its_reply_is_pending(explorer: RunningExplorer) -> None:
-    explorer.ledger.record([feedback(msg_id="chatcmpl-unknown")])
+    explorer.ledger.recording.record([feedback(msg_id="chatcmpl-unknown")])
     eventually(lambda: explorer.metrics()["tuneloop_feedback_pending"] == 1)
-    explorer.ledger.record([exchange(msg_id="chatcmpl-unknown")])
+    explorer.ledger.recording.record([exchange(msg_id="chatcmpl-unknown")])
     eventually(lambda: explorer.metrics()["tuneloop_feedback_pending"] == 0)
 
 
 def test_a_database_that_is_away_is_the_reason(tmp_path: Path) -> None:
     settings, metrics = settings_for(tmp_path), Metrics()
     ledger = open_ledger(settings)
-    watch = Watch(AwayLedger(ledger._engine), metrics, settings, interval_s=60)
+    ledger.reports = AwayReports(ledger.transactions)
+    watch = Watch(ledger, metrics, settings, interval_s=60)
     watch.look_or_say_why_not()
     assert not watch.reached
     assert metrics.registry.get_sample_value("tuneloop_no_step", {"reason": "database_away"}) == 1
@@ -96,8 +98,8 @@ def test_a_database_that_is_away_is_the_reason(tmp_path: Path) -> None:
 
 def test_an_alarm_is_a_gauge_until_it_is_cleared(explorer: RunningExplorer) -> None:
     assert by_label(explorer, "tuneloop_alarm") == {}
-    explorer.ledger.raise_alarm(Alarm("length", "replies got long"))
+    explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long"))
     eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 1})
-    explorer.ledger.raise_alarm(Alarm("entropy", "it fell"))
-    explorer.ledger.clear_alarm("length")
+    explorer.ledger.alarms.raise_alarm(Alarm("entropy", "it fell"))
+    explorer.ledger.alarms.clear("length")
     eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 0, "entropy": 1})

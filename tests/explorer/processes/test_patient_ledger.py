@@ -42,10 +42,10 @@ def served_once(settings: Settings) -> Ledger:
     """As after a first life of the service, in which versions were published."""
     ledger = open_ledger(settings)
     register(ledger, settings.job_dir)
-    assert ledger.candidate().version == 1
-    ledger.promote(1)
+    assert ledger.versions.candidate().version == 1
+    ledger.versions.promote(1)
     register(ledger, settings.job_dir)
-    assert ledger.candidate().version == 2
+    assert ledger.versions.candidate().version == 2
     return ledger
 
 
@@ -62,7 +62,7 @@ def test_verbs_that_come_at_once_wait_for_the_one_that_opens_the_database(
     monkeypatch.setattr(patient_ledger, "_PATIENCE_S", 60.0)
     ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
     with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(ledger.commit, "acme") for _ in range(8)]
+        found = [pool.submit(ledger.recording.commit, "acme") for _ in range(8)]
         assert [each.result() for each in found] == [0] * 8
     ledger.close()
 
@@ -81,7 +81,7 @@ def test_verbs_that_come_at_once_try_a_database_that_is_away_once(
     monkeypatch.setattr(patient_ledger, "upgrade", away)
     ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
     with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(ledger.commit, "acme") for _ in range(8)]
+        found = [pool.submit(ledger.recording.commit, "acme") for _ in range(8)]
         assert all(isinstance(each.exception(), LedgerUnavailable) for each in found)
     assert len(tried) == 1
     ledger.close()
@@ -93,15 +93,20 @@ def test_what_was_served_is_known_until_the_database_is_back(tmp_path: Path, ser
     served_once(settings).close()
     server.stop()
     ledger = open_ledger(settings)
-    assert (ledger.champion().version, ledger.champion().path.name) == (1, "global_step_1")
-    assert [each.version for each in ledger.versions()] == [1, 2]
-    for verb in (lambda: ledger.record([exchange()]), ledger.candidate, ledger.counts, lambda: ledger.commit("acme")):
+    assert (ledger.versions.champion().version, ledger.versions.champion().path.name) == (1, "global_step_1")
+    assert [each.version for each in ledger.versions.all()] == [1, 2]
+    for verb in (
+        lambda: ledger.recording.record([exchange()]),
+        ledger.versions.candidate,
+        ledger.reports.counts,
+        lambda: ledger.recording.commit("acme"),
+    ):
         with pytest.raises(LedgerUnavailable):
             verb()
     server.start()
-    ledger.record([exchange()])
-    assert ledger.counts()[State.RECORDED] == 1
-    assert ledger.candidate().version == 2
+    ledger.recording.record([exchange()])
+    assert ledger.reports.counts()[State.RECORDED] == 1
+    assert ledger.versions.candidate().version == 2
     ledger.close()
 
 
@@ -118,8 +123,8 @@ def test_the_schema_is_brought_up_to_date_at_the_first_verb_that_reaches_the_dat
     with engine.begin() as connection:
         connection.exec_driver_sql("DROP SCHEMA exp_buffer CASCADE")
     engine.dispose()
-    ledger.record([exchange()])
-    assert ledger.champion().version == 0
+    ledger.recording.record([exchange()])
+    assert ledger.versions.champion().version == 0
     ledger.close()
 
 
@@ -137,8 +142,8 @@ def test_a_database_of_another_experiment_is_refused_when_it_is_back(
         connection.exec_driver_sql("UPDATE exp_buffer.experiment SET name = 'other'")
     engine.dispose()
     with pytest.raises(EnvironmentRefused, match="belongs to tuneloop/other"):
-        ledger.record([exchange()])
-    assert ledger.champion().version == 0
+        ledger.recording.record([exchange()])
+    assert ledger.versions.champion().version == 0
     ledger.close()
 
 
@@ -161,7 +166,7 @@ def test_a_memory_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     settings = settings_on(f"sqlite:///{tmp_path}/ledger.db", tmp_path)
     (settings.job_dir / "served.json").mkdir()
     ledger = open_ledger(settings)
-    assert ledger.champion().version == 0
+    assert ledger.versions.champion().version == 0
     ledger.close()
 
 
@@ -179,7 +184,7 @@ def test_an_engine_is_given_the_weights_that_were_served(
         assert double.weights == settings.job_dir / "global_step_1" / "actor"
         assert httpx.post(url + CHAT, json=HELLO, timeout=60).headers["x-tuneloop-version"] == "1"
         server.start()
-        eventually(lambda: ledger.champion().version == 2)
+        eventually(lambda: ledger.versions.champion().version == 2)
         eventually(lambda: httpx.post(url + CHAT, json=HELLO, timeout=60).headers["x-tuneloop-version"] == "2")
-    assert sum(ledger.counts().values()) >= 2
+    assert sum(ledger.reports.counts().values()) >= 2
     ledger.close()

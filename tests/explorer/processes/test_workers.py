@@ -129,7 +129,7 @@ def test_both_answer_and_every_reply_is_recorded_once(staff: Staff) -> None:
     assert all(len(set(said) & set(ids)) >= 20 for ids in kept.values()), {slot: len(ids) for slot, ids in kept.items()}
     assert Counter(each for ids in kept.values() for each in ids if each in set(said)) == Counter(said)
     ledger = staff.ledger()
-    assert sum(ledger.counts().values()) == sum(map(len, kept.values()))
+    assert sum(ledger.reports.counts().values()) == sum(map(len, kept.values()))
     ledger.close()
 
 
@@ -180,9 +180,9 @@ async def test_no_weights_change_before_both_know(staff: Staff) -> None:
         while len(staff.double.chats) < heard + 16:  # noqa: ASYNC110 - the double hears them in another thread
             await asyncio.sleep(0.01)
         version = await asyncio.to_thread(register, ledger, job(staff.folder))
-        await asyncio.to_thread(eventually, lambda: ledger.champion().version == version)
+        await asyncio.to_thread(eventually, lambda: ledger.versions.champion().version == version)
         staff.double.piece_pause_s = 0.0
-    assert ledger.versions()[version].state is VersionState.CHAMPION
+    assert ledger.versions.all()[version].state is VersionState.CHAMPION
     ledger.close()
     found = {
         record.msg_id: record.experiences[0]
@@ -265,11 +265,11 @@ def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_
         double.hangs = False
         for each in asking:
             each.join()
-        eventually(lambda: ledger.champion().version == version)
+        eventually(lambda: ledger.versions.champion().version == version)
         streams = [stack.enter_context(each.stream("POST", CHAT, json=STREAM)) for each in clients]
         staff.process.send_signal(signal.SIGTERM)
         assert [[line for line in each.iter_lines() if line][-1] for each in streams] == ["data: [DONE]"] * 2
         assert staff.process.wait(60) == 0
         assert not any(map(alive, pids))
-        assert {state for state, count in ledger.counts().items() if count} == {State.RECORDED, State.TRAINED}
+        assert {state for state, count in ledger.reports.counts().items() if count} == {State.RECORDED, State.TRAINED}
         ledger.close()

@@ -39,7 +39,7 @@ def trying(folder: Path, doubles: list[EngineDouble], **rollout: object) -> Iter
         clients, ledger = staff.clients_of_both(stack), staff.ledger()
         stack.callback(ledger.close)
         register(ledger, job(folder))
-        eventually(lambda: ledger.versions()[1].state is VersionState.CANARY)
+        eventually(lambda: ledger.versions.all()[1].state is VersionState.CANARY)
         eventually(lambda: 'tuneloop_engines{state="ready"} 2.0' in http.get("/metrics").text)
         yield staff, [*clients.values()]
 
@@ -60,7 +60,7 @@ def test_both_workers_give_it_the_same_users_and_neither_any_other(tmp_path: Pat
         for client in clients:
             eventually(partial(meets, client, by_hash()))
         ledger = staff.ledger()
-        ledger.roll_back(1, by="admin:anna", reason="it swears")
+        ledger.versions.roll_back(1, by="admin:anna", reason="it swears")
         for client in clients:
             eventually(partial(meets, client, dict.fromkeys(USERS, 0)))
         ledger.close()
@@ -90,13 +90,13 @@ def test_what_both_workers_copies_come_to_is_added_up(tmp_path: Path, doubles: l
         tried_by(doubles).status = 500
         ledger = staff.ledger()
         for client in clients:
-            assert ledger.versions()[1].state is VersionState.CANARY
+            assert ledger.versions.all()[1].state is VersionState.CANARY
             for _ in range(LEAST_REPLIES - 1):
                 reply = client.post(CHAT, json=HELLO)
                 assert (reply.status_code, reply.headers["x-tuneloop-version"]) == (200, "0")
             eventually(lambda: staff.metrics(staff.http)["tuneloop_copies_total"] % (LEAST_REPLIES - 1) == 0)
-        eventually(lambda: ledger.versions()[1].state is VersionState.ROLLED_BACK)
-        event = ledger.version_events(1)[-1]
+        eventually(lambda: ledger.versions.all()[1].state is VersionState.ROLLED_BACK)
+        event = ledger.versions.events(1)[-1]
         told = event.details["tried"]["failures"]
         assert told["found"] == told["of"]
         # The last of them need not be waited for.

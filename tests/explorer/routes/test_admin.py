@@ -42,12 +42,12 @@ def explorer(running_explorer: Run, double: EngineDouble) -> RunningExplorer:
     """An explorer with an admin key, which serves version 1."""
     explorer = running_explorer(double, admin_key=KEY)
     register(explorer.ledger, explorer.settings.job_dir)
-    eventually(lambda: explorer.ledger.champion().version == 1)
+    eventually(lambda: explorer.ledger.versions.champion().version == 1)
     return explorer
 
 
 def states(ledger: Ledger) -> list[str]:
-    return [f"{each.state}{' pinned' if each.pinned else ''}" for each in ledger.versions()]
+    return [f"{each.state}{' pinned' if each.pinned else ''}" for each in ledger.versions.all()]
 
 
 def test_without_a_key_there_is_no_admin_api(running_explorer: Run, double: EngineDouble) -> None:
@@ -112,7 +112,7 @@ def test_decisions_reach_the_engines(explorer: RunningExplorer) -> None:
     assert admin.post("/rollback", {"reason": "it swears"}).json()["champion"] == 0
     eventually(lambda: explorer.version() == 0)
     assert states(explorer.ledger) == ["champion", "rolled_back"]
-    events = [event for event in explorer.ledger.version_events() if event.actor.startswith("admin")]
+    events = [event for event in explorer.ledger.versions.events() if event.actor.startswith("admin")]
     assert {event.actor for event in events} == {"admin:ann", "admin:api"}
     assert events[0].reason == "version 0 took its place"
 
@@ -152,9 +152,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(explorer: RunningExplorer
 
 def test_what_must_not_be_served_is_neither_promoted_nor_pinned(explorer: RunningExplorer) -> None:
     admin = Admin(explorer)
-    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))  # else the explorer would take it up
+    explorer.ledger.alarms.raise_alarm(
+        Alarm("length", "replies got long", holds=True)
+    )  # else the explorer would take it up
     register(explorer.ledger, explorer.settings.job_dir)
-    explorer.ledger.reject(2, "NaN in lm_head")
+    explorer.ledger.versions.reject(2, "NaN in lm_head")
     assert admin.post("/1/rollback", {"reason": "it swears"}).json()["champion"] == 0
     before = states(explorer.ledger)
     for version, told in ((1, "version 1 is rolled_back: it swears"), (2, "version 2 is rejected: NaN in lm_head")):
@@ -164,7 +166,7 @@ def test_what_must_not_be_served_is_neither_promoted_nor_pinned(explorer: Runnin
 
 
 def test_of_two_at_once_the_second_is_told_so(explorer: RunningExplorer) -> None:
-    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))
+    explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     register(explorer.ledger, explorer.settings.job_dir)
     asked = [("/0/promote", "ann"), ("/2/promote", "bert")]
     with ThreadPoolExecutor(2) as pool:
@@ -176,7 +178,7 @@ def test_of_two_at_once_the_second_is_told_so(explorer: RunningExplorer) -> None
         "version_refused",
         f"version {champion} is the champion, not version 1: look again, then decide",
     )
-    assert explorer.ledger.champion().version == champion
+    assert explorer.ledger.versions.champion().version == champion
 
 
 def test_a_pinned_version_is_not_replaced(explorer: RunningExplorer) -> None:

@@ -27,17 +27,17 @@ def test_live_and_ready_are_two_questions(explorer: RunningExplorer, double: Eng
 
 
 def test_a_database_that_is_away_is_no_reason_not_to_be_ready(explorer: RunningExplorer) -> None:
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     assert explorer.chat().status_code == 200
     assert explorer.http.get("/health/ready").status_code == 200
     eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 0)
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 1)
 
 
 def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double)
-    explorer.ledger.refuses = lambda record: getattr(record, "task_id", None) == "poison"
+    explorer.ledger.recording.refuses = lambda record: getattr(record, "task_id", None) == "poison"
     said = explorer.chat().json()["id"]
     explorer.feedback(said)
     explorer.chat(metadata={"task_id": "poison"})
@@ -49,7 +49,7 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     eventually(lambda: explorer.version() == 2)
     eventually(lambda: explorer.metrics()["tuneloop_experiences"] > 2)
     eventually(lambda: explorer.metrics()["tuneloop_feedback_to_served_seconds_count"] > 0)
-    explorer.ledger.raise_alarm(Alarm("reply_length", "replies got long"))
+    explorer.ledger.alarms.raise_alarm(Alarm("reply_length", "replies got long"))
     eventually(lambda: explorer.metrics().get("tuneloop_alarm") == 1)
     found = explorer.metrics()
     assert found["tuneloop_version_served"] == 2
@@ -60,11 +60,11 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     assert found["tuneloop_spool_quarantined_total"] == 1
     assert found["tuneloop_reload_seconds_count"] == 1
     assert found["tuneloop_engines"] == 1
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     explorer.chat()
     assert explorer.metrics()["tuneloop_spool_bytes"] > 0
     eventually(lambda: explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0)
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     explorer.until_flushed()
     assert explorer.metrics()["tuneloop_spool_bytes"] == 0
     assert explorer.metrics()["tuneloop_spool_oldest_seconds"] == 0
@@ -81,7 +81,7 @@ def test_an_imbalance_of_the_ledger_is_shown(explorer: RunningExplorer) -> None:
     assert explorer.metrics()["tuneloop_ledger_imbalance"] == 0
     version = register(explorer.ledger, explorer.settings.job_dir)
     assert version == 1
-    with explorer.ledger._write() as connection:
+    with explorer.ledger.transactions.write() as connection:
         connection.exec_driver_sql("UPDATE versions SET consumed = 7 WHERE version = 1")
     eventually(lambda: explorer.metrics()["tuneloop_ledger_imbalance"] == 1)
 

@@ -33,7 +33,7 @@ def many(places: list[EnginePlace], tmp_path_factory: pytest.TempPathFactory) ->
     """An explorer that has answered one request and whose ledger holds MANY exchanges more, every fifth labelled."""
     double = places[1].fresh()
     with explorer_running(settings_for(tmp_path_factory.mktemp("many"), [double.url])) as running:
-        running.ledger.record([imported(number) for number in range(MANY)])
+        running.ledger.recording.record([imported(number) for number in range(MANY)])
         yield running
 
 
@@ -160,7 +160,7 @@ async def test_a_client_without_threads_changes_and_deletes(explorer: RunningExp
 
 
 def test_a_client_may_delete_what_it_is_just_listing(explorer: RunningExplorer) -> None:
-    explorer.ledger.record([imported(number) for number in range(5)])
+    explorer.ledger.recording.record([imported(number) for number in range(5)])
     client = explorer.openai()
     gone = [client.chat.completions.delete(each.id) for each in client.chat.completions.list(limit=2)]
     assert [(each.id, each.deleted, each.object) for each in gone] == [
@@ -258,7 +258,7 @@ def test_a_filter_that_would_take_too_long_is_refused(explorer: RunningExplorer)
     fields: dict[str, Any] = {"tenant": "default", "experiences": ()}
     said = [exchange(request=each, **fields) for each in (body, other) for _ in range(LOOKED_AT + 1)]
     with_both = exchange(request=body.replace(b'"a"', b'"b"'), **fields)
-    explorer.ledger.record([*said, with_both])
+    explorer.ledger.recording.record([*said, with_both])
     params = {"model": "b", "metadata[k]": "v"}
     assert error(explorer.http.get(CHAT, params=params)) == (400, "metadata", "filter_too_broad")
     found = explorer.http.get(CHAT, params=params | {"order": "desc"}).json()
@@ -285,7 +285,7 @@ def test_metadata_that_are_not_openais_are_refused(many: RunningExplorer, body: 
 
 
 def test_the_largest_metadata_are_taken(explorer: RunningExplorer) -> None:
-    explorer.ledger.record([imported(0)])
+    explorer.ledger.recording.record([imported(0)])
     largest = {chr(0x1F600 + number) + "\N{GRINNING FACE}" * 63: "\N{GRINNING FACE}" * 512 for number in range(16)}
     assert explorer.http.post(f"{CHAT}/chatcmpl-000", json={"metadata": largest}).json()["metadata"] == largest
     [key, *_] = largest
@@ -333,7 +333,7 @@ def test_a_deleted_completion_is_gone_for_its_feedback_too(explorer: RunningExpl
 def test_a_deleted_completion_does_not_come_back_from_the_spool(explorer: RunningExplorer) -> None:
     msg_id = explorer.chat().json()["id"]
     explorer.http.delete(f"{CHAT}/{msg_id}")
-    explorer.ledger.record(explorer.exchanges())
+    explorer.ledger.recording.record(explorer.exchanges())
     assert error(explorer.http.get(f"{CHAT}/{msg_id}"))[0] == 404
     assert sum(explorer.counts().values()) == 0
 
@@ -342,14 +342,14 @@ def test_what_the_trainer_holds_cannot_be_deleted_now(explorer: RunningExplorer)
     msg_id = explorer.chat().json()["id"]
     explorer.feedback(msg_id)
     explorer.commit()
-    epoch = explorer.ledger.take_epoch("trainer")
-    assert len(explorer.ledger.lease(epoch, 1, BatchPolicy())) == 1
+    epoch = explorer.ledger.training.take_epoch("trainer")
+    assert len(explorer.ledger.training.lease(epoch, 1, BatchPolicy())) == 1
     answer = explorer.http.delete(f"{CHAT}/{msg_id}")
     assert error(answer) == (409, None, "leased")
     assert int(answer.headers["retry-after"]) > 0
     assert explorer.counts()[State.LEASED] == 1
     assert explorer.http.get(f"{CHAT}/{msg_id}").status_code == 200
-    explorer.ledger.release(epoch)
+    explorer.ledger.training.release(epoch)
     assert explorer.http.delete(f"{CHAT}/{msg_id}").status_code == 200
 
 
@@ -357,7 +357,7 @@ def test_while_the_database_is_away_nobody_is_told_that_nothing_is_there(
     running_explorer: Run, double: EngineDouble
 ) -> None:
     explorer = running_explorer(double)
-    explorer.ledger.away = True
+    explorer.ledger.recording.away = True
     msg_id = explorer.chat().json()["id"]
     for answer in (
         explorer.http.get(f"{CHAT}/{msg_id}"),
@@ -367,7 +367,7 @@ def test_while_the_database_is_away_nobody_is_told_that_nothing_is_there(
     ):
         assert error(answer)[0::2] == (503, "database_unavailable")
         assert int(answer.headers["retry-after"]) > 0
-    explorer.ledger.away = False
+    explorer.ledger.recording.away = False
     eventually(lambda: explorer.http.get(f"{CHAT}/{msg_id}").status_code == 200)
 
 

@@ -39,7 +39,7 @@ def served(running_explorer: Run, *doubles: EngineDouble, probe_interval: float 
     explorer = all_ready(running_explorer, list(doubles), probe_interval=probe_interval)
     eventually(lambda: outcomes(explorer)["matched"] >= len(doubles))
     candidate(explorer)
-    eventually(lambda: explorer.ledger.champion().version == 1)
+    eventually(lambda: explorer.ledger.versions.champion().version == 1)
     engines = explorer.road.fleet.engines
     eventually(lambda: all(each.version == 1 and each.state is EngineState.READY for each in engines))
     now = time.time()
@@ -63,7 +63,7 @@ def state_of(explorer: RunningExplorer, msg_id: str) -> tuple[str, str | None]:
 
 def mismatches(explorer: RunningExplorer) -> list[dict[str, Any]]:
     """The figures of the mismatches that were found."""
-    return [each.details for each in explorer.ledger.version_events() if each.action == VersionAction.MISMATCH]
+    return [each.details for each in explorer.ledger.versions.events() if each.action == VersionAction.MISMATCH]
 
 
 def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDouble]) -> None:
@@ -76,13 +76,13 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     doubles[0].weights = model(explorer)  # a reload that nobody was told was skipped
     explorer.road.fleet.engines[0].loads += 1
 
-    eventually(lambda: explorer.ledger.alarms() != [] and doubles[0].weights == actor(explorer, 1))
+    eventually(lambda: explorer.ledger.alarms.all() != [] and doubles[0].weights == actor(explorer, 1))
     until_ready(explorer, 2)
     assert (doubles[0].posts, doubles[1].posts) == (SWAP, [])
     assert state_of(explorer, wrong_ones) == (State.DROPPED, "engine_mismatch")
     assert state_of(explorer, heard) == (State.DROPPED, "engine_mismatch")
     assert state_of(explorer, right_ones) == (State.COMMITTED, None)
-    [alarm] = explorer.ledger.alarms()
+    [alarm] = explorer.ledger.alarms.all()
     assert (alarm.name, alarm.version, alarm.holds) == ("engine_mismatch", 1, False)
     assert "engine 0 did not answer with the weights of version 1" in alarm.reason
     assert ANOTHER not in alarm.reason, "what was loaded last was ours"
@@ -103,8 +103,8 @@ def test_it_is_found_out_without_any_reload_too(running_explorer: Run, doubles: 
     doubles[1].weights = Path("/jobs/global_step_9/actor")
     eventually(lambda: doubles[1].weights == actor(explorer, 1))
     eventually(lambda: [each["engine"] for each in mismatches(explorer)] == [1])
-    eventually(lambda: explorer.ledger.alarms() != [])
-    assert ANOTHER in explorer.ledger.alarms()[0].reason, "nobody here has loaded those weights"
+    eventually(lambda: explorer.ledger.alarms.all() != [])
+    assert ANOTHER in explorer.ledger.alarms.all()[0].reason, "nobody here has loaded those weights"
 
 
 @pytest.mark.parametrize("cause", ["weights", "prefixes"])
@@ -122,9 +122,9 @@ def test_the_base_model_is_known_by_what_an_engine_said_of_it_at_first(
     until_ready(explorer, 2)
     assert doubles[1].weights == model(explorer)
     [figures] = mismatches(explorer)
-    assert (figures["engine"], explorer.ledger.alarms()[0].version) == (1, 0)
+    assert (figures["engine"], explorer.ledger.alarms.all()[0].version) == (1, 0)
     assert figures["cache" if cause == "prefixes" else "weights"] > figures["allowed"]
-    assert (ANOTHER in explorer.ledger.alarms()[0].reason) == (cause == "weights")
+    assert (ANOTHER in explorer.ledger.alarms.all()[0].reason) == (cause == "weights")
 
 
 def test_an_engine_that_cannot_be_set_right_is_out_of_rotation(
@@ -145,7 +145,7 @@ def test_an_engine_that_is_away_is_no_mismatch(explorer: RunningExplorer, double
     eventually(lambda: explorer.road.fleet.engines[0].state is EngineState.DOWN)
     double.resets = False
     until_ready(explorer, 1)
-    assert explorer.ledger.alarms() == []
+    assert explorer.ledger.alarms.all() == []
 
 
 def test_a_prefix_cache_that_outlives_its_weights_fails_the_reload(
@@ -153,8 +153,8 @@ def test_a_prefix_cache_that_outlives_its_weights_fails_the_reload(
 ) -> None:
     double.keeps_prefixes = True
     candidate(explorer)
-    eventually(lambda: explorer.ledger.versions()[1].reason is not None)
-    assert "with and without its prefix cache" in str(explorer.ledger.versions()[1].reason)
+    eventually(lambda: explorer.ledger.versions.all()[1].reason is not None)
+    assert "with and without its prefix cache" in str(explorer.ledger.versions.all()[1].reason)
 
 
 def test_what_the_database_could_not_be_told_it_is_told_later(

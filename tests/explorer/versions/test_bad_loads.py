@@ -38,7 +38,7 @@ class Vanishing(set[str]):
 
 
 def why_rejected(explorer: RunningExplorer, number: int) -> tuple[str, str | None]:
-    event = explorer.ledger.version_events(number)[-1]
+    event = explorer.ledger.versions.events(number)[-1]
     assert event.action == VersionAction.REJECTED
     return event.actor, event.reason
 
@@ -51,7 +51,7 @@ def test_a_folder_that_is_deleted_while_it_is_loaded_is_rejected_and_the_old_wei
     rejected(explorer, 1, "/collective_rpc: 500")
     assert (double.weights, double.paused) == (model(explorer), False)
     assert why_rejected(explorer, 1) == ("explorer", version(explorer, 1).reason)
-    assert explorer.ledger.newest().version == 0
+    assert explorer.ledger.versions.newest().version == 0
     candidate(explorer)
     until(explorer, 2, VersionState.CHAMPION)
     assert double.weights == actor(explorer, 2)
@@ -68,7 +68,7 @@ def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_we
     assert "its manifest cannot be read" in (why_rejected(explorer, 1)[1] or "")
     until_ready(explorer, 1)
     assert (explorer.version(), double.weights) == (0, model(explorer))
-    assert explorer.ledger.newest().version == 0
+    assert explorer.ledger.versions.newest().version == 0
 
 
 def test_a_damaged_version_is_not_gone_back_to(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -79,7 +79,7 @@ def test_a_damaged_version_is_not_gone_back_to(explorer: RunningExplorer, double
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
     with capture_logs() as logs:
-        explorer.ledger.roll_back(2, by="anna", reason="it swears")
+        explorer.ledger.versions.roll_back(2, by="anna", reason="it swears")
         eventually(lambda: any(entry["event"] == "champion_damaged" for entry in logs))
     assert (double.weights, explorer.version()) == (actor(explorer, 2), 2)
     weights.write_bytes(whole)
@@ -94,7 +94,7 @@ def test_what_is_rejected_meanwhile_gets_no_further_engine(running_explorer: Run
     doubles[0].load_s = 1.0
     candidate(explorer)
     eventually(lambda: doubles[0].loading == 1)
-    explorer.ledger.reject(1, "an administrator says so")
+    explorer.ledger.versions.reject(1, "an administrator says so")
     eventually(lambda: doubles[0].posts.count("/collective_rpc") == 2)
     until_ready(explorer, 2)
     assert [each.weights for each in doubles] == [model(explorer)] * 2

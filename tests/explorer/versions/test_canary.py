@@ -53,7 +53,7 @@ def rewarded_until(explorer: RunningExplorer, state: VersionState, *, champion: 
 
 def ended(explorer: RunningExplorer) -> tuple[str, str]:
     """What was decided about version 1, and why, by the explorer, with figures."""
-    event = explorer.ledger.version_events(1)[-1]
+    event = explorer.ledger.versions.events(1)[-1]
     assert event.actor == "explorer"
     assert event.details["tried"]
     return str(event.action), event.reason or ""
@@ -123,18 +123,18 @@ def test_what_somebody_promotes_while_it_is_looked_at_is_not_rolled_back(
     settings = settings_for(tmp_path, ["http://one", "http://two"], rollout={"mode": "canary", "window": 1e-9})
     ledger, metrics = open_ledger(settings), Metrics()
     register(ledger, settings.job_dir)
-    ledger.begin_canary(1, by="explorer", reason="a tenth")
-    figures = ledger.figures
+    ledger.versions.begin_canary(1, by="explorer", reason="a tenth")
+    figures = ledger.comparisons.figures
 
     def looked_at_slowly(number: int, *args: Any, **but: Any) -> Figures:
         if number == 1:
-            ledger.appoint(1, instead_of=0, by="admin:anna", reason="it is good")
+            ledger.versions.appoint(1, instead_of=0, by="admin:anna", reason="it is good")
         return figures(number, *args, **but)
 
     monkeypatch.setattr(ledger, "figures", looked_at_slowly)
     with pytest.raises(VersionRefused, match="champion by now"):
         asyncio.run(Rollout(settings, ledger, tally=Tally(metrics.registry), metrics=metrics).turn())
-    assert ledger.champion().version == 1
+    assert ledger.versions.champion().version == 1
     ledger.close()
 
 
@@ -150,13 +150,13 @@ def test_the_end_of_the_window_decides_about_who_is_neither_better_nor_worse(
 def test_while_an_alarm_holds_nothing_is_promoted(running_explorer: Run, doubles: list[EngineDouble]) -> None:
     rollout = {"mode": "canary", "window": 0.5, "undecided": "promote"}
     explorer = all_ready(running_explorer, doubles, rollout=rollout)
-    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))
+    explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     candidate(explorer)
-    explorer.ledger.begin_canary(1, by="admin:anna", reason="to see")
+    explorer.ledger.versions.begin_canary(1, by="admin:anna", reason="to see")
     eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
     time.sleep(1.0)
     assert version(explorer, 1).state is VersionState.CANARY
-    explorer.ledger.clear_alarm("length")
+    explorer.ledger.alarms.clear("length")
     until(explorer, 1, VersionState.CHAMPION)
 
 
@@ -217,7 +217,7 @@ def test_a_new_candidate_is_tried_after_one_that_was_rolled_back(
     running_explorer: Run, doubles: list[EngineDouble]
 ) -> None:
     explorer = trying(running_explorer, doubles)
-    explorer.ledger.roll_back(1, by="admin:anna", reason="it swears")
+    explorer.ledger.versions.roll_back(1, by="admin:anna", reason="it swears")
     candidate(explorer)
     until(explorer, 2, VersionState.CANARY)
     until_ready(explorer, 2)

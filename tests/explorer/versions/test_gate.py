@@ -42,7 +42,7 @@ def gated(tmp_path: Path, doubles: list[EngineDouble], **gate: Any) -> Any:
 
 
 def events(explorer: RunningExplorer, number: int) -> list[Any]:
-    return [each for each in explorer.ledger.version_events(number) if each.action is VersionAction.EVALUATED]
+    return [each for each in explorer.ledger.versions.events(number) if each.action is VersionAction.EVALUATED]
 
 
 def clients_of(double: EngineDouble, name: str) -> list[Any]:
@@ -65,9 +65,9 @@ def test_a_candidate_that_answers_wrongly_is_rejected_and_never_answers_a_client
         (evaluated,) = events(explorer, 1)
         assert (evaluated.actor, evaluated.details["passed"], evaluated.details["instead_of"]) == ("explorer", False, 0)
         assert evaluated.details["candidate"]["score/sums"] == 0.0
-        actions = [str(each.action) for each in explorer.ledger.version_events(1)]
+        actions = [str(each.action) for each in explorer.ledger.versions.events(1)]
         assert actions == ["published", "evaluated", "rejected"]
-        (rejected,) = [each for each in explorer.ledger.version_events(1) if each.action is VersionAction.REJECTED]
+        (rejected,) = [each for each in explorer.ledger.versions.events(1) if each.action is VersionAction.REJECTED]
         assert rejected.details["champion"]["score"] == 1.0
         assert explorer.metrics()["tuneloop_versions_rejected_total"] == 1
 
@@ -105,12 +105,14 @@ def test_the_distance_is_measured_on_what_the_champion_says(tmp_path: Path, doub
     with explorer_running(gated(tmp_path, doubles, kl=1e-9, margin=1, slice_margin=1)) as explorer:
         until_ready(explorer, 2)
         register(explorer.ledger, explorer.settings.job_dir)
-        eventually(lambda: bool(explorer.ledger.evaluation(1, Evaluator.ENGINE)))
-        found = explorer.ledger.evaluation(1, Evaluator.ENGINE)
+        eventually(lambda: bool(explorer.ledger.evaluations.of(1, Evaluator.ENGINE)))
+        found = explorer.ledger.evaluations.of(1, Evaluator.ENGINE)
         (distance,) = [each for each in found if each.metric == "kl"]
         assert distance.samples == len(TASKS)
         assert distance.value != 0
-        assert [each.metric for each in explorer.ledger.evaluation(0, Evaluator.ENGINE) if each.metric == "kl"] == []
+        assert [
+            each.metric for each in explorer.ledger.evaluations.of(0, Evaluator.ENGINE) if each.metric == "kl"
+        ] == []
 
 
 def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, doubles: list[EngineDouble]) -> None:
@@ -127,7 +129,7 @@ def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, 
             eventually(lambda: any(each["event"] == "version_not_evaluated" for each in said))
             until_ready(explorer, 2)
             assert version(explorer, 1).state is VersionState.CANDIDATE
-            assert explorer.ledger.evaluation(1, Evaluator.ENGINE) == ()
+            assert explorer.ledger.evaluations.of(1, Evaluator.ENGINE) == ()
             assert explorer.version() == 0
 
 
@@ -150,11 +152,11 @@ def test_with_one_engine_a_candidate_waits_for_the_trainers_figures(
 ) -> None:
     settings = gated(tmp_path, [double])
     with explorer_running(settings) as explorer:
-        explorer.ledger.record_evaluation(0, Evaluator.TRAINER, figures(settings, 0.9))
+        explorer.ledger.evaluations.record(0, Evaluator.TRAINER, figures(settings, 0.9))
         register(explorer.ledger, explorer.settings.job_dir)
         assert explorer.version() == 0
         assert double.posts == []
-        explorer.ledger.record_evaluation(1, Evaluator.TRAINER, figures(settings, score))
+        explorer.ledger.evaluations.record(1, Evaluator.TRAINER, figures(settings, score))
         until(explorer, 1, state)
 
 
@@ -162,15 +164,15 @@ async def test_one_that_waits_for_long_is_told_of(tmp_path: Path, double: Engine
     settings = gated(tmp_path, [double])
     ledger = open_ledger(settings)
     register(ledger, settings.job_dir)
-    candidate = ledger.candidate()
+    candidate = ledger.versions.candidate()
     assert candidate is not None
-    champion, patient = ledger.champion(), Gate(settings, ledger, Metrics())
+    champion, patient = ledger.versions.champion(), Gate(settings, ledger, Metrics())
     assert not await patient.admits(candidate, champion)
-    assert [each.action for each in ledger.version_events(1)] == [VersionAction.PUBLISHED]
+    assert [each.action for each in ledger.versions.events(1)] == [VersionAction.PUBLISHED]
     impatient = Gate(settings, ledger, Metrics(), patience_s=-1)
     for _ in range(2):
         assert not await impatient.admits(candidate, champion)
-    (_, told) = ledger.version_events(1)
+    (_, told) = ledger.versions.events(1)
     assert (told.action, told.reason) == (
         VersionAction.EVALUATED,
         "waits for the trainer's evaluation before it may be served: there is none yet",
@@ -184,8 +186,8 @@ async def test_figures_of_other_tasks_do_not_count(tmp_path: Path, double: Engin
     for number, score in enumerate((0.9, 0.9)):
         if number:
             register(ledger, settings.job_dir)
-        ledger.record_evaluation(number, Evaluator.TRAINER, figures(settings, score))
-    candidate, champion = ledger.candidate(), ledger.champion()
+        ledger.evaluations.record(number, Evaluator.TRAINER, figures(settings, score))
+    candidate, champion = ledger.versions.candidate(), ledger.versions.champion()
     assert candidate is not None
     assert await Gate(settings, ledger, Metrics()).admits(candidate, champion)
     rewrite(settings)

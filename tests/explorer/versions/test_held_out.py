@@ -59,7 +59,7 @@ def test_a_user_is_held_out_as_a_whole_and_never_trained_on(tmp_path: Path, doub
         assert reasons == [(is_out, HELD_OUT if is_out else None) for is_out, _ in reasons]
         assert explorer.counts()[State.DROPPED] == 2 * len(out)
         assert explorer.commit().json()["committed"] == 2 * (len(users) - len(out))
-        assert len(explorer.ledger.held_out(99)) == len(out)  # the others were sampled from a nucleus
+        assert len(explorer.ledger.training.held_out(99)) == len(out)  # the others were sampled from a nucleus
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def held(ledger: Ledger, settings: Settings, rewards: Rows, **but: Any) -> None:
         its = {"prompt_ids": pack_ids([7]), "completion_ids": pack_ids([token]), "logprobs": pack_logprobs(told)}
         said.append(exchange(experiences=(experience(drop_reason=HELD_OUT, **its),), **but))
     heard = [feedback(msg_id=each.msg_id, value=reward) for each, (_, reward) in zip(said, rewards, strict=True)]
-    ledger.record([*said, *heard])
+    ledger.recording.record([*said, *heard])
 
 
 def tried(settings: Settings, rewards: Rows, *, until_it_is: VersionState, **but: Any) -> tuple[Any, list[Figure]]:
@@ -126,7 +126,7 @@ def tried(settings: Settings, rewards: Rows, *, until_it_is: VersionState, **but
         until(explorer, 1, until_it_is)
         eventually(lambda: bool(events(explorer, 1)))
         (event,) = events(explorer, 1)
-        return event, list(explorer.ledger.evaluation(1, Evaluator.ENGINE))
+        return event, list(explorer.ledger.evaluations.of(1, Evaluator.ENGINE))
 
 
 @pytest.mark.parametrize(("sign", "state"), [(1, VersionState.CHAMPION), (-1, VersionState.REJECTED)])
@@ -179,7 +179,7 @@ def test_replies_that_fill_the_engine_or_were_sampled_otherwise_are_not_replayed
         until_ready(explorer, 2)
         for its in (full, {"temperature": 0.5}):
             said = exchange(experiences=(experience(drop_reason=HELD_OUT, **its),))
-            explorer.ledger.record([said, feedback(msg_id=said.msg_id)])
+            explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id)])
         register(explorer.ledger, settings.job_dir)
         until(explorer, 1, VersionState.CHAMPION)
         eventually(lambda: bool(events(explorer, 1)))
@@ -222,14 +222,14 @@ async def test_figures_beside_another_champion_do_not_count(tmp_path: Path, doub
     settings = settings_with(tmp_path, [double])
     ledger = open_ledger(settings)
     tasks = Figure("tasks", "", float(fingerprint([], settings.monitor.evaluation)), 0.0, 1)
-    ledger.record_evaluation(0, Evaluator.TRAINER, [tasks])
+    ledger.evaluations.record(0, Evaluator.TRAINER, [tasks])
     register(ledger, settings.job_dir)
-    candidate, champion = ledger.candidate(), ledger.champion()
+    candidate, champion = ledger.versions.candidate(), ledger.versions.champion()
     assert candidate is not None
     gate = Gate(settings, ledger, Metrics())
     for beside, admitted in ((None, False), (7.0, False), (0.0, True)):
         beside_it = [Figure("replay_of", "", beside, 0.0, 1)] if beside is not None else []
-        ledger.record_evaluation(1, Evaluator.TRAINER, [tasks, *beside_it])
+        ledger.evaluations.record(1, Evaluator.TRAINER, [tasks, *beside_it])
         assert await gate.admits(candidate, champion) is admitted
     ledger.close()
 

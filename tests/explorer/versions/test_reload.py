@@ -25,7 +25,7 @@ def candidate(explorer: RunningExplorer, **but: Any) -> int:
 
 
 def version(explorer: RunningExplorer, number: int) -> Version:
-    return explorer.ledger.versions()[number]
+    return explorer.ledger.versions.all()[number]
 
 
 def _store(explorer: RunningExplorer) -> CheckpointStore:
@@ -69,7 +69,7 @@ def test_a_candidate_is_taken_up_and_becomes_champion(explorer: RunningExplorer,
 def test_only_the_newest_of_several_is_taken_up(explorer: RunningExplorer, double: EngineDouble) -> None:
     for _ in range(3):
         candidate(explorer)
-    eventually(lambda: explorer.ledger.champion().version == 3)
+    eventually(lambda: explorer.ledger.versions.champion().version == 3)
     assert double.weights == actor(explorer, 3)
     assert all(version(explorer, each).state != VersionState.CANDIDATE for each in range(4))
 
@@ -160,11 +160,11 @@ def rejected(explorer: RunningExplorer, number: int, reason: str) -> None:
     assert explorer.metrics()["tuneloop_versions_rejected_total"] == 1
     until_ready(explorer, len(explorer.road.fleet.engines))
     assert explorer.version() == number - 1
-    assert explorer.ledger.champion().version == number - 1
+    assert explorer.ledger.versions.champion().version == number - 1
 
 
 def test_a_corrupted_checkpoint_never_reaches_an_engine(explorer: RunningExplorer, double: EngineDouble) -> None:
-    epoch = explorer.ledger.take_epoch("trainer")
+    epoch = explorer.ledger.training.take_epoch("trainer")
 
     def spoilt(number: int) -> tuple[Path, str]:
         path, sha256 = publish(_store(explorer), number)
@@ -174,7 +174,7 @@ def test_a_corrupted_checkpoint_never_reaches_an_engine(explorer: RunningExplore
         weights.write_bytes(data)
         return path, sha256
 
-    explorer.ledger.register(epoch, [], step=1, publish=spoilt)
+    explorer.ledger.training.register(epoch, [], step=1, publish=spoilt)
     rejected(explorer, 1, "sha256")
     assert double.posts == []
 
@@ -198,7 +198,7 @@ def test_a_folder_that_is_out_of_sight_for_a_while_is_taken_up_when_it_is_back(
         path.rename(hidden)
         return path, sha256
 
-    explorer.ledger.register(explorer.ledger.take_epoch("trainer"), [], step=1, publish=out_of_sight)
+    explorer.ledger.training.register(explorer.ledger.training.take_epoch("trainer"), [], step=1, publish=out_of_sight)
     time.sleep(1.2)
     assert version(explorer, 1).state is VersionState.CANDIDATE
     hidden.rename(version(explorer, 1).path)
@@ -377,7 +377,7 @@ def test_stopping_in_the_middle_of_a_reload_is_quick(tmp_path: Path, double: Eng
 def test_while_an_alarm_holds_candidates_are_left_alone_and_then_the_newest_is_taken_up(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:
-    explorer.ledger.raise_alarm(Alarm("length", "replies got long", holds=True))
+    explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     for _ in range(2):
         candidate(explorer)
     time.sleep(0.5)
@@ -387,7 +387,7 @@ def test_while_an_alarm_holds_candidates_are_left_alone_and_then_the_newest_is_t
         VersionState.CANDIDATE,
     ]
     assert double.posts == []
-    explorer.ledger.clear_alarm("length")
+    explorer.ledger.alarms.clear("length")
     until(explorer, 2, VersionState.CHAMPION)
     assert version(explorer, 1).state is VersionState.RETIRED
     assert double.weights == actor(explorer, 2)

@@ -60,7 +60,7 @@ def by_hash(version: int = 1) -> dict[str, int]:
 
 
 def reasons(explorer: RunningExplorer, number: int) -> list[tuple[str, str]]:
-    return [(str(each.action), each.reason or "") for each in explorer.ledger.version_events(number)]
+    return [(str(each.action), each.reason or "") for each in explorer.ledger.versions.events(number)]
 
 
 def test_about_its_share_of_the_engines_but_one_stays_with_the_champion() -> None:
@@ -94,13 +94,13 @@ def test_it_answers_its_share_and_always_the_same_users(
     running_explorer: Run, doubles: list[EngineDouble], mode: str
 ) -> None:
     explorer = trying(running_explorer, doubles, mode)
-    assert explorer.ledger.champion().version == 0
+    assert explorer.ledger.versions.champion().version == 0
     assert answered(explorer) == by_hash()
     assert answered(explorer, metadata={"task_id": "other"}) == by_hash()
     assert {each.weights for each in doubles} == {model(explorer), actor(explorer, 1)}
     found = explorer.metrics()
     assert (found["tuneloop_canary_version"], found["tuneloop_canary_share"]) == (1, SHARE)
-    (event,) = [each for each in explorer.ledger.version_events(1) if each.action == "canary"]
+    (event,) = [each for each in explorer.ledger.versions.events(1) if each.action == "canary"]
     assert (event.actor, event.details) == ("explorer", {"mode": mode, "share": SHARE})
 
 
@@ -151,7 +151,7 @@ def test_when_both_fail_what_the_champion_cannot_answer_is_not_asked_of_what_is_
 
 def test_when_it_is_rolled_back_its_engine_goes_back(running_explorer: Run, doubles: list[EngineDouble]) -> None:
     explorer = trying(running_explorer, doubles)
-    explorer.ledger.roll_back(1, by="admin:anna", reason="it swears")
+    explorer.ledger.versions.roll_back(1, by="admin:anna", reason="it swears")
     eventually(lambda: [each.weights for each in doubles] == [model(explorer)] * 2)
     until_ready(explorer, 2)
     assert set(answered(explorer).values()) == {0}
@@ -161,7 +161,7 @@ def test_when_it_is_rolled_back_its_engine_goes_back(running_explorer: Run, doub
 
 def test_when_it_is_promoted_all_engines_get_it(running_explorer: Run, doubles: list[EngineDouble]) -> None:
     explorer = trying(running_explorer, doubles)
-    explorer.ledger.appoint(1, instead_of=0, by="admin:anna", reason="it is better")
+    explorer.ledger.versions.appoint(1, instead_of=0, by="admin:anna", reason="it is better")
     eventually(lambda: [each.weights for each in doubles] == [actor(explorer, 1)] * 2)
     until_ready(explorer, 2)
     eventually(lambda: explorer.road.fleet.split is None)
@@ -174,13 +174,13 @@ def test_an_older_version_that_is_appointed_is_served_and_a_newer_candidate_wait
     explorer = all_ready(running_explorer, doubles)
     candidate(explorer)
     until(explorer, 1, VersionState.CHAMPION)
-    explorer.ledger.pin(0, instead_of=1, by="admin:anna", reason="the release")
+    explorer.ledger.versions.pin(0, instead_of=1, by="admin:anna", reason="the release")
     candidate(explorer)
     eventually(lambda: [each.weights for each in doubles] == [model(explorer)] * 2)
     until_ready(explorer, 2)
     assert explorer.version() == 0
     assert version(explorer, 2).state is VersionState.CANDIDATE
-    explorer.ledger.unpin(by="admin:anna")
+    explorer.ledger.versions.unpin(by="admin:anna")
     until(explorer, 2, VersionState.CHAMPION)
     assert explorer.version() == 2
 
@@ -192,7 +192,7 @@ def test_a_candidate_waits_until_the_one_that_is_tried_is_decided_about(
     candidate(explorer)
     assert answered(explorer) == by_hash()
     assert version(explorer, 2).state is VersionState.CANDIDATE
-    explorer.ledger.promote(1)
+    explorer.ledger.versions.promote(1)
     until(explorer, 2, VersionState.CANARY)
     assert reasons(explorer, 1)[-1][0] == "promoted"
 

@@ -151,7 +151,7 @@ def run(
         load_s = round(time.monotonic() - begun)
         _settle(stage, database, lineage)
         try:
-            imbalance = Ledger(database).imbalance()
+            imbalance = Ledger(database).reports.imbalance()
             return _report(stage, crowd, Found(database), lineage, imbalance=imbalance, load_s=load_s)
         finally:
             database.dispose()
@@ -225,7 +225,7 @@ def _settle(stage: Stage, database: Engine, lineage: Lineage) -> None:
     while not _posted(f"{stage.explorer.url}/commit", {"task_id": "nobody"}):
         assert time.monotonic() < deadline, "the spool does not get into the database"
         _pause(stage, 0.2)
-    while (counts := ledger.counts())[State.COMMITTED] + counts[State.LEASED] >= BATCH * STEPS_PER_VERSION:
+    while (counts := ledger.reports.counts())[State.COMMITTED] + counts[State.LEASED] >= BATCH * STEPS_PER_VERSION:
         assert time.monotonic() < deadline, f"the trainer does not get through: {counts}"
         _pause(stage, 0.2)
         _look(lineage, database)

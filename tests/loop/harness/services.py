@@ -224,7 +224,7 @@ def alive(pid: int) -> bool:
 
 def stage_by_hand(settings: Settings, ledger: Ledger, seed: int) -> Callable[[], int]:
     """Write other weights, as a trainer would; what registers them as a version."""
-    store, epoch = CheckpointStore(settings.job_dir), ledger.take_epoch("by hand")
+    store, epoch = CheckpointStore(settings.job_dir), ledger.training.take_epoch("by hand")
     staging = store.stage(epoch)
     make_model(staging / "actor", seed)
     probe = Oracle(staging / "actor").probe(list(range(40, 72)))
@@ -244,12 +244,12 @@ def stage_by_hand(settings: Settings, ledger: Ledger, seed: int) -> Callable[[],
         )
         return store.publish(staging, manifest)
 
-    return lambda: ledger.register(epoch, [], step=1, publish=publish)
+    return lambda: ledger.training.register(epoch, [], step=1, publish=publish)
 
 
 def wait_until_served(ledger: Ledger, version: int, *, timeout_s: float = 60) -> None:
     def outcome() -> VersionState | None:
-        state = next(each for each in ledger.versions() if each.version == version).state
+        state = next(each for each in ledger.versions.all() if each.version == version).state
         return None if state is VersionState.CANDIDATE else state
 
     state = wait_for(outcome, timeout_s=timeout_s, why=f"version {version} is still a candidate")

@@ -36,11 +36,11 @@ class Stage:
         """Wait until a version has come to a state; what brought it there."""
 
         def come() -> bool:
-            found = self.ledger.version(version)
+            found = self.ledger.versions.get(version)
             return found is not None and found.state is state
 
         wait_for(come, timeout_s=120, why=f"version {version} is not {state}: {self.service.log}")
-        return self.ledger.version_events(version)[-1]
+        return self.ledger.versions.events(version)[-1]
 
     def until_ready(self) -> None:
         """Wait until both engines answer."""
@@ -67,7 +67,7 @@ class Stage:
         wait_for(lambda: len(self.users.answers) >= until, timeout_s=120, why="users get no answers")
 
     def actions(self, version: int) -> list[str]:
-        return [str(each.action) for each in self.ledger.version_events(version)]
+        return [str(each.action) for each in self.ledger.versions.events(version)]
 
     def rows(self, query: "Select[Any]") -> Sequence[Any]:
         engine = connect(self.server.url, schema="exp_buffer")

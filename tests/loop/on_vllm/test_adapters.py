@@ -50,16 +50,16 @@ def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
     learner = snapshot.load(settings, None)
     for step in range(steps):
         learner.step([sample(10 * step + each) for each in range(8)])
-    epoch = ledger.take_epoch("by hand")
+    epoch = ledger.training.take_epoch("by hand")
     publication = Publication(settings, CheckpointStore(settings.job_dir), learner, epoch=epoch, parent=0)
     version = publication.register(ledger, [])
-    wait_for(lambda: ledger.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
+    wait_for(lambda: ledger.versions.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
     return CheckpointStore(settings.job_dir).path(version) / "actor"
 
 
 def promote(service: Service, ledger: Ledger, version: int) -> None:
     """Have a version served to all."""
-    ledger.promote(version, by="admin:tests", reason="it is right")
+    ledger.versions.promote(version, by="admin:tests", reason="it is right")
     everybody = [someone(version, tried=tried) for tried in (False, True)]
     wait_for(lambda: all(ask(service, user).headers["x-tuneloop-version"] == str(version) for user in everybody))
 
@@ -143,7 +143,7 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     answered = wait_for(lambda: _version(service), timeout_s=240, why="the engine did not come back")
     assert answered == "2"
     assert distance(service, second) < NEAR
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
     ledger.close()
 
 

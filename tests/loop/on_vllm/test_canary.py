@@ -104,12 +104,12 @@ class OnVllm(Stage):
     def publish(self, *, scrambled: bool = False) -> int:
         """Register what a trainer makes of the champion in a step, or that with its weights in disorder."""
         settings, store = self.service.settings, CheckpointStore(self.service.settings.job_dir)
-        parent = self.ledger.champion().version
+        parent = self.ledger.versions.champion().version
         learner = snapshot.load(settings, store.path(parent) if parent else None)
         learner.step(practised(learner))
         if scrambled:
             scramble(learner)
-        epoch = self.ledger.take_epoch("by hand")
+        epoch = self.ledger.training.take_epoch("by hand")
         return Publication(settings, store, learner, epoch=epoch, parent=parent).register(self.ledger, [])
 
     def distances(self, version: int) -> list[float]:
@@ -174,7 +174,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnVllm]:
         found.until_ready()
         yield found
     assert found.service.stop() == 0
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
     ledger.close()
     server.close()
 
@@ -183,7 +183,7 @@ def test_what_the_gate_holds_back_is_rejected_and_answers_nobody(stage: OnVllm) 
     number = stage.publish(scrambled=True)
     stage.until(number, VersionState.REJECTED)
     stage.until_both_have(0)
-    rejected = next(each for each in stage.ledger.version_events(number) if each.action == "rejected")
+    rejected = next(each for each in stage.ledger.versions.events(number) if each.action == "rejected")
     assert "it did not pass the gate: its score is 0" in (rejected.reason or "")
     assert rejected.details["instead_of"] == 0
     assert (rejected.details["champion"]["score"], rejected.details["candidate"]["score"]) == (1.0, 0.0)
@@ -218,7 +218,7 @@ def test_what_is_better_answers_its_share_and_is_promoted_though_the_database_fa
 
 
 def test_what_is_worse_is_rolled_back_though_the_explorer_is_killed_meanwhile(stage: OnVllm) -> None:
-    champion = stage.ledger.champion().version
+    champion = stage.ledger.versions.champion().version
     assert champion > 0
     number = stage.publish()
     stage.until(number, VersionState.CANARY)
@@ -238,6 +238,6 @@ def test_what_is_worse_is_rolled_back_though_the_explorer_is_killed_meanwhile(st
     stage.assert_it_got_its_share_and_no_more(number, again, ended.at)
     stage.until_both_have(champion)
     assert min(stage.distances(number)) > FAR
-    assert stage.ledger.champion().version == champion
+    assert stage.ledger.versions.champion().version == champion
     assert stage.failures() == []
     stage.assert_only_users_are_in_the_books()

@@ -56,7 +56,7 @@ def engine(explorer: Service) -> Iterator[httpx.Client]:
 def kept(explorer: Service) -> Iterator[Ledger]:
     ledger = ledger_of(explorer.settings)
     yield ledger
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
     ledger.close()
 
 

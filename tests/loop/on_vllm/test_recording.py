@@ -45,9 +45,9 @@ def samples_of(ledger: Ledger, explorer: Service, msg_ids: list[str]) -> list[Sa
     told = {"msg_ids": msg_ids, "reward": 1}
     httpx.post(f"{explorer.url}/feedback", json=told, timeout=60).raise_for_status()
     committed = commit(explorer.url)
-    epoch = ledger.take_epoch("test")
-    samples = ledger.lease(epoch, committed, BatchPolicy())
-    ledger.drop(epoch, [sample.id for sample in samples], "seen by a test")
+    epoch = ledger.training.take_epoch("test")
+    samples = ledger.training.lease(epoch, committed, BatchPolicy())
+    ledger.training.drop(epoch, [sample.id for sample in samples], "seen by a test")
     return samples
 
 
@@ -62,7 +62,7 @@ def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
             last = piece.id
         msg_ids.append(last)
     samples = samples_of(ledger, explorer, msg_ids)
-    champion = ledger.champion()
+    champion = ledger.versions.champion()
     oracle = Oracle(champion.path / "actor" if champion.version else champion.path)
     assert len(samples) == 9
     for sample in samples:
@@ -189,7 +189,7 @@ def test_after_a_reload_under_load_the_engine_answers_as_a_fresh_one_on_that_che
         after = [greedy(http, model, question) for question in questions]
     assert {reason for reason, _ in streams} <= {"length", "stop"}
     assert {began for _, began in streams} >= {str(version)}
-    champion = ledger.champion()
+    champion = ledger.versions.champion()
     assert champion.version == version
     fresh = Fresh(explorer.settings, champion.path / "actor", tmp_path)
     try:

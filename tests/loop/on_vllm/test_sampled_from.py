@@ -181,16 +181,18 @@ def recorded(explorer: Service, ledger: Ledger) -> Recorded:
         heard = http.post("/feedback", json={"msg_ids": [*kept, *dropped], "reward": 1}).raise_for_status()
         assert heard.json()["status"] == "success", heard.text
     committed = commit(explorer.url)
-    epoch = ledger.take_epoch("a test")
-    assert ledger.lease(epoch, committed, BatchPolicy()) == []  # what is marked is set aside, so there are too few
-    leased = ledger.lease(epoch, ledger.counts()[State.COMMITTED], BatchPolicy())
-    ledger.drop(epoch, [sample.id for sample in leased], "seen by a test")
+    epoch = ledger.training.take_epoch("a test")
+    assert (
+        ledger.training.lease(epoch, committed, BatchPolicy()) == []
+    )  # what is marked is set aside, so there are too few
+    leased = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchPolicy())
+    ledger.training.drop(epoch, [sample.id for sample in leased], "seen by a test")
     replies: dict[str, list[Reply]] = {}
-    for page in ledger.replies(Selection(tenant="default")):
+    for page in ledger.exports.replies(Selection(tenant="default")):
         for reply in page:
             if reply.msg_id in kept or reply.msg_id in dropped:
                 replies.setdefault(reply.msg_id, []).append(reply)
-    champion = ledger.champion()
+    champion = ledger.versions.champion()
     actor = Actor.load(explorer.settings, champion.path / "actor" if champion.version else champion.path)
     return Recorded(kept, dropped, replies, leased, actor)
 

@@ -33,12 +33,17 @@ def test_a_server_that_stops_and_comes_back_costs_nothing(own_server: postgres.P
     ledger = Ledger(database.connect(own_server.url))
     said = rewarded(ledger)
     own_server.stop()
-    for verb in (lambda: ledger.commit("acme"), lambda: ledger.record(said), ledger.counts, ledger.champion):
+    for verb in (
+        lambda: ledger.recording.commit("acme"),
+        lambda: ledger.recording.record(said),
+        ledger.reports.counts,
+        ledger.versions.champion,
+    ):
         with pytest.raises(LedgerUnavailable):
             verb()
     own_server.start()
-    assert ledger.counts()[State.REWARDED] == 1
-    assert ledger.commit("acme") == 1
+    assert ledger.reports.counts()[State.REWARDED] == 1
+    assert ledger.recording.commit("acme") == 1
     ledger.close()
 
 
@@ -53,10 +58,10 @@ def test_a_server_that_stops_within_a_verb_leaves_nothing_behind(own_server: pos
         return published(version)
 
     with pytest.raises(LedgerUnavailable):
-        ledger.register(epoch, [sample.id for sample in samples], step=1, publish=publish)
+        ledger.training.register(epoch, [sample.id for sample in samples], step=1, publish=publish)
     own_server.start()
-    assert ledger.versions() == []
-    assert ledger.counts()[State.LEASED] == 2
+    assert ledger.versions.all() == []
+    assert ledger.reports.counts()[State.LEASED] == 2
     ledger.close()
 
 
@@ -64,7 +69,7 @@ def test_a_server_that_stops_within_a_verb_leaves_nothing_behind(own_server: pos
 def test_a_server_that_is_not_there_is_unavailable() -> None:
     ledger = Ledger(database.connect("postgresql://tuneloop:secret@127.0.0.1:9/tuneloop"))
     with pytest.raises(LedgerUnavailable) as caught:
-        ledger.record([exchange()])
+        ledger.recording.record([exchange()])
     assert "secret" not in str(caught.value)
     ledger.close()
 
@@ -81,7 +86,7 @@ def test_a_server_that_only_reads_is_unavailable(postgres_place: Place) -> None:
         connection.commit()
     ledger = Ledger(engine)
     with pytest.raises(LedgerUnavailable, match="read-only"):
-        ledger.record([exchange()])
+        ledger.recording.record([exchange()])
     ledger.close()
 
 
@@ -94,12 +99,12 @@ def test_a_file_that_another_program_has_locked_is_unavailable(sqlite_place: Pla
         connection.exec_driver_sql("PRAGMA busy_timeout = 50")
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(LedgerUnavailable, match="locked"):
-        ledger.record([exchange()])
-    assert sum(ledger.counts().values()) == 0
+        ledger.recording.record([exchange()])
+    assert sum(ledger.reports.counts().values()) == 0
     other.execute("ROLLBACK")
     other.close()
-    ledger.record([exchange()])
-    assert ledger.counts()[State.RECORDED] == 1
+    ledger.recording.record([exchange()])
+    assert ledger.reports.counts()[State.RECORDED] == 1
     ledger.close()
 
 
@@ -108,7 +113,7 @@ def test_a_folder_that_is_not_there_is_unavailable() -> None:
         url = f"sqlite:///{folder}/gone/ledger.db"
     ledger = Ledger(database.connect(url))
     with pytest.raises(LedgerUnavailable, match="unable to open"):
-        ledger.counts()
+        ledger.reports.counts()
     ledger.close()
 
 
@@ -121,12 +126,12 @@ def test_a_full_disk_is_unavailable_and_stores_nothing(sqlite_place: Place) -> N
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     said = [exchange(request=os.urandom(100_000)) for _ in range(3)]
     with pytest.raises(LedgerUnavailable, match="full"):
-        ledger.record([*said, feedback(msg_id=said[0].msg_id)])
-    assert sum(ledger.counts().values()) == 0
+        ledger.recording.record([*said, feedback(msg_id=said[0].msg_id)])
+    assert sum(ledger.reports.counts().values()) == 0
     ledger.close()
 
 
 def test_a_refused_record_is_no_outage(ledger: Ledger) -> None:
     with pytest.raises(LedgerError) as caught:
-        ledger.record([feedback(value=float("nan"))])
+        ledger.recording.record([feedback(value=float("nan"))])
     assert not isinstance(caught.value, LedgerUnavailable)

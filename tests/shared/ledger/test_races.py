@@ -32,15 +32,15 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 def test_two_leasers_never_share_a_row(ledger: Ledger, engine: Engine) -> None:
     fill(engine, 400)
-    epoch = ledger.take_epoch("trainer")
-    batches = at_once(*[lambda: [ledger.lease(epoch, 20, BatchPolicy()) for _ in range(5)]] * 4)
+    epoch = ledger.training.take_epoch("trainer")
+    batches = at_once(*[lambda: [ledger.training.lease(epoch, 20, BatchPolicy()) for _ in range(5)]] * 4)
     taken = [sample.id for each in batches for batch in each for sample in batch]
     assert sorted(taken) == list(range(1, 401))
 
 
 def test_two_who_take_an_epoch_at_once_get_different_ones(ledger: Ledger) -> None:
     """The first of them in an empty table."""
-    taken = [at_once(*[lambda: ledger.take_epoch("trainer")] * 4) for _ in range(5)]
+    taken = [at_once(*[lambda: ledger.training.take_epoch("trainer")] * 4) for _ in range(5)]
     assert sorted(epoch for four in taken for epoch in four) == list(range(1, 21))
 
 
@@ -49,9 +49,9 @@ def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> 
     fill(engine, 200)
 
     def live() -> None:
-        epoch = ledger.take_epoch("trainer")
+        epoch = ledger.training.take_epoch("trainer")
         try:
-            while ledger.lease(epoch, 1, BatchPolicy()):
+            while ledger.training.lease(epoch, 1, BatchPolicy()):
                 pass
         except StaleEpoch:
             pass
@@ -65,7 +65,7 @@ def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> 
 
 def test_a_lease_waits_while_a_new_epoch_is_being_taken(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 1)
-    old = ledger.take_epoch("trainer")
+    old = ledger.training.take_epoch("trainer")
     taking = threading.Event()
 
     def clock() -> float:
@@ -75,9 +75,9 @@ def test_a_lease_waits_while_a_new_epoch_is_being_taken(ledger: Ledger, engine: 
 
     def lease() -> Any:
         taking.wait()
-        return ledger.lease(old, 1, BatchPolicy())
+        return ledger.training.lease(old, 1, BatchPolicy())
 
-    epoch, stale = at_once(lambda: Ledger(engine, clock=clock).take_epoch("successor"), lease)
+    epoch, stale = at_once(lambda: Ledger(engine, clock=clock).training.take_epoch("successor"), lease)
     assert epoch == old + 1
     assert isinstance(stale, StaleEpoch)
 
@@ -93,37 +93,37 @@ def test_a_successor_waits_until_a_version_is_registered(ledger: Ledger) -> None
         assert overtaker.is_alive()
         return published(version)
 
-    overtaker = threading.Thread(target=lambda: publishing.wait() and ledger.take_epoch("successor"))
+    overtaker = threading.Thread(target=lambda: publishing.wait() and ledger.training.take_epoch("successor"))
     overtaker.start()
-    assert ledger.register(epoch, ids(samples), step=1, publish=publish) == 1
+    assert ledger.training.register(epoch, ids(samples), step=1, publish=publish) == 1
     overtaker.join()
-    assert ledger.counts()[State.TRAINED] == 2
-    assert ledger.take_epoch("third") == epoch + 2
+    assert ledger.reports.counts()[State.TRAINED] == 2
+    assert ledger.training.take_epoch("third") == epoch + 2
 
 
 def test_a_reply_and_its_feedback_recorded_at_once_find_each_other(ledger: Ledger) -> None:
     for number in range(60):
         name = f"chatcmpl-r{number}"
         said, heard = exchange(msg_id=name), feedback(msg_id=name)
-        at_once(lambda said=said: ledger.record([said]), lambda heard=heard: ledger.record([heard]))  # type: ignore[misc]
-    assert ledger.counts()[State.REWARDED] == 60
+        at_once(lambda said=said: ledger.recording.record([said]), lambda heard=heard: ledger.recording.record([heard]))  # type: ignore[misc]
+    assert ledger.reports.counts()[State.REWARDED] == 60
 
 
 def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger) -> None:
     said = exchange()
-    ledger.record([said])
+    ledger.recording.record([said])
     events = [feedback(msg_id=said.msg_id, value=float(number)) for number in range(40)]
-    at_once(*[lambda some=events[start::4]: [ledger.record([event]) for event in some] for start in range(4)])  # type: ignore[misc]
-    assert [row.reward_sum for row in ledger.rewards()] == [39.0]
+    at_once(*[lambda some=events[start::4]: [ledger.recording.record([event]) for event in some] for start in range(4)])  # type: ignore[misc]
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [39.0]
 
 
 def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
     said = committed(ledger, 40)
-    epoch = ledger.take_epoch("trainer")
+    epoch = ledger.training.take_epoch("trainer")
     corrections = [feedback(msg_id=each.msg_id, value=-1.0) for each in said]
     leases, _ = at_once(
-        lambda: [ledger.lease(epoch, 1, BatchPolicy()) for _ in said],
-        lambda: [ledger.record([correction]) for correction in corrections],
+        lambda: [ledger.training.lease(epoch, 1, BatchPolicy()) for _ in said],
+        lambda: [ledger.recording.record([correction]) for correction in corrections],
     )
     seen = {sample.id: sample.reward for batch in leases for sample in batch}
     with engine.connect() as connection:
@@ -132,25 +132,25 @@ def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engin
 
 
 def test_there_is_one_champion_however_many_promote(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     for _ in range(8):
         trained(ledger)
-    done = at_once(*[lambda version=version: ledger.promote(version) for version in range(1, 9)])  # type: ignore[misc]
+    done = at_once(*[lambda version=version: ledger.versions.promote(version) for version in range(1, 9)])  # type: ignore[misc]
     assert done == [None] * 8
-    assert [version.version for version in ledger.versions() if version.state == VersionState.CHAMPION] == [8]
-    assert ledger.champion().version == 8
+    assert [version.version for version in ledger.versions.all() if version.state == VersionState.CHAMPION] == [8]
+    assert ledger.versions.champion().version == 8
 
 
 def test_a_version_is_promoted_or_rejected_but_not_both(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     for _ in range(6):
         version = trained(ledger)
-        at_once(lambda: ledger.promote(version), lambda: ledger.reject(version, "worse"))  # noqa: B023
-        found = ledger.versions()[version]
+        at_once(lambda: ledger.versions.promote(version), lambda: ledger.versions.reject(version, "worse"))  # noqa: B023
+        found = ledger.versions.all()[version]
         assert found.state == (VersionState.REJECTED if found.reason else VersionState.CHAMPION)
 
 
 def test_many_may_register_the_base_model_at_once(ledger: Ledger) -> None:
-    assert at_once(*[lambda: ledger.ensure_base(Path("/base"))] * 4) == [None] * 4
+    assert at_once(*[lambda: ledger.versions.ensure_base(Path("/base"))] * 4) == [None] * 4
     assert at_once(*[lambda: ledger.own("shop", "assistant")] * 4) == [None] * 4
-    assert len(ledger.versions()) == 1
+    assert len(ledger.versions.all()) == 1

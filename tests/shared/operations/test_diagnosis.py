@@ -32,7 +32,7 @@ NO_SPOOL = Spooled(slots=0, bytes=0, since=None, quarantined_bytes=0)
 
 def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchPolicy = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
     """Why no step is happening by this ledger, so many seconds from now."""
-    facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.facts(policy, aside=5))
+    facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.reports.facts(policy, aside=5))
     return dict(diagnose(facts))
 
 
@@ -43,8 +43,8 @@ def rules_of(**but: Any) -> Rules:
 
 def served(ledger: Ledger) -> Ledger:
     """The ledger with its base model, and a trainer that lives."""
-    ledger.ensure_base(Path("/base"))
-    ledger.take_epoch("host:1")
+    ledger.versions.ensure_base(Path("/base"))
+    ledger.training.take_epoch("host:1")
     return ledger
 
 
@@ -117,14 +117,14 @@ def test_a_batch_is_not_full(ledger: Ledger) -> None:
 
 def test_what_the_trainer_holds_already_counts_for_the_batch(ledger: Ledger) -> None:
     committed(ledger, 3)
-    ledger.lease(ledger.take_epoch("host:1"), 2, BatchPolicy())
+    ledger.training.lease(ledger.training.take_epoch("host:1"), 2, BatchPolicy())
     assert reasons(ledger, Rules(5))[Code.BATCH_NOT_FULL].startswith("a step takes 5, 3 can be had now")
 
 
 def test_a_group_is_not_complete(ledger: Ledger) -> None:
     policy = BatchPolicy(group_by="task", group_size=2)
     committed(served(ledger), 2, task_id="a", run_id="first")
-    assert ledger.lease(1, 2, policy) == []
+    assert ledger.training.lease(1, 2, policy) == []
     found = reasons(ledger, Rules(2, group_by="task"), policy)
     assert list(found) == [Code.GROUPS_INCOMPLETE]
     assert found[Code.GROUPS_INCOMPLETE].startswith("2 committed experiences wait until their task is complete")
@@ -134,7 +134,7 @@ def test_groups_that_are_complete_are_a_batch(ledger: Ledger) -> None:
     policy = BatchPolicy(group_by="task", group_size=2)
     for run in ("first", "second"):
         committed(served(ledger), 1, task_id="a", run_id=run)
-    ledger.lease(2, 3, policy)
+    ledger.training.lease(2, 3, policy)
     assert list(reasons(ledger, Rules(2, group_by="task"), policy)) == [Code.NONE]
     assert list(reasons(ledger, Rules(3, group_by="task"), policy)) == [Code.BATCH_NOT_FULL]
 
@@ -152,7 +152,7 @@ def test_all_has_expired(ledger: Ledger) -> None:
     trained(ledger)
     committed(ledger, 2)
     policy = BatchPolicy(max_staleness=0)
-    ledger.lease(ledger.take_epoch("host:1"), 2, policy)
+    ledger.training.lease(ledger.training.take_epoch("host:1"), 2, policy)
     found = reasons(ledger, policy=policy)
     assert list(found) == [Code.ALL_EXPIRED]
     assert found[Code.ALL_EXPIRED].startswith("2 experiences expired and none is left")
@@ -168,7 +168,7 @@ def test_nothing_can_be_trained_on(ledger: Ledger) -> None:
 
 def test_that_many_are_not_for_training_is_no_reason(ledger: Ledger) -> None:
     served(ledger).record([exchange(experiences=(experience(drop_reason="opt_out"),)) for _ in range(20)])
-    ledger.record([exchange()])
+    ledger.recording.record([exchange()])
     assert list(reasons(ledger)) == [Code.NO_FEEDBACK]
 
 
@@ -191,7 +191,7 @@ def test_no_trainer_has_ever_started(ledger: Ledger) -> None:
 
 def test_the_trainer_has_stopped(ledger: Ledger) -> None:
     epoch, _ = leased(served(ledger), 2)
-    ledger.end(epoch)
+    ledger.training.end(epoch)
     found = reasons(ledger, in_s=600)
     assert list(found) == [Code.NO_TRAINER]
     assert found[Code.NO_TRAINER].startswith("trainer trainer stopped at 20")
@@ -220,16 +220,16 @@ def test_between_two_versions_what_is_leased_may_wait_for_the_next_batch(ledger:
 
 
 def test_all_steps_are_done(ledger: Ledger) -> None:
-    ledger.end(1 if trained(ledger, 2) == 1 else 0)
+    ledger.training.end(1 if trained(ledger, 2) == 1 else 0)
     committed(ledger, 2)
     assert list(reasons(ledger, Rules(2, total_steps=1))) == [Code.STEPS_DONE]
     assert list(reasons(ledger, Rules(2, total_steps=2))) == [Code.NO_TRAINER]
 
 
 def test_versions_keep_being_rejected(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     for reason in ("its probe differs", "NaN in lm_head"):
-        ledger.reject(trained(ledger), reason)
+        ledger.versions.reject(trained(ledger), reason)
     committed(ledger, 2)
     found = reasons(ledger)
     assert list(found) == [Code.REJECTED_VERSIONS]
@@ -238,9 +238,9 @@ def test_versions_keep_being_rejected(ledger: Ledger) -> None:
 
 
 def test_one_version_that_was_rejected_is_no_reason(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
-    ledger.reject(trained(ledger), "its probe differs")
-    ledger.take_epoch("host:1")
+    ledger.versions.ensure_base(Path("/base"))
+    ledger.versions.reject(trained(ledger), "its probe differs")
+    ledger.training.take_epoch("host:1")
     committed(ledger, 2)
     assert list(reasons(ledger)) == [Code.NONE]
 
@@ -253,7 +253,7 @@ def test_nothing_stands_in_the_way(ledger: Ledger) -> None:
 def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:
     committed(ledger, 1)
     rewarded(ledger, 1)
-    ledger.record([exchange(experiences=(experience(drop_reason="cut off"),)) for _ in range(50)])
+    ledger.recording.record([exchange(experiences=(experience(drop_reason="cut off"),)) for _ in range(50)])
     assert list(reasons(ledger)) == [Code.NO_TRAINER, Code.NOT_TRAINABLE, Code.NOT_COMMITTED, Code.BATCH_NOT_FULL]
 
 
@@ -286,14 +286,14 @@ def test_a_reason_is_a_code_and_a_sentence(ledger: Ledger) -> None:
 def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:
     trained(ledger, 3)
     rewarded(ledger, 2)
-    ledger.record([exchange()])
+    ledger.recording.record([exchange()])
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE versions SET purged = 1, consumed = 4 WHERE version = 1")
-    assert equation(ledger.facts(BatchPolicy())) == [
+    assert equation(ledger.reports.facts(BatchPolicy())) == [
         "6 experiences = 1 recorded + 2 rewarded + 0 committed + 0 leased + 3 trained + 0 expired + 0 dropped",
         "3 trained + 1 purged = 4 consumed by 1 version",
     ]
-    assert ledger.audit() == []
+    assert ledger.reports.audit() == []
 
 
 def test_an_equation_that_does_not_come_out_is_not_written_as_one() -> None:
@@ -328,20 +328,20 @@ def test_times_are_told_as_people_do(seconds: float, words: str) -> None:
 def test_the_audit_finds_what_does_not_add_up(ledger: Ledger, engine: Engine, statement: str, sentence: str) -> None:
     trained(ledger, 2)
     leased(ledger, 1)
-    assert ledger.audit() == []
+    assert ledger.reports.audit() == []
     with engine.begin() as connection:
         connection.exec_driver_sql(statement)
-    assert sentence in ledger.audit()
+    assert sentence in ledger.reports.audit()
 
 
 def test_trained_rows_that_went_to_another_version_are_found(ledger: Ledger, engine: Engine) -> None:
     for count in (2, 1):
         epoch, samples = leased(ledger, count)
-        ledger.register(epoch, ids(samples), step=1, publish=published)
+        ledger.training.register(epoch, ids(samples), step=1, publish=published)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE experiences SET trained_version = 1 WHERE trained_version = 2")
-    assert ledger.imbalance() == []
-    assert ledger.audit() == [
+    assert ledger.reports.imbalance() == []
+    assert ledger.reports.audit() == [
         "version 1 consumed 2, but 3 rows name it and 0 are purged",
         "version 2 consumed 1, but 0 rows name it and 0 are purged",
     ]

@@ -102,12 +102,12 @@ def test_before_anything_ran_nothing_is_made_and_nothing_wrong(file: Path, setti
 
 
 def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:
-    made.ensure_base(Path("/base"))
-    made.promote(trained(made, 2))
+    made.versions.ensure_base(Path("/base"))
+    made.versions.promote(trained(made, 2))
     rewarded(made, 1)
     committed(made, 3)
-    made.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    made.record([feedback(msg_id="chatcmpl-unknown")])
+    made.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
+    made.recording.record([feedback(msg_id="chatcmpl-unknown")])
     found = page(settings)
     assert found["Ledger"] == [
         "8 experiences = 1 recorded + 0 rewarded + 4 committed + 0 leased + 2 trained + 0 expired + 1 dropped",
@@ -133,7 +133,7 @@ def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:
 
 def test_a_ledger_that_does_not_add_up_ends_with_1(file: Path, made: Ledger) -> None:
     trained(made, 2)
-    with made._write() as connection:
+    with made.transactions.write() as connection:
         connection.exec_driver_sql("UPDATE versions SET consumed = 7")
     code, out, _ = doctor(file)
     assert code == 1
@@ -144,7 +144,7 @@ def test_a_ledger_that_does_not_add_up_ends_with_1(file: Path, made: Ledger) -> 
 
 def test_programs_get_json(file: Path, made: Ledger) -> None:
     committed(made, 3)
-    made.take_epoch("host:1")
+    made.training.take_epoch("host:1")
     code, out, error = doctor(file, "--json")
     found = json.loads(out)
     assert (code, error) == (0, "")
@@ -156,24 +156,24 @@ def test_programs_get_json(file: Path, made: Ledger) -> None:
 
 
 def test_a_trainer_that_has_stopped_and_one_that_died_are_told_apart(settings: Settings, made: Ledger) -> None:
-    dead = Ledger(made._engine, clock=lambda: 1000.0)
-    epoch = dead.take_epoch("host:1")
+    dead = Ledger(made.transactions.engine, clock=lambda: 1000.0)
+    epoch = dead.training.take_epoch("host:1")
     assert "host:1, epoch 1: NOT up, last seen" in page(settings)["Trainer"][0]
-    made.end(epoch)
+    made.training.end(epoch)
     (trainer,) = page(settings)["Trainer"]
     assert re.fullmatch(r"host:1, epoch 1: stopped \d s ago", trainer)
 
 
 def test_versions_that_are_rejected_are_told_with_the_reason(settings: Settings, made: Ledger) -> None:
-    made.ensure_base(Path("/base"))
-    made.reject(trained(made), "NaN in lm_head")
+    made.versions.ensure_base(Path("/base"))
+    made.versions.reject(trained(made), "NaN in lm_head")
     assert page(settings)["Versions"][0].endswith("served 0; 0 steps done; 1 newest version rejected: NaN in lm_head")
 
 
 def test_the_most_frequent_reasons_of_what_is_aside_are_told(settings: Settings, made: Ledger) -> None:
     for number in range(8):
         said = experience(drop_reason=f"reason {number}")
-        made.record([exchange(experiences=(said,)) for _ in range(number + 1)])
+        made.recording.record([exchange(experiences=(said,)) for _ in range(number + 1)])
     found = [line.split(maxsplit=2) for line in page(settings)["Waiting"] if line.startswith("dropped")]
     assert found == [["dropped", str(number + 1), f"reason {number}"] for number in (7, 6, 5, 4, 3)]
 
@@ -204,7 +204,7 @@ def test_while_the_database_is_away_the_spool_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("made")
 def test_a_database_of_another_release_is_left_alone(settings: Settings, made: Ledger) -> None:
-    with made._write() as connection:
+    with made.transactions.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
     report = examine(settings)
     assert report.facts.ledger is None
@@ -213,7 +213,7 @@ def test_a_database_of_another_release_is_left_alone(settings: Settings, made: L
 
 
 def test_a_database_that_breaks_while_it_is_asked_is_away(settings: Settings, made: Ledger) -> None:
-    with made._write() as connection:
+    with made.transactions.write() as connection:
         connection.exec_driver_sql("DROP TABLE feedback")
     report = examine(settings)
     assert report.facts.ledger is None
@@ -223,9 +223,9 @@ def test_a_database_that_breaks_while_it_is_asked_is_away(settings: Settings, ma
 
 def test_open_alarms_are_told(settings: Settings, made: Ledger) -> None:
     assert "Alarms" not in page(settings)
-    made.raise_alarm(Alarm("length", "replies got long", step=3, holds=True))
-    made.raise_alarm(Alarm("entropy", "it fell"))
-    made.clear_alarm("entropy")
+    made.alarms.raise_alarm(Alarm("length", "replies got long", step=3, holds=True))
+    made.alarms.raise_alarm(Alarm("entropy", "it fell"))
+    made.alarms.clear("entropy")
     (line,) = page(settings)["Alarms"]
     assert re.fullmatch(r"length: replies got long; raised \d s ago; no new version is served", line)
     [told] = json.loads(json.dumps(as_json(examine(settings))["alarms"]))

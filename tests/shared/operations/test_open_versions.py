@@ -36,10 +36,10 @@ def made(options: dict[str, Any], migrated_place: Place) -> Iterator[Ledger]:
     """Version 1 serves, 2 waits."""
     settings = Settings.model_validate(options)
     ledger = Ledger.of(settings)
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     for _ in range(2):
         trained(ledger)
-    ledger.promote(1)
+    ledger.versions.promote(1)
     yield ledger
     ledger.close()
 
@@ -60,7 +60,7 @@ def with_gate(options: dict[str, Any], gate: str | dict[str, Any], engines: int)
 
 def evaluated(ledger: Ledger, version: int, evaluator: Evaluator, tasks: float = 7) -> None:
     found = [Figure(TASKS, "", tasks, 0.0, 1), Figure(SCORE, "", 0.5, 0.1, 1)]
-    ledger.record_evaluation(version, evaluator, found)
+    ledger.evaluations.record(version, evaluator, found)
 
 
 @pytest.mark.usefixtures("made")
@@ -70,7 +70,7 @@ def test_a_candidate_that_nothing_is_in_the_way_of_waits_for_the_explorer(option
 
 
 def test_where_all_is_decided_nothing_is_told(made: Ledger, options: dict[str, Any]) -> None:
-    made.promote(2)
+    made.versions.promote(2)
     assert lines(options, "block") == []
     assert as_json(examine(Settings.model_validate(options)))["undecided"] == []
 
@@ -81,7 +81,7 @@ def test_before_anything_ran_nothing_is_told(options: dict[str, Any]) -> None:
 
 
 def test_the_one_that_is_tried_is_told_and_the_one_behind_it(made: Ledger, options: dict[str, Any]) -> None:
-    made.begin_canary(2, by="explorer", reason="rollout.mode: ab, with 0.5 of the requests")
+    made.versions.begin_canary(2, by="explorer", reason="rollout.mode: ab, with 0.5 of the requests")
     trained(made)
     tried, waits = lines(options)
     assert re.fullmatch(f"version 2 is tried {SINCE}: by explorer: rollout.mode: ab, with 0.5 of the requests", tried)
@@ -91,22 +91,22 @@ def test_the_one_that_is_tried_is_told_and_the_one_behind_it(made: Ledger, optio
 def test_the_one_that_is_pinned_is_told_and_the_one_that_waits_for_its_end(
     made: Ledger, options: dict[str, Any]
 ) -> None:
-    made.pin(1, instead_of=1, by="admin:anna", reason="the demo")
+    made.versions.pin(1, instead_of=1, by="admin:anna", reason="the demo")
     pinned, waits = lines(options)
     assert re.fullmatch(f"version 1 is pinned {SINCE}: by admin:anna: the demo", pinned)
     assert re.fullmatch(f"version 2 waits {SINCE}: version 1 is pinned", waits)
-    made.unpin(by="admin:anna")
-    made.pin(1, instead_of=1, by="admin:bert", reason="")
+    made.versions.unpin(by="admin:anna")
+    made.versions.pin(1, instead_of=1, by="admin:bert", reason="")
     assert lines(options)[0].endswith("UTC: by admin:bert"), "the last time counts"
 
 
 def test_an_alarm_that_holds_is_told_of_what_waits_and_of_what_is_tried(made: Ledger, options: dict[str, Any]) -> None:
-    made.raise_alarm(Alarm("entropy", "it fell", holds=False))
+    made.alarms.raise_alarm(Alarm("entropy", "it fell", holds=False))
     assert "alarm" not in lines(options)[0]
-    made.raise_alarm(Alarm("length", "replies got long", holds=True))
+    made.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     (waits,) = lines(options)
     assert re.fullmatch(f"version 2 waits {SINCE}: the alarm length holds, since .* UTC", waits)
-    made.begin_canary(2, by="explorer", reason="a tenth")
+    made.versions.begin_canary(2, by="explorer", reason="a tenth")
     (tried,) = lines(options)
     assert re.fullmatch(f"version 2 is tried {SINCE}: .*a tenth; not promoted while the alarm length holds, .*", tried)
 
@@ -118,9 +118,9 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
         return line.split(" UTC: ")[1]
 
     assert why() == f"at the gate, until the {evaluator} has evaluated it"
-    made.note_version(2, VersionAction.EVALUATED, by="explorer", reason="waits for an engine")
+    made.versions.note(2, VersionAction.EVALUATED, by="explorer", reason="waits for an engine")
     assert why() == f"at the gate, until the {evaluator} has evaluated it (waits for an engine)"
-    made.note_version(2, VersionAction.EVALUATED, by="trainer", reason="no worse", details={"passed": True})
+    made.versions.note(2, VersionAction.EVALUATED, by="trainer", reason="no worse", details={"passed": True})
     assert why() == f"at the gate, until the {evaluator} has evaluated it", "figures, but none of now"
     other = Evaluator.ENGINE if evaluator is Evaluator.TRAINER else Evaluator.TRAINER
     for version in (1, 2):
@@ -140,8 +140,8 @@ def test_figures_beside_another_champion_are_not_enough_for_a_replay(made: Ledge
     assert "the explorer has not taken it up yet" in lines(options, "block")[0]
     replays: Any = {"mode": "block", "replay": {"share": 0.1}}
     assert "at the gate, until the trainer has evaluated it beside version 1" in lines(options, replays)[0]
-    figures = made.evaluation(2, Evaluator.TRAINER)
-    made.record_evaluation(2, Evaluator.TRAINER, [*figures, Figure("replay_of", "", 1.0, 0.0, 1)])
+    figures = made.evaluations.of(2, Evaluator.TRAINER)
+    made.evaluations.record(2, Evaluator.TRAINER, [*figures, Figure("replay_of", "", 1.0, 0.0, 1)])
     assert "the explorer has not taken it up yet" in lines(options, replays)[0]
 
 
@@ -160,8 +160,8 @@ def test_who_only_reports_holds_up_what_an_engine_evaluates_and_nothing_else(opt
 
 
 def test_every_reason_that_holds_is_told(made: Ledger, options: dict[str, Any]) -> None:
-    made.pin(1, instead_of=1, by="admin:anna", reason="the demo")
-    made.raise_alarm(Alarm("length", "replies got long", holds=True))
+    made.versions.pin(1, instead_of=1, by="admin:anna", reason="the demo")
+    made.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     waits = lines(options, "block")[1]
     assert re.search(
         "UTC: version 1 is pinned; the alarm length holds, since .*; at the gate, until the trainer", waits
@@ -169,11 +169,11 @@ def test_every_reason_that_holds_is_told(made: Ledger, options: dict[str, Any]) 
 
 
 def test_programs_are_told(made: Ledger, options: dict[str, Any]) -> None:
-    made.pin(1, instead_of=1, by="admin:anna", reason="the demo")
+    made.versions.pin(1, instead_of=1, by="admin:anna", reason="the demo")
     told = json.loads(json.dumps(as_json(examine(Settings.model_validate(options)))["undecided"]))
     assert [(each["version"], each["how"], each["why"]) for each in told] == [
         (1, "pinned", "by admin:anna: the demo"),
         (2, "waits", "version 1 is pinned"),
     ]
-    assert (waiting := made.version(2)) is not None
+    assert (waiting := made.versions.get(2)) is not None
     assert told[1]["since"] == waiting.created_at

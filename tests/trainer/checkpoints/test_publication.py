@@ -31,27 +31,27 @@ class NotWritable(CheckpointStore):
 @pytest.mark.parametrize("store", [FullDisk, NotWritable])
 def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, store):
     chosen = settings()
-    ledger.ensure_base(chosen.model.model_path)
-    epoch = ledger.take_epoch("t")
+    ledger.versions.ensure_base(chosen.model.model_path)
+    epoch = ledger.training.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
-    rows = ledger.lease(epoch, 4, BatchPolicy())
+    rows = ledger.training.lease(epoch, 4, BatchPolicy())
     publication = Publication(chosen, store(chosen.job_dir), snapshot.load(chosen, None), epoch=epoch, parent=0)
     with pytest.raises(EnvironmentRefused, match=r"^checkpoint_root_dir: cannot write a checkpoint"):
         publication.register(ledger, [row.id for row in rows])
-    assert [each.version for each in ledger.versions()] == [0]
+    assert [each.version for each in ledger.versions.all()] == [0]
     assert not list(chosen.job_dir.glob(".staging*"))
     assert not list(chosen.job_dir.glob("global_step_*"))
 
 
 def _published(ledger, store, count):
-    epoch = ledger.take_epoch("t")
+    epoch = ledger.training.take_epoch("t")
 
     def put(version):
         store.path(version).mkdir(parents=True)
         return store.path(version), "0" * 64
 
     for step in range(count):
-        ledger.register(epoch, [], step=step, publish=put)
+        ledger.training.register(epoch, [], step=step, publish=put)
 
 
 def _there(store, upto=12):
@@ -60,72 +60,72 @@ def _there(store, upto=12):
 
 def test_all_but_the_last_go_when_they_are_retired(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 6)
-    ledger.promote(6)
+    ledger.versions.promote(6)
     prune(store, ledger, keep=2)
     assert _there(store) == [5, 6]
 
 
 def test_what_a_rollback_would_go_back_to_stays(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 6)
     for version in (2, 6):
-        ledger.promote(version)
+        ledger.versions.promote(version)
     prune(store, ledger, keep=1)
     assert _there(store) == [2, 6]
-    assert ledger.roll_back(6, by="ann", reason="worse") == 2
-    assert store.path(ledger.champion().version).exists()
+    assert ledger.versions.roll_back(6, by="ann", reason="worse") == 2
+    assert store.path(ledger.versions.champion().version).exists()
 
 
 def test_the_canary_stays_however_old(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 6)
-    ledger.promote(1)
-    ledger.begin_canary(4, by="explorer", reason="a tenth")
+    ledger.versions.promote(1)
+    ledger.versions.begin_canary(4, by="explorer", reason="a tenth")
     for version in (5, 6):
-        ledger.reject(version, "its probe differs")
+        ledger.versions.reject(version, "its probe differs")
     prune(store, ledger, keep=1)
     assert _there(store) == [1, 4, 6]
 
 
 def test_what_is_pinned_stays_however_old(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 4)
-    ledger.promote(1)
-    ledger.pin(1, instead_of=1, by="ann", reason="the show")
+    ledger.versions.promote(1)
+    ledger.versions.pin(1, instead_of=1, by="ann", reason="the show")
     for version in (2, 3, 4):
-        ledger.reject(version, "its probe differs")
+        ledger.versions.reject(version, "its probe differs")
     prune(store, ledger, keep=1)
     assert _there(store) == [1, 4]
 
 
 def test_the_champion_and_the_candidates_stay_however_old(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 6)
-    ledger.promote(2)
+    ledger.versions.promote(2)
     for version in (5, 6):
-        ledger.reject(version, "its probe differs")
+        ledger.versions.reject(version, "its probe differs")
     prune(store, ledger, keep=1)
     assert _there(store) == [2, 3, 4, 6]
 
 
 def test_keeping_0_keeps_all(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 4)
-    ledger.promote(4)
+    ledger.versions.promote(4)
     prune(store, ledger, keep=0)
     assert _there(store) == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_that_is_just_being_registered_is_let_alone(settings, ledger):
     store = CheckpointStore(settings().job_dir)
-    ledger.ensure_base(settings().model.model_path)
+    ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 2)
     store.path(3).mkdir()
     prune(store, ledger, keep=1)

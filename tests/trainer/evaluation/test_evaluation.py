@@ -184,7 +184,7 @@ def test_an_evaluation_that_does_not_fit_is_skipped(settings, ledger, tmp_path, 
     with capture_logs() as said:
         run(chosen, Event())
     assert [each["step"] for each in said if each["event"] == "evaluation_skipped"] == [0, 1]
-    assert ledger.newest().version == 1
+    assert ledger.versions.newest().version == 1
 
 
 def test_evaluation_changes_no_loss(settings, ledger, tmp_path):

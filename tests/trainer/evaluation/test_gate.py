@@ -37,11 +37,11 @@ def gated(settings, tmp_path):
 
 
 def metrics(ledger, version):
-    return [(each.metric, each.slice) for each in ledger.evaluation(version, Evaluator.TRAINER)]
+    return [(each.metric, each.slice) for each in ledger.evaluations.of(version, Evaluator.TRAINER)]
 
 
 def evaluated(ledger):
-    return [each for each in ledger.version_events() if each.action is VersionAction.EVALUATED]
+    return [each for each in ledger.versions.events() if each.action is VersionAction.EVALUATED]
 
 
 MEASURED = [("refusals", ""), ("reply_length", ""), ("score", ""), ("score", "sums"), ("tasks", "")]
@@ -57,7 +57,7 @@ def test_the_loop_examines_the_base_and_each_version_and_keeps_what_came_of_it(g
     assert (first.details["passed"], first.details["instead_of"]) == (True, 0)
     assert first.reason == "no worse than version 0"
     assert first.details["candidate"]["kl"] > 0
-    assert ledger.counts()["recorded"] == 0  # an evaluation is no experience
+    assert ledger.reports.counts()["recorded"] == 0  # an evaluation is no experience
 
 
 def test_without_a_gate_nothing_is_examined(gated, ledger):
@@ -74,7 +74,7 @@ def test_a_fleet_is_left_to_examine_by_itself(gated, ledger):
 
 def test_a_version_that_does_worse_is_said_to(gated, ledger):
     chosen = gated()
-    ledger.ensure_base(chosen.model.model_path)
+    ledger.versions.ensure_base(chosen.model.model_path)
     learner = snapshot.load(chosen, None)
     prompt = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
     said = prompt._words(prompt._generated(learner.actor, [prompt._tokenizer("7+5=")["input_ids"]])[0])
@@ -82,11 +82,11 @@ def test_a_version_that_does_worse_is_said_to(gated, ledger):
     chosen.monitor.evaluation.path.write_text(json.dumps(task))
     commit(ledger, [sample(i) for i in range(4)])
     run(gated(trainer={"total_steps": 1}), Event())
-    assert [each.version for each in ledger.versions()] == [0, 1]
+    assert [each.version for each in ledger.versions.all()] == [0, 1]
     with torch.no_grad():
         for each in learner.actor.network.parameters():
             each.copy_(torch.randn_like(each))
-    ledger.record_evaluation(1, Evaluator.TRAINER, ())
+    ledger.evaluations.record(1, Evaluator.TRAINER, ())
     Examination(chosen, ledger).examine(learner, 1)
     worse = evaluated(ledger)[-1]
     assert worse.details["passed"] is False
@@ -107,7 +107,7 @@ def test_other_tasks_make_another_examination(gated, ledger):
     commit(ledger, [sample(i) for i in range(4)])
     run(gated(trainer={"total_steps": 1}), Event())
     run(gated(evaluation={"samples": 1}, trainer={"total_steps": 1}), Event())
-    samples = [{each.samples for each in ledger.evaluation(version, Evaluator.TRAINER)} for version in (0, 1)]
+    samples = [{each.samples for each in ledger.evaluations.of(version, Evaluator.TRAINER)} for version in (0, 1)]
     assert samples == [{1}, {1}]
 
 
@@ -152,7 +152,7 @@ def test_a_model_judges_with_the_question_and_the_answer_before_it(gated):
 def test_a_judge_that_is_away_leaves_the_version_without_figures_until_it_is_back(gated, ledger):
     with judge_place() as place:
         chosen = gated(evaluation={"judge": "model"}, judge={"url": place.base_url, "model": "j", "retries": 0})
-        ledger.ensure_base(chosen.model.model_path)
+        ledger.versions.ensure_base(chosen.model.model_path)
         learner, examination = snapshot.load(chosen, None), Examination(chosen, ledger, again_s=0)
         place.answers = [(503, {}, {})] * 2
         with capture_logs() as said:

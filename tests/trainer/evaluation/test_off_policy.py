@@ -79,7 +79,7 @@ def hold_out(ledger, actor, count, reward):
         named = {"msg_id": f"held-{number}", "task_id": "sums/1"}
         said = Exchange(**times, **named, endpoint="chat", request=b"{}", latency_s=0.1, experiences=(its,))
         heard = Feedback(**times, event_id=f"held-{number}", call_id="c", msg_id=f"held-{number}", choice=None)
-        ledger.record([said, Feedback(**{**_fields(heard), "value": reward(token)})])
+        ledger.recording.record([said, Feedback(**{**_fields(heard), "value": reward(token)})])
     return tokens.tolist()
 
 
@@ -88,11 +88,11 @@ def _fields(struct):
 
 
 def figures(ledger, version):
-    return {(each.metric, each.slice): each.value for each in ledger.evaluation(version, Evaluator.TRAINER)}
+    return {(each.metric, each.slice): each.value for each in ledger.evaluations.of(version, Evaluator.TRAINER)}
 
 
 def evaluated(ledger):
-    return [each for each in ledger.version_events() if each.action is VersionAction.EVALUATED]
+    return [each for each in ledger.versions.events() if each.action is VersionAction.EVALUATED]
 
 
 def prefers(learner, tokens, by):
@@ -109,7 +109,7 @@ def prefers(learner, tokens, by):
 @pytest.mark.parametrize(("by", "passes"), [(0.7, True), (-0.7, False)])
 def test_a_version_that_turns_away_from_what_was_praised_is_found_out(settings, ledger, by, passes):
     chosen = settings(**REPLAYS)
-    ledger.ensure_base(chosen.model.model_path)
+    ledger.versions.ensure_base(chosen.model.model_path)
     base = Actor.load(chosen, chosen.model.model_path)
     said = hold_out(ledger, base, 400, lambda token: float(token % 2))
     commit(ledger, [sample(i) for i in range(4)])
@@ -139,8 +139,8 @@ def test_the_loop_trains_on_nothing_that_is_held_out_and_replays_it_for_each_ver
     hold_out(ledger, base, 8, lambda token: 1.0)
     commit(ledger, [sample(i) for i in range(8)])
     run(settings(**REPLAYS, trainer={"total_steps": 2}), Event())
-    assert [each.consumed for each in ledger.versions()] == [0, 4, 4]
-    assert ledger.counts()["dropped"] == 8
+    assert [each.consumed for each in ledger.versions.all()] == [0, 4, 4]
+    assert ledger.reports.counts()["dropped"] == 8
     first, second = evaluated(ledger)
     assert (first.version, second.version) == (1, 2)
     assert first.details["replay"]["replies"] == 8
@@ -153,9 +153,9 @@ def test_another_champion_makes_another_replay(settings, ledger):
     hold_out(ledger, base, 8, lambda token: 1.0)
     commit(ledger, [sample(i) for i in range(8)])
     run(settings(**REPLAYS, trainer={"total_steps": 2}), Event())
-    ledger.promote(1)
+    ledger.versions.promote(1)
     chosen = settings(**REPLAYS)
-    examination, learner = Examination(chosen, ledger), snapshot.load(chosen, ledger.newest().path)
+    examination, learner = Examination(chosen, ledger), snapshot.load(chosen, ledger.versions.newest().path)
     for _ in range(2):
         examination.examine(learner, 2)
     assert [each.details["instead_of"] for each in evaluated(ledger)] == [0, 0, 1]

@@ -101,10 +101,10 @@ def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tm
 
 def test_a_version_says_that_it_is_an_adapter(adapted, ledger):
     chosen = adapted()
-    ledger.ensure_base(chosen.model.model_path)
-    epoch = ledger.take_epoch("t")
+    ledger.versions.ensure_base(chosen.model.model_path)
+    epoch = ledger.training.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
-    rows = ledger.lease(epoch, 4, BatchPolicy())
+    rows = ledger.training.lease(epoch, 4, BatchPolicy())
     store = CheckpointStore(chosen.job_dir)
     learner = snapshot.load(chosen, None)
     Publication(chosen, store, learner, epoch=epoch, parent=0).register(ledger, [row.id for row in rows])

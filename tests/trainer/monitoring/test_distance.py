@@ -70,7 +70,7 @@ def test_a_policy_that_goes_far_raises_the_alarm_though_its_loss_does_not_look_a
     watch.begin(learner)
     told = watch.after_step(learner, {}, version=2, replies=BATCH)
     assert told["drift/kl"] == told[KL_BASE] > 0
-    assert [alarm.name for alarm in ledger.alarms()] == ["kl"]
+    assert [alarm.name for alarm in ledger.alarms.all()] == ["kl"]
 
 
 def test_a_loss_that_looks_at_it_itself_is_believed(learnt, ledger):

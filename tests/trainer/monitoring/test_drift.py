@@ -281,21 +281,21 @@ def test_an_alarm_is_kept_in_the_ledger_until_it_is_over(watching, ledger):
     assert "drift/reply_length" not in curves[2]
     assert curves[3]["drift/reply_length"] == 2.5
     assert [each["drift/alarms"] for each in curves] == [0, 0, 0, 1]
-    [alarm] = ledger.alarms()
+    [alarm] = ledger.alarms.all()
     assert (alarm.name, alarm.step, alarm.version, alarm.value, alarm.threshold) == ("reply_length", 4, 4, 2.5, 2.0)
     assert alarm.reason == "the mean length of replies was 10 in the first 2 steps, and is 25 in the last 2"
-    assert ledger.promotion_held()
+    assert ledger.alarms.promotion_held()
     learn(watch, [10, 10], first=5)
-    assert ledger.alarms() == []
-    assert not ledger.promotion_held()
+    assert ledger.alarms.all() == []
+    assert not ledger.alarms.promotion_held()
 
 
 def test_a_report_holds_nothing(watching, ledger):
     watch, _ = watching()
     watch.begin(Trained())
     learn(watch, [10, 10, 40, 40])
-    assert len(ledger.alarms()) == 1
-    assert not ledger.promotion_held()
+    assert len(ledger.alarms.all()) == 1
+    assert not ledger.alarms.promotion_held()
 
 
 def test_a_restart_changes_no_figure(watching, ledger):
@@ -318,14 +318,14 @@ def test_an_alarm_that_somebody_cleared_is_raised_again_only_after_it_was_over(w
     watch, _ = watching()
     watch.begin(Trained())
     learn(watch, [10, 10, 40, 40])
-    ledger.clear_alarm("reply_length")
+    ledger.alarms.clear("reply_length")
     learn(watch, [40, 40], first=5)
     watch, _ = watching()
     watch.begin(Trained(6))
     learn(watch, [40], first=7)
-    assert ledger.alarms() == []
+    assert ledger.alarms.all() == []
     learn(watch, [10, 10, 40, 40], first=8)
-    assert [alarm.step for alarm in ledger.alarms()] == [10]
+    assert [alarm.step for alarm in ledger.alarms.all()] == [10]
 
 
 def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, ledger, monkeypatch):
@@ -341,9 +341,9 @@ def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, le
             patch.setattr(ledger, verb, away)
         assert learn(watch, [40], first=4)[0]["drift/alarms"] == 0
     assert {each["event"] for each in said} == {"monitors_not_read", "alarm_not_told"}
-    assert ledger.alarms() == []
+    assert ledger.alarms.all() == []
     learn(watch, [40], first=5)
-    assert [alarm.name for alarm in ledger.alarms()] == ["reply_length"]
+    assert [alarm.name for alarm in ledger.alarms.all()] == ["reply_length"]
 
 
 @pytest.mark.parametrize("written", [b"", b"{", b'{"series": 3}', b"\xff\xfe"])
@@ -371,6 +371,6 @@ def test_a_disk_that_refuses_is_told_once_and_stops_nothing(watching):
 def test_what_is_served_is_looked_at(watching, ledger):
     watch, _ = watching()
     watch.begin(Trained())
-    ledger.record([exchange(experiences=(experience(text="I cannot."),)) for _ in range(4)])
-    ledger.record([exchange() for _ in range(12)])
+    ledger.recording.record([exchange(experiences=(experience(text="I cannot."),)) for _ in range(4)])
+    ledger.recording.record([exchange() for _ in range(12)])
     assert learn(watch, [10])[0]["replies/refusals"] == 0.25

@@ -108,15 +108,15 @@ def test_a_teacher_that_answers_nothing_costs_no_row_and_is_an_alarm(classroom, 
     assert lesson.tried()
     double.down = True
     assert not any(lesson.tried() for _ in range(9))
-    assert ledger.alarms() == []
+    assert ledger.alarms.all() == []
     assert not any(lesson.tried() for _ in range(3))
-    [alarm] = ledger.alarms()
+    [alarm] = ledger.alarms.all()
     assert (alarm.name, alarm.holds) == ("teacher_away", False)
     assert "asked 10 times" in alarm.reason
     assert "503: the engine is asleep" in alarm.reason
     double.down = False
     assert lesson.tried()
-    assert (len(lesson.batch), lesson.dropped, ledger.alarms()) == (12, {}, [])
+    assert (len(lesson.batch), lesson.dropped, ledger.alarms.all()) == (12, {}, [])
 
 
 def test_a_row_fails_alone_only_while_the_teacher_answers_others(classroom, double):
@@ -134,24 +134,24 @@ def test_an_alarm_that_somebody_cleared_is_not_raised_again_before_the_teacher_w
     double.down = True
     for _ in range(10):
         lesson.tried()
-    assert ledger.clear_alarm("teacher_away")
+    assert ledger.alarms.clear("teacher_away")
     lesson.tried()
-    assert ledger.alarms() == []
+    assert ledger.alarms.all() == []
     double.down = False
     assert lesson.tried()
     double.down = True
     for _ in range(10):
         lesson.tried()
-    assert [alarm.name for alarm in ledger.alarms()] == ["teacher_away"]
+    assert [alarm.name for alarm in ledger.alarms.all()] == ["teacher_away"]
 
 
 @pytest.mark.parametrize("method", ["distill", "reinforce"])
 def test_the_first_step_after_a_restart_clears_the_alarm(settings, ledger, double, method):
-    ledger.raise_alarm(Alarm(name="teacher_away", reason="it was"))
+    ledger.alarms.raise_alarm(Alarm(name="teacher_away", reason="it was"))
     commit(ledger, [sample(i) for i in range(4)])
     teacher = {"distill": {"teacher_url": double.url, "teacher_model": "big"}} if method == "distill" else {}
     run(settings(algorithm={"algorithm_type": method} | teacher, trainer={"total_steps": 1}), Event())
-    assert ledger.alarms() == []
+    assert ledger.alarms.all() == []
 
 
 def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, double):
@@ -160,7 +160,7 @@ def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, doubl
     distill = {"teacher_url": double.url, "teacher_model": "big"}
     algorithm = {"algorithm_type": "distill", "distill": distill, "mini_batches": 1}
     run(settings(algorithm=algorithm, trainer={"total_steps": 2}), Event())
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 1}
-    [aside] = ledger.facts(BatchPolicy(), aside=5).aside
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 1}
+    [aside] = ledger.reports.facts(BatchPolicy(), aside=5).aside
     assert aside.reason.endswith("on this: the teacher's log-probability of a token is no number")
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []

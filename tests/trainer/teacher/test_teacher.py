@@ -185,14 +185,14 @@ def test_a_batch_waits_for_a_teacher_that_is_away_and_nothing_is_lost(settings, 
         def meanwhile(trainer):
             while not trainer.done() and len(double.keys) < 5:
                 wait(0.02)
-            assert ledger.counts()[State.DROPPED] == 0
-            assert ledger.counts()[State.TRAINED] == 0
+            assert ledger.reports.counts()[State.DROPPED] == 0
+            assert ledger.reports.counts()[State.TRAINED] == 0
             assert not trainer.done()
             double.down = False
 
         _trained_while(chosen, meanwhile)
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
-    assert ledger.imbalance() == []
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
+    assert ledger.reports.imbalance() == []
     logged = "".join(capfd.readouterr())
     assert logged.count("teacher_away") == 1
     assert logged.count("teacher_back") == 1
@@ -206,9 +206,9 @@ def test_what_the_teacher_refuses_is_dropped_with_its_reason_and_another_takes_i
         distill = {"teacher_url": double.url, "teacher_model": "big"}
         algorithm = {"algorithm_type": "distill", "distill": distill, "mini_batches": 1}
         run(settings(algorithm=algorithm, trainer={"total_steps": 3}), threading.Event())
-    counts = ledger.counts()
+    counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED], counts[State.COMMITTED]) == (12, 1, 0)
-    [aside] = ledger.facts(BatchPolicy(), aside=5).aside
+    [aside] = ledger.reports.facts(BatchPolicy(), aside=5).aside
     assert aside.reason == "the teacher refuses it: This model's maximum context length is 90 tokens."
 
 
@@ -217,4 +217,4 @@ def test_a_teacher_of_another_model_stops_the_trainer_in_a_sentence(settings, le
         distill = {"teacher_url": double.url, "teacher_model": "big"}
         with pytest.raises(EnvironmentRefused, match="another tokenizer"):
             run(settings(algorithm={"algorithm_type": "distill", "distill": distill}), threading.Event())
-    assert not ledger.counts()[State.LEASED]
+    assert not ledger.reports.counts()[State.LEASED]

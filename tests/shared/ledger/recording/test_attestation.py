@@ -16,7 +16,7 @@ FOUND = Mismatch(engine=1, version=0, since=1000.0, until=2000.0, reason="4 nats
 
 @pytest.fixture(autouse=True)
 def base(ledger: Ledger, tmp_path: Any) -> None:
-    ledger.ensure_base(tmp_path)
+    ledger.versions.ensure_base(tmp_path)
 
 
 def in_doubt(**but: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def in_doubt(**but: Any) -> dict[str, Any]:
 
 def reasons(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
     """State and reason of each reply."""
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         rows = connection.exec_driver_sql("SELECT msg_id, state, reason FROM experiences").all()
     return {msg_id: (state, reason) for msg_id, state, reason in rows}
 
@@ -38,28 +38,28 @@ def all_dropped(ledger: Ledger, said: list[Exchange]) -> bool:
 
 def test_rows_of_every_state_that_is_not_trained_go(ledger: Ledger) -> None:
     recorded = [exchange(**in_doubt(experiences=(experience(), experience(choice=1))))]
-    ledger.record(recorded)
+    ledger.recording.record(recorded)
     sent = committed(ledger, **in_doubt())
-    epoch = ledger.take_epoch("trainer")
-    held = ledger.lease(epoch, 1, BatchPolicy())
+    epoch = ledger.training.take_epoch("trainer")
+    held = ledger.training.lease(epoch, 1, BatchPolicy())
     waiting = committed(ledger, **in_doubt())
     praised = rewarded(ledger, **in_doubt(experiences=(experience(unsampled="mixed_version"),)))
 
-    assert ledger.distrust(FOUND) == (5, {})
+    assert ledger.attestations.distrust(FOUND) == (5, {})
 
     assert all_dropped(ledger, [*recorded, *sent, *waiting, *praised])
     with pytest.raises(LeaseLost):
-        ledger.register(epoch, ids(held), step=1, publish=published)
-    ledger.commit("acme")
-    assert ledger.lease(epoch, 1, BatchPolicy()) == []
-    assert ledger.imbalance() == []
+        ledger.training.register(epoch, ids(held), step=1, publish=published)
+    ledger.recording.commit("acme")
+    assert ledger.training.lease(epoch, 1, BatchPolicy()) == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_later_feedback_does_not_bring_them_back(ledger: Ledger) -> None:
     said = rewarded(ledger, **in_doubt())
-    ledger.distrust(FOUND)
-    ledger.record([feedback(msg_id=said[0].msg_id, value=0.25)])
-    ledger.commit("acme")
+    ledger.attestations.distrust(FOUND)
+    ledger.recording.record([feedback(msg_id=said[0].msg_id, value=0.25)])
+    ledger.recording.commit("acme")
     assert all_dropped(ledger, said)
 
 
@@ -74,7 +74,7 @@ def test_later_feedback_does_not_bring_them_back(ledger: Ledger) -> None:
 )
 def test_what_others_said_or_it_said_at_another_time_stays(ledger: Ledger, other: dict[str, Any]) -> None:
     before = committed(ledger, **in_doubt(**other))
-    assert ledger.distrust(FOUND) == (0, {})
+    assert ledger.attestations.distrust(FOUND) == (0, {})
     after = committed(ledger, **in_doubt(**other))
     found = reasons(ledger)
     assert [found[each.msg_id] for each in (*before, *after)] == [(State.COMMITTED, None)] * 2
@@ -82,31 +82,31 @@ def test_what_others_said_or_it_said_at_another_time_stays(ledger: Ledger, other
 
 @pytest.mark.parametrize("times", [{"received_at": 900.0, "latency_s": 100.0}, {"received_at": 1999.0}])
 def test_what_comes_in_afterwards_is_not_trained_on_either(ledger: Ledger, times: dict[str, float]) -> None:
-    ledger.distrust(FOUND)
+    ledger.attestations.distrust(FOUND)
     late = [
         exchange(**in_doubt(**times)),
         exchange(**in_doubt(latency_s=90_000.0)),  # in flight for longer than any look into the past
     ]
-    ledger.record([*late, *(feedback(msg_id=each.msg_id) for each in late)])
-    ledger.commit("acme")
+    ledger.recording.record([*late, *(feedback(msg_id=each.msg_id) for each in late)])
+    ledger.recording.commit("acme")
     assert all_dropped(ledger, late)
     cut_off = exchange(**in_doubt(experiences=(experience(drop_reason="cut_off"),)))
-    ledger.record([cut_off])
+    ledger.recording.record([cut_off])
     assert reasons(ledger)[cut_off.msg_id] == (State.DROPPED, "cut_off")
 
 
 def test_what_is_trained_already_is_said_in_the_event(ledger: Ledger) -> None:
-    ledger.record([exchange(**in_doubt())])
+    ledger.recording.record([exchange(**in_doubt())])
     epoch, samples = leased(ledger)
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         connection.exec_driver_sql("UPDATE exchanges SET engine = 1, received_at = 1500 WHERE engine IS NULL")
         connection.exec_driver_sql("UPDATE experiences SET sampled_at = 1500 WHERE state = 'leased'")
-    version = ledger.register(epoch, ids(samples), step=1, publish=published)
+    version = ledger.training.register(epoch, ids(samples), step=1, publish=published)
     trained(ledger)
 
-    assert ledger.distrust(FOUND) == (1, {version: 1})
+    assert ledger.attestations.distrust(FOUND) == (1, {version: 1})
 
-    [event] = [each for each in ledger.version_events() if each.action == VersionAction.MISMATCH]
+    [event] = [each for each in ledger.versions.events() if each.action == VersionAction.MISMATCH]
     assert (event.version, event.actor, event.reason) == (0, "explorer", "4 nats off")
     assert event.details == {
         "nats": 4.0,
@@ -116,26 +116,26 @@ def test_what_is_trained_already_is_said_in_the_event(ledger: Ledger) -> None:
         "dropped": 1,
         "trained": {str(version): 1},
     }
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_said_twice_it_is_kept_once(ledger: Ledger) -> None:
     committed(ledger, **in_doubt())
-    assert ledger.distrust(FOUND).dropped == 1
-    assert ledger.distrust(FOUND) == (0, {})
-    assert len(ledger.version_events(0)) == 1
+    assert ledger.attestations.distrust(FOUND).dropped == 1
+    assert ledger.attestations.distrust(FOUND) == (0, {})
+    assert len(ledger.versions.events(0)) == 1
 
 
 def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger) -> None:
     policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e9)
     for engine, run in ((0, "a"), (1, "b")):
         committed(ledger, **in_doubt(engine=engine, task_id="t", run_id=run))
-    epoch = ledger.take_epoch("trainer")
-    assert len(ledger.lease(epoch, 2, policy)) == 2
-    ledger.release(epoch)
+    epoch = ledger.training.take_epoch("trainer")
+    assert len(ledger.training.lease(epoch, 2, policy)) == 2
+    ledger.training.release(epoch)
 
-    assert ledger.distrust(FOUND).dropped == 1
+    assert ledger.attestations.distrust(FOUND).dropped == 1
 
-    assert ledger.lease(epoch, 1, policy) == []
+    assert ledger.training.lease(epoch, 1, policy) == []
     committed(ledger, **in_doubt(engine=0, task_id="t", run_id="c"))
-    assert {sample.run_id for sample in ledger.lease(epoch, 2, policy)} == {"a", "c"}
+    assert {sample.run_id for sample in ledger.training.lease(epoch, 2, policy)} == {"a", "c"}

@@ -31,68 +31,70 @@ def test_a_person_goes_from_every_state_and_the_versions_that_know_them_are_told
         if state != State.TRAINED:
             make(ledger, user="ann", received_at=OLD)
     in_work(ledger, user="ann")
-    told = ledger.erase("acme", "ann", dry_run=True)
-    assert told == ledger.erase("acme", "ann")
+    told = ledger.retention.erase("acme", "ann", dry_run=True)
+    assert told == ledger.retention.erase("acme", "ann")
     assert (len(told.msg_ids), told.experiences, told.trained) == (9, 9, {1: 2, 3: 1})
     assert told.feedback == 7
     assert column(engine, exchanges.c.user_id) == ["bob"]
-    assert ledger.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 1}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 1}
     assert len(column(engine, feedback.c.id)) == 1
-    assert ledger.imbalance() == []
-    assert ledger.erase("acme", "ann")[1:] == (0, 0, {})
+    assert ledger.reports.imbalance() == []
+    assert ledger.retention.erase("acme", "ann")[1:] == (0, 0, {})
 
 
 def test_another_tenants_person_of_that_name_stays(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(user="ann", tenant="other"), heard(source="ann", tenant="other"), exchange(user=None)])
-    assert ledger.erase("acme", "ann") == (frozenset(), 0, 0, {})
+    ledger.recording.record(
+        [exchange(user="ann", tenant="other"), heard(source="ann", tenant="other"), exchange(user=None)]
+    )
+    assert ledger.retention.erase("acme", "ann") == (frozenset(), 0, 0, {})
     assert len(column(engine, exchanges.c.msg_id)) == 2
-    assert ledger.erasures() == {("acme", "ann"): NOW}
+    assert ledger.retention.erasures() == {("acme", "ann"): NOW}
 
 
 def test_what_was_leased_and_erased_cannot_become_a_version(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 2)
     recorded(ledger, user="ann")
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         connection.exec_driver_sql(
             f"UPDATE exchanges SET user_id = 'ann' WHERE msg_id IN (SELECT msg_id FROM experiences WHERE id = "
             f"{samples[0].id})"
         )
-    ledger.erase("acme", "ann")
+    ledger.retention.erase("acme", "ann")
     with pytest.raises(LedgerError, match="trained on 2 experiences, 1 are leased"):
-        ledger.register(epoch, ids(samples), step=1, publish=published)
+        ledger.training.register(epoch, ids(samples), step=1, publish=published)
 
 
 @pytest.mark.parametrize("at", [NOW - 1, NOW])
 def test_what_was_still_in_a_spool_is_not_taken_any_more(ledger: Ledger, engine: Engine, at: float) -> None:
     early = heard(msg_id="chatcmpl-late", text="parked", kind=Kind.COMMENT, value=None)
-    ledger.record([early])
-    ledger.erase("acme", "ann")
+    ledger.recording.record([early])
+    ledger.retention.erase("acme", "ann")
     late = exchange(msg_id="chatcmpl-late", user="ann", received_at=at)
-    ledger.record([late, heard(msg_id=late.msg_id), heard(msg_id="chatcmpl-x", source="ann", received_at=at)])
+    ledger.recording.record([late, heard(msg_id=late.msg_id), heard(msg_id="chatcmpl-x", source="ann", received_at=at)])
     left = everything(engine)
     assert (left["exchanges"], left["experiences"], left["feedback"]) == ([], [], [])
 
 
 def test_what_others_say_and_what_is_said_later_is_taken(ledger: Ledger, engine: Engine) -> None:
-    ledger.erase("acme", "ann")
+    ledger.retention.erase("acme", "ann")
     others = [exchange(user="bob"), exchange(user="ann", tenant="other"), exchange()]
     later = exchange(user="ann", received_at=NOW + 1)
-    ledger.record([*others, later, heard(msg_id=later.msg_id, source="ann", received_at=NOW + 2)])
+    ledger.recording.record([*others, later, heard(msg_id=later.msg_id, source="ann", received_at=NOW + 2)])
     assert len(column(engine, exchanges.c.msg_id)) == 4
     assert column(engine, feedback.c.source) == ["ann"]
 
 
 def test_a_name_that_no_database_can_hold_is_found_again(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(user="a\0b")])
-    assert ledger.erase("acme", "a\0b").experiences == 1
-    ledger.record([exchange(user="a\0b")])
+    ledger.recording.record([exchange(user="a\0b")])
+    assert ledger.retention.erase("acme", "a\0b").experiences == 1
+    ledger.recording.record([exchange(user="a\0b")])
     assert column(engine, exchanges.c.msg_id) == []
 
 
 def test_a_second_deletion_reaches_what_came_after_the_first(engine: Engine) -> None:
     for now in (10.0, 20.0):
-        Ledger(engine, clock=lambda now=now: now).erase("acme", "ann")
-    Ledger(engine).record([exchange(user="ann", received_at=15.0)])
+        Ledger(engine, clock=lambda now=now: now).retention.erase("acme", "ann")
+    Ledger(engine).recording.record([exchange(user="ann", received_at=15.0)])
     assert column(engine, exchanges.c.msg_id) == []
 
 
@@ -102,15 +104,17 @@ def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_pers
     said = [exchange(user="bob") for _ in range(4)]
     [rated_by_two, rated_by_ann, trained_on, of_a_run] = said
     of_a_run = exchange(user="bob", task_id="t", run_id="r")
-    ledger.record([*said[:3], heard(msg_id=trained_on.msg_id, source="ann", value=0.25)])
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
-    ledger.record([of_a_run, heard(msg_id=None, task_id="t", run_id="r", source="ann", value=0.5)])
-    ledger.record([heard(msg_id=rated_by_two.msg_id, source=who, value=value) for who, value in [("ann", 0), ("c", 1)]])
-    ledger.record([heard(msg_id=rated_by_ann.msg_id, source="ann", value=1)])
-    ledger.commit("acme")
-    assert ledger.erase("acme", "ann") == (frozenset(), 0, 4, {})
+    ledger.recording.record([*said[:3], heard(msg_id=trained_on.msg_id, source="ann", value=0.25)])
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.recording.record([of_a_run, heard(msg_id=None, task_id="t", run_id="r", source="ann", value=0.5)])
+    ledger.recording.record(
+        [heard(msg_id=rated_by_two.msg_id, source=who, value=value) for who, value in [("ann", 0), ("c", 1)]]
+    )
+    ledger.recording.record([heard(msg_id=rated_by_ann.msg_id, source="ann", value=1)])
+    ledger.recording.commit("acme")
+    assert ledger.retention.erase("acme", "ann") == (frozenset(), 0, 4, {})
     with engine.connect() as connection:
         found = connection.execute(select(experiences.c.msg_id, experiences.c.state, experiences.c.reward))
         rows = {msg_id: (state, reward) for msg_id, state, reward in found}
@@ -126,15 +130,15 @@ def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_pers
 def test_a_deletion_repeats_nothing_that_is_trained(engine: Engine) -> None:
     ledger = Ledger(engine, rule=RewardRule(attribution_window=1e12), compensate_late=True, clock=lambda: NOW)
     [said] = trained(ledger)
-    ledger.record(
+    ledger.recording.record(
         [heard(msg_id=said.msg_id, source="ann", value=0.0), heard(msg_id=said.msg_id, source="b", value=1.0)]
     )
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
     rows = len(column(engine, experiences.c.id))
     assert rows == 2
-    ledger.erase("acme", "ann")
+    ledger.retention.erase("acme", "ann")
     assert len(column(engine, experiences.c.id)) == rows
 
 
@@ -142,30 +146,32 @@ def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger, engine: Engine
     policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e12)
     for run, user in (("1", "ann"), ("2", "bob")):
         rewarded(ledger, 1, task_id="t", run_id=run, user=user)
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    assert len(ledger.lease(epoch, 2, policy)) == 2
-    ledger.erase("acme", "ann")
-    ledger.release(epoch)
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    assert len(ledger.training.lease(epoch, 2, policy)) == 2
+    ledger.retention.erase("acme", "ann")
+    ledger.training.release(epoch)
     with engine.connect() as connection:
         assert connection.execute(select(experiences.c.group_id)).scalars().all() == [None]
-    assert ledger.lease(epoch, 1, policy) == []
+    assert ledger.training.lease(epoch, 1, policy) == []
 
 
 def test_feedback_about_a_run_of_several_people_stays(ledger: Ledger, engine: Engine) -> None:
     for user in ("ann", "bob"):
-        ledger.record([exchange(user=user, task_id="t", run_id="mixed"), exchange(user=user, task_id="t", run_id=user)])
-    ledger.record([heard(msg_id=None, task_id="t", run_id=run) for run in ("mixed", "ann", "bob")])
-    assert ledger.erase("acme", "ann").feedback == 1
+        ledger.recording.record(
+            [exchange(user=user, task_id="t", run_id="mixed"), exchange(user=user, task_id="t", run_id=user)]
+        )
+    ledger.recording.record([heard(msg_id=None, task_id="t", run_id=run) for run in ("mixed", "ann", "bob")])
+    assert ledger.retention.erase("acme", "ann").feedback == 1
     assert column(engine, feedback.c.run_id) == ["bob", "mixed"]
 
 
 def test_a_file_that_was_exported_is_known(ledger: Ledger, engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(exports.insert().values(path="/a.jsonl", format="sft", rows=3, created_at=0))
-    assert ledger.exported_files() == [("/a.jsonl", 3)]
-    ledger.exported_rows("/a.jsonl", 1)
-    assert ledger.exported_files() == [("/a.jsonl", 1)]
+    assert ledger.retention.exported_files() == [("/a.jsonl", 3)]
+    ledger.retention.exported_rows("/a.jsonl", 1)
+    assert ledger.retention.exported_files() == [("/a.jsonl", 1)]
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
@@ -186,13 +192,15 @@ def test_nothing_of_a_person_is_left_in_the_files_but_their_name(engine: Engine,
             task_id=words,
             experiences=(experience(text=words * (1 + 300 * (number % 5))),),
         )
-        ledger.record([said])
-        ledger.record([heard(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text=words * 9, source="bob")])
-        ledger.record([heard(msg_id=said.msg_id)])
-        ledger.commit("acme")
+        ledger.recording.record([said])
+        ledger.recording.record(
+            [heard(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text=words * 9, source="bob")]
+        )
+        ledger.recording.record([heard(msg_id=said.msg_id)])
+        ledger.recording.commit("acme")
     assert any(b"goldfinch" in file.read_bytes() for file in tmp_path.iterdir())
-    ledger.erase("acme", "ann")
-    assert ledger.empty_log()
+    ledger.retention.erase("acme", "ann")
+    assert ledger.retention.empty_log()
     files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert {name for name, data in files.items() if b"goldfinch" in data} == set()
     assert b"others" in files["ledger.db"]
@@ -200,12 +208,12 @@ def test_nothing_of_a_person_is_left_in_the_files_but_their_name(engine: Engine,
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_a_log_that_somebody_reads_is_said_not_to_be_empty(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(user="ann")])
+    ledger.recording.record([exchange(user="ann")])
     with engine.connect() as reading:
         reading.execute(select(exchanges)).all()
-        ledger.erase("acme", "ann")
-        assert not Ledger(impatient(engine)).empty_log()
-    assert ledger.empty_log()
+        ledger.retention.erase("acme", "ann")
+        assert not Ledger(impatient(engine)).retention.empty_log()
+    assert ledger.retention.empty_log()
 
 
 def impatient(engine: Engine) -> Engine:

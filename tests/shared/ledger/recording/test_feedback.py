@@ -40,8 +40,8 @@ def events(engine: Engine) -> list[Any]:
 def hear(ledger: Ledger, **but: Any) -> Outcome:
     """Record an event, and what the ledger says became of it."""
     event = feedback(**{"call_id": "this call"} | but)
-    ledger.record([event])
-    return ledger.outcomes("this call", [event.event_id])[event.event_id]
+    ledger.recording.record([event])
+    return ledger.recording.outcomes("this call", [event.event_id])[event.event_id]
 
 
 def run_of(name: str, **but: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def under(engine: Engine) -> Iterator[Any]:
 
 def test_an_event_is_accepted_once(ledger: Ledger) -> None:
     [said] = [exchange()]
-    ledger.record([said])
+    ledger.recording.record([said])
     assert hear(ledger, msg_id=said.msg_id) == Outcome.ACCEPTED
     assert hear(ledger, msg_id=said.msg_id) == Outcome.DUPLICATE
     assert hear(ledger, msg_id=said.msg_id, value=0.5) == Outcome.ACCEPTED
@@ -76,7 +76,7 @@ def test_a_repeated_event_is_a_duplicate_also_when_something_else_was_said_since
     ledger: Ledger, engine: Engine
 ) -> None:
     said = exchange()
-    ledger.record([said])
+    ledger.recording.record([said])
     first = {"event_id": "by its key", "msg_id": said.msg_id, "value": 0.0}
     assert hear(ledger, **first, call_id="first") == Outcome.DUPLICATE  # of another call than the one asked about
     hear(ledger, msg_id=said.msg_id, value=1.0)
@@ -87,14 +87,14 @@ def test_a_repeated_event_is_a_duplicate_also_when_something_else_was_said_since
 def test_feedback_waits_for_its_reply_and_is_then_accepted(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     assert hear(ledger, event_id="early", msg_id=said.msg_id, value=0.5) == Outcome.PENDING
-    ledger.record([said])
-    assert ledger.outcomes("this call", ["early"]) == {"early": Outcome.ACCEPTED}
+    ledger.recording.record([said])
+    assert ledger.recording.outcomes("this call", ["early"]) == {"early": Outcome.ACCEPTED}
     assert rewards(engine) == [0.5]
 
 
 def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
-    ledger.record([said])
+    ledger.recording.record([said])
     assert hear(ledger, msg_id=said.msg_id, tenant="other") == Outcome.PENDING
     assert rewards(engine) == [None]
 
@@ -105,19 +105,21 @@ def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
 ) -> None:
     said = [exchange(task_id="task", run_id=run) for run in ("1", "1", "2")]
     heard = feedback(**run_of("1"), value=0.25)
-    ledger.record([heard, *said] if first else [*said, heard])
+    ledger.recording.record([heard, *said] if first else [*said, heard])
     assert rewards(engine) == [0.25, 0.25, None]
 
 
 def test_a_reply_added_to_a_rewarded_trajectory_takes_its_reward(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(task_id="task", run_id="1"), feedback(**run_of("1"))])
-    ledger.record([exchange(task_id="task", run_id="1"), exchange(task_id="task", run_id="1", tenant="other")])
+    ledger.recording.record([exchange(task_id="task", run_id="1"), feedback(**run_of("1"))])
+    ledger.recording.record(
+        [exchange(task_id="task", run_id="1"), exchange(task_id="task", run_id="1", tenant="other")]
+    )
     assert rewards(engine) == [1.0, 1.0, None]
 
 
 def test_of_feedback_on_a_reply_and_on_its_trajectory_the_later_counts(ledger: Ledger, engine: Engine) -> None:
     said = [exchange(task_id="task", run_id="1") for _ in range(2)]
-    ledger.record([*said, feedback(**run_of("1"), value=0.0), feedback(msg_id=said[0].msg_id, value=1.0)])
+    ledger.recording.record([*said, feedback(**run_of("1"), value=0.0), feedback(msg_id=said[0].msg_id, value=1.0)])
     assert rewards(engine) == [1.0, 0.0]
     hear(ledger, **run_of("1"), value=0.5)
     assert rewards(engine) == [0.5, 0.5]
@@ -125,8 +127,10 @@ def test_of_feedback_on_a_reply_and_on_its_trajectory_the_later_counts(ledger: L
 
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
-    ledger.record([said, feedback(**run_of("1"), value=0.25)])
-    ledger.record([feedback(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text="x", task_id="task", run_id="1")])
+    ledger.recording.record([said, feedback(**run_of("1"), value=0.25)])
+    ledger.recording.record(
+        [feedback(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text="x", task_id="task", run_id="1")]
+    )
     assert rewards(engine) == [0.25]
 
 
@@ -136,8 +140,8 @@ def test_a_preference_is_for_one_reply_and_against_the_other(under: Any, engine:
     preference = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None}
     of_two = {"msg_id": better.msg_id, "other_msg_id": worse.msg_id, "other_choice": 1, **preference}
     assert hear(ledger, **of_two) == Outcome.PENDING
-    ledger.record([better])
-    ledger.record([worse])
+    ledger.recording.record([better])
+    ledger.recording.record([worse])
     assert rewards(engine) == [1.0, None, -1.0]
     hear(ledger, msg_id=better.msg_id, **retraction(metric="preference"))
     assert rewards(engine)[0] is None
@@ -153,7 +157,7 @@ def test_words_are_kept_and_change_nothing(ledger: Ledger, engine: Engine, kind:
 
 def test_all_that_an_event_says_is_kept(ledger: Ledger, engine: Engine) -> None:
     event = feedback(msg_id="x", choice=1, source="rater", occurred_at=5.0, task_id="t", run_id="r", metric="help")
-    ledger.record([event])
+    ledger.recording.record([event])
     [kept] = events(engine)
     for name in Feedback.__struct_fields__:
         assert getattr(kept, name) == getattr(event, name)
@@ -167,12 +171,12 @@ def test_a_retracted_reward_puts_the_reply_back_also_after_the_commit(ledger: Le
     assert states(engine) == [State.RECORDED, State.RECORDED, State.REWARDED]
     assert [(row.reward, row.reward_rule, row.committed_at) for row in rows(engine)][:2] == [(None, None, None)] * 2
     assert hear(ledger, msg_id=said[1].msg_id, value=0.5) == Outcome.ACCEPTED
-    assert ledger.commit("acme") == 2
+    assert ledger.recording.commit("acme") == 2
 
 
 def test_a_retraction_of_one_source_leaves_the_other(ledger: Ledger, engine: Engine) -> None:
     [said] = rewarded(ledger)
-    ledger.record([feedback(msg_id=said.msg_id, source="judge", value=0.0)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, source="judge", value=0.0)])
     assert rewards(engine) == [0.5]
     hear(ledger, msg_id=said.msg_id, source="judge", **retraction())
     assert rewards(engine) == [1.0]
@@ -183,8 +187,8 @@ def test_feedback_for_a_leased_reply_is_late_until_the_lease_ends(ledger: Ledger
     msg_id = rows(engine)[0].msg_id
     assert hear(ledger, event_id="late", msg_id=msg_id, value=-0.5) == Outcome.LATE
     assert rewards(engine) == [1.0]
-    ledger.take_epoch("the next trainer")
-    assert ledger.outcomes("this call", ["late"]) == {"late": Outcome.ACCEPTED}
+    ledger.training.take_epoch("the next trainer")
+    assert ledger.recording.outcomes("this call", ["late"]) == {"late": Outcome.ACCEPTED}
     assert (rewards(engine), states(engine)) == ([-0.5], [State.COMMITTED])
     assert (epoch, len(samples)) == (1, 1)
 
@@ -201,7 +205,7 @@ def test_feedback_after_training_is_late(ledger: Ledger, engine: Engine) -> None
 def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
     committed(ledger)
     trained(ledger)
-    ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_age=1.0))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_age=1.0))
     expired = [row for row in rows(engine) if row.state == State.EXPIRED]
     assert expired
     assert hear(ledger, msg_id=expired[0].msg_id, value=0.5) == Outcome.LATE
@@ -210,7 +214,7 @@ def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
 def test_feedback_after_its_window_is_late_and_does_not_count(under: Any, engine: Engine) -> None:
     ledger = under(attribution_window=10.0, clock=lambda: 115.0)
     said = exchange(received_at=100.0)
-    ledger.record([said])
+    ledger.recording.record([said])
     assert hear(ledger, msg_id=said.msg_id, received_at=110.0, value=0.5) == Outcome.ACCEPTED
     assert hear(ledger, msg_id=said.msg_id, received_at=111.0, value=1.0) == Outcome.LATE
     assert rewards(engine) == [0.5]
@@ -219,10 +223,10 @@ def test_feedback_after_its_window_is_late_and_does_not_count(under: Any, engine
 def test_a_reply_without_feedback_gets_the_default_with_the_commit_after_its_window(under: Any, engine: Engine) -> None:
     now = [105.0]
     ledger = under(attribution_window=10.0, default=-1.0, clock=lambda: now[0])
-    ledger.record([exchange(received_at=100.0), exchange(received_at=100.0, tenant="other")])
-    assert ledger.commit("acme") == 0
+    ledger.recording.record([exchange(received_at=100.0), exchange(received_at=100.0, tenant="other")])
+    assert ledger.recording.commit("acme") == 0
     now[0] = 111.0
-    assert ledger.commit("acme") == 1
+    assert ledger.recording.commit("acme") == 1
     assert rewards(engine) == [-1.0, None]
 
 
@@ -232,12 +236,12 @@ def test_late_feedback_makes_a_compensating_experience_once(under: Any, engine: 
     before = rows(engine)[0]
     heard = feedback(msg_id=before.msg_id, value=-0.5, received_at=LATE)
     for _ in range(3):
-        ledger.record([heard])
+        ledger.recording.record([heard])
     [same, copy] = rows(engine)
     assert same == before
     assert (copy.correction, copy.state, copy.reward, copy.blob) == (1, State.REWARDED, -0.5, before.blob)
-    assert ledger.commit("acme") == 1
-    samples = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy())
+    assert ledger.recording.commit("acme") == 1
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
     assert [sample.reward for sample in samples] == [-0.5]
 
 
@@ -248,9 +252,9 @@ def test_a_compensating_experience_takes_corrections_until_it_is_trained_on(unde
     for number, reward in enumerate((-0.5, 0.25, 0.5)):
         hear(ledger, msg_id=msg_id, value=reward, received_at=LATE + number)
     assert rewards(engine) == [1.0, 0.5]
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
     hear(ledger, msg_id=msg_id, value=0.75, received_at=LATE + 9)
     assert [(row.correction, row.state, row.reward) for row in rows(engine)] == [
         (0, State.TRAINED, 1.0),
@@ -295,17 +299,17 @@ def test_rewards_are_reckoned_anew_but_not_of_what_is_leased_or_trained(under: A
     rewarded(old)
     new = under(weights={"reward": 3.0})
     before = rows(engine)
-    assert new.recompute_rewards(dry_run=True) == (2, 2)
+    assert new.recording.recompute_rewards(dry_run=True) == (2, 2)
     assert rows(engine) == before
-    assert new.recompute_rewards() == (2, 2)
+    assert new.recording.recompute_rewards() == (2, 2)
     assert rewards(engine) == [1.0, 1.0, 3.0, 3.0]
     assert [row.state for row in rows(engine)] == [row.state for row in before]
-    assert new.recompute_rewards() == (2, 0)
+    assert new.recording.recompute_rewards() == (2, 0)
 
 
 def test_a_dry_run_writes_nothing_at_all(under: Any, engine: Engine) -> None:
     rewarded(under())
-    under(weights={"reward": 3.0}).recompute_rewards(dry_run=True)
+    under(weights={"reward": 3.0}).recording.recompute_rewards(dry_run=True)
     with engine.connect() as connection:
         assert len(connection.execute(select(reward_rules)).all()) == 1
 
@@ -313,7 +317,7 @@ def test_a_dry_run_writes_nothing_at_all(under: Any, engine: Engine) -> None:
 def test_what_a_new_rule_leaves_as_it_was_is_under_the_new_rule(under: Any, engine: Engine) -> None:
     rewarded(under())
     new = under(clip=(-5.0, 5.0))
-    assert new.recompute_rewards() == (1, 0)
+    assert new.recording.recompute_rewards() == (1, 0)
     with engine.connect() as connection:
         rules = list(connection.execute(select(reward_rules).order_by(reward_rules.c.id)))
     assert [row.reward_rule for row in rows(engine)] == [rules[-1].id]
@@ -322,20 +326,22 @@ def test_what_a_new_rule_leaves_as_it_was_is_under_the_new_rule(under: Any, engi
 def test_a_new_rule_may_reward_what_had_no_reward_and_take_others(under: Any, engine: Engine) -> None:
     old, new = under(), under(weights={"help": 1.0})
     said = [exchange(), exchange()]
-    old.record([*said, feedback(msg_id=said[0].msg_id), feedback(msg_id=said[1].msg_id, metric="help", value=0.5)])
-    assert new.recompute_rewards() == (2, 2)
+    old.recording.record(
+        [*said, feedback(msg_id=said[0].msg_id), feedback(msg_id=said[1].msg_id, metric="help", value=0.5)]
+    )
+    assert new.recording.recompute_rewards() == (2, 2)
     assert [(row.state, row.reward) for row in rows(engine)] == [(State.RECORDED, None), (State.REWARDED, 0.5)]
 
 
 def test_more_replies_than_a_page_are_reckoned_anew(under: Any, engine: Engine) -> None:
     said = [exchange() for _ in range(2_500)]
-    under().record([*said, *(feedback(msg_id=each.msg_id) for each in said)])
-    assert under(weights={"reward": 2.0}).recompute_rewards() == (2_500, 2_500)
+    under().recording.record([*said, *(feedback(msg_id=each.msg_id) for each in said)])
+    assert under(weights={"reward": 2.0}).recording.recompute_rewards() == (2_500, 2_500)
     assert set(rewards(engine)) == {2.0}
 
 
 def test_the_outcomes_of_a_hundred_thousand_events_are_told(ledger: Ledger) -> None:
-    outcomes = ledger.outcomes("this call", [f"event {number}" for number in range(100_000)])
+    outcomes = ledger.recording.outcomes("this call", [f"event {number}" for number in range(100_000)])
     assert len(outcomes) == 100_000
 
 
@@ -360,17 +366,17 @@ def test_the_reward_does_not_depend_on_when_the_row_comes_nor_on_repetitions(
             connection.execute(delete(table))
     said = exchange(msg_id="chatcmpl-x", task_id="task", run_id="run", received_at=0.0)
     made = [feedback(**what, **whose, **about) for what, whose, about in heard]
-    ledger.record([said])
+    ledger.recording.record([said])
     for event in made:
-        ledger.record([event])
+        ledger.recording.record([event])
     expected = rewards(engine)
     with engine.begin() as connection:
         for table in (feedback_table, experiences, exchanges):
             connection.execute(delete(table))
     again = [*made[:place], said, *made[place:]]
     cut = data.draw(st.integers(0, len(again)))
-    ledger.record(again[:cut])
-    ledger.record(again)
+    ledger.recording.record(again[:cut])
+    ledger.recording.record(again)
     assert rewards(engine) == expected
 
 
@@ -378,12 +384,12 @@ def test_a_preference_that_is_retracted_takes_its_reward_from_both(under: Any, e
     ledger = under(weights={"preference": 1.0}, boolean_values=(-1.0, 1.0))
     better, worse = exchange(), exchange()
     preference = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None}
-    ledger.record([better, worse, feedback(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
+    ledger.recording.record([better, worse, feedback(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
     assert rewards(engine) == [1.0, -1.0]
-    ledger.record([feedback(msg_id=better.msg_id, **retraction(metric="preference"))])
+    ledger.recording.record([feedback(msg_id=better.msg_id, **retraction(metric="preference"))])
     assert rewards(engine) == [None, None]
-    assert ledger.counts()[State.RECORDED] == 2
-    ledger.record([feedback(msg_id=worse.msg_id, other_msg_id=better.msg_id, **preference)])
+    assert ledger.reports.counts()[State.RECORDED] == 2
+    ledger.recording.record([feedback(msg_id=worse.msg_id, other_msg_id=better.msg_id, **preference)])
     assert rewards(engine) == [-1.0, 1.0]
-    ledger.recompute_rewards()
+    ledger.recording.recompute_rewards()
     assert rewards(engine) == [-1.0, 1.0]

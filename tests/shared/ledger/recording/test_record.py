@@ -29,99 +29,99 @@ def only(**counts: int) -> dict[State, int]:
 def test_a_replayed_spool_changes_nothing(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=(experience(choice=0), experience(choice=1)))
     heard = feedback(msg_id=said.msg_id, choice=1, value=0.5)
-    ledger.record([said, heard])
+    ledger.recording.record([said, heard])
     before = rows(engine)
-    ledger.record([said, heard])
-    ledger.record([heard])
-    ledger.record([said])
+    ledger.recording.record([said, heard])
+    ledger.recording.record([heard])
+    ledger.recording.record([said])
     assert rows(engine) == before
-    assert ledger.counts() == only(recorded=1, rewarded=1)
+    assert ledger.reports.counts() == only(recorded=1, rewarded=1)
 
 
 def test_a_replayed_feedback_does_not_take_back_a_commit(ledger: Ledger) -> None:
     said, heard = exchange(msg_id="chatcmpl-x"), feedback(msg_id="chatcmpl-x")
-    ledger.record([said, heard])
-    ledger.commit("acme")
-    ledger.record([said, heard])
-    assert ledger.counts() == only(committed=1)
+    ledger.recording.record([said, heard])
+    ledger.recording.commit("acme")
+    ledger.recording.record([said, heard])
+    assert ledger.reports.counts() == only(committed=1)
 
 
 def test_the_first_to_use_a_msg_id_keeps_it(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="first"),))])
-    ledger.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="second"),))])
+    ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="first"),))])
+    ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="second"),))])
     assert [row.text for row in rows(engine)] == ["first"]
 
 
 def test_nothing_to_record_is_fine(ledger: Ledger) -> None:
-    ledger.record([])
-    ledger.record([exchange(experiences=())])
-    assert ledger.counts() == only()
+    ledger.recording.record([])
+    ledger.recording.record([exchange(experiences=())])
+    assert ledger.reports.counts() == only()
 
 
 def test_feedback_that_comes_first_waits_for_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([feedback(msg_id="chatcmpl-x", value=0.25)])
-    ledger.record([exchange(msg_id="chatcmpl-x")])
+    ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25)])
+    ledger.recording.record([exchange(msg_id="chatcmpl-x")])
     assert rewards(engine) == [0.25]
-    assert ledger.counts() == only(rewarded=1)
+    assert ledger.reports.counts() == only(rewarded=1)
 
 
 def test_feedback_in_the_same_group_may_stand_before_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
+    ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
     assert rewards(engine) == [0.25]
 
 
 def test_the_last_feedback_is_the_reward(ledger: Ledger, engine: Engine) -> None:
     [said] = rewarded(ledger)
-    ledger.record([feedback(msg_id=said.msg_id, value=0.1), feedback(msg_id=said.msg_id, value=0.2)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.1), feedback(msg_id=said.msg_id, value=0.2)])
     assert rewards(engine) == [0.2]
 
 
 def test_the_last_is_the_one_that_was_received_last(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
-    ledger.record([said, feedback(msg_id=said.msg_id, value=0.9, received_at=20.0)])
-    ledger.record([feedback(msg_id=said.msg_id, value=0.1, received_at=10.0)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.9, received_at=20.0)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.1, received_at=10.0)])
     assert [(row.reward, row.rewarded_at) for row in rows(engine)] == [(0.9, 20.0)]
 
 
 def test_of_two_received_at_once_the_one_recorded_later_counts(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     both = [feedback(msg_id=said.msg_id, value=reward, received_at=10.0) for reward in (0.1, 0.9)]
-    ledger.record([said, *both])
+    ledger.recording.record([said, *both])
     assert rewards(engine) == [0.9]
 
 
 def test_feedback_for_one_choice_leaves_the_others_alone(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
-    ledger.record([said, feedback(msg_id=said.msg_id, choice=1, value=0.5)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=1, value=0.5)])
     assert rewards(engine) == [None, 0.5, None]
 
 
 def test_feedback_without_a_choice_is_for_all_and_a_later_one_for_one(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
-    ledger.record([said, feedback(msg_id=said.msg_id, value=0.5)])
-    ledger.record([feedback(msg_id=said.msg_id, choice=2, value=-1.0)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.5)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, choice=2, value=-1.0)])
     assert rewards(engine) == [0.5, 0.5, -1.0]
 
 
 def test_feedback_for_all_overrules_an_earlier_one_for_one(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(2)))
-    ledger.record([said, feedback(msg_id=said.msg_id, choice=1, value=-1.0)])
-    ledger.record([feedback(msg_id=said.msg_id, value=0.5)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=1, value=-1.0)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.5)])
     assert rewards(engine) == [0.5, 0.5]
 
 
 def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engine) -> None:
     [said] = rewarded(ledger)
-    ledger.commit("acme")
-    ledger.record([feedback(msg_id=said.msg_id, value=-0.5)])
+    ledger.recording.commit("acme")
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=-0.5)])
     assert rewards(engine) == [-0.5]
-    assert ledger.counts() == only(committed=1)
+    assert ledger.reports.counts() == only(committed=1)
 
 
 def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
     _epoch, samples = leased(ledger)
     msg_id = rows(engine)[0].msg_id
-    ledger.record([feedback(msg_id=msg_id, value=-0.5)])
+    ledger.recording.record([feedback(msg_id=msg_id, value=-0.5)])
     assert rewards(engine) == [samples[0].reward] == [1.0]
     with engine.connect() as connection:
         kept = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
@@ -130,8 +130,8 @@ def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, 
 
 def test_feedback_after_training_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger)
-    ledger.register(epoch, ids(samples), step=1, publish=lambda _: (Path("/c"), "0" * 64))
-    ledger.record([feedback(msg_id=rows(engine)[0].msg_id, value=-0.5)])
+    ledger.training.register(epoch, ids(samples), step=1, publish=lambda _: (Path("/c"), "0" * 64))
+    ledger.recording.record([feedback(msg_id=rows(engine)[0].msg_id, value=-0.5)])
     assert rewards(engine) == [1.0]
 
 
@@ -139,23 +139,23 @@ def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_
     ledger: Ledger, engine: Engine
 ) -> None:
     said = exchange(experiences=(experience(drop_reason="cut off"),))
-    ledger.record([said, feedback(msg_id=said.msg_id, value=0.5)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.5)])
     assert [(row.state, row.reason, row.reward) for row in rows(engine)] == [("dropped", "cut off", 0.5)]
-    assert ledger.commit("acme") == 0
+    assert ledger.recording.commit("acme") == 0
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
 def test_a_reward_that_is_no_number_is_refused_whole(ledger: Ledger, reward: float) -> None:
     said = exchange()
     with pytest.raises(LedgerError, match="refuses"):
-        ledger.record([said, feedback(msg_id=said.msg_id, value=reward)])
-    assert ledger.counts() == only()
+        ledger.recording.record([said, feedback(msg_id=said.msg_id, value=reward)])
+    assert ledger.reports.counts() == only()
 
 
 def test_what_no_database_can_hold_is_replaced(ledger: Ledger, engine: Engine) -> None:
     odd = "a\0b\ud800c"
     said = exchange(task_id=odd, run_id=odd, request=b"\0\xff", experiences=(experience(text=odd, drop_reason=odd),))
-    ledger.record([said, feedback(msg_id=said.msg_id, task_id=odd, run_id=odd)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, task_id=odd, run_id=odd)])
     [row] = rows(engine)
     assert row.text == row.reason == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}c"
     with engine.connect() as connection:
@@ -167,38 +167,38 @@ def test_what_no_database_can_hold_is_replaced(ledger: Ledger, engine: Engine) -
 def test_a_task_of_any_name_is_committed_by_that_name(ledger: Ledger) -> None:
     for name in ("a\0b\ud800", "\N{GRINNING FACE}" * MAX_NAME, "", "%_'\"", "\N{GRINNING FACE}"):
         rewarded(ledger, task_id=name)
-        assert ledger.commit("acme", task_id=name) == 1
+        assert ledger.recording.commit("acme", task_id=name) == 1
 
 
 def test_an_error_quotes_nothing_that_a_user_wrote(ledger: Ledger) -> None:
     secret = experience(text="my secret", version_min=2, version_max=1)
     with pytest.raises(LedgerError) as caught:
-        ledger.record([exchange(experiences=(secret,))])
+        ledger.recording.record([exchange(experiences=(secret,))])
     assert "my secret" not in "".join(traceback.format_exception(caught.value)).replace('text="my secret"', "")
 
 
 def test_numbers_that_do_not_fit_together_are_refused_before_the_database_is_asked(ledger: Ledger) -> None:
     odd = experience(completion_ids=pack_ids([1, 2]), logprobs=pack_logprobs([-1.0]))
     with pytest.raises(ValueError, match="bytes"):
-        ledger.record([exchange(), exchange(experiences=(odd,))])
-    assert ledger.counts() == only()
+        ledger.recording.record([exchange(), exchange(experiences=(odd,))])
+    assert ledger.reports.counts() == only()
 
 
 def test_more_messages_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine) -> None:
     """More than either database takes parameters in a statement."""
-    ledger.record([feedback(msg_id=f"chatcmpl-x{number}", value=0.5) for number in range(66_000)])
-    ledger.record([exchange(msg_id="chatcmpl-x65999")])
+    ledger.recording.record([feedback(msg_id=f"chatcmpl-x{number}", value=0.5) for number in range(66_000)])
+    ledger.recording.record([exchange(msg_id="chatcmpl-x65999")])
     assert rewards(engine) == [0.5]
 
 
 def test_the_feedback_of_one_call_takes_few_statements(ledger: Ledger, engine: Engine) -> None:
     said = [exchange() for _ in range(5_000)]
-    ledger.record(said)
+    ledger.recording.record(said)
     statements: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda *about: statements.append(about[2]))
-    ledger.record([feedback(msg_id=each.msg_id, received_at=9e9) for each in said])
+    ledger.recording.record([feedback(msg_id=each.msg_id, received_at=9e9) for each in said])
     assert len(statements) < 20
-    assert ledger.counts() == only(rewarded=5_000)
+    assert ledger.reports.counts() == only(rewarded=5_000)
 
 
 @pytest.mark.parametrize(
@@ -219,19 +219,19 @@ def test_commit_takes_what_all_filters_name(ledger: Ledger, filters: dict[str, A
     labels = [("a", "1", 10.0), ("a", "2", 20.0), ("b", "1", 30.0), (None, None, 40.0)]
     for task_id, run_id, received_at in labels:
         rewarded(ledger, task_id=task_id, run_id=run_id, received_at=received_at)
-    assert ledger.commit("acme", **filters) == count
-    assert ledger.counts() == only(rewarded=4 - count, committed=count)
+    assert ledger.recording.commit("acme", **filters) == count
+    assert ledger.reports.counts() == only(rewarded=4 - count, committed=count)
 
 
 def test_commit_takes_only_the_tenants_own(ledger: Ledger) -> None:
     rewarded(ledger, tenant="acme")
     rewarded(ledger, tenant="other")
-    assert ledger.commit("acme") == 1
-    assert ledger.commit("nobody") == 0
-    assert ledger.counts() == only(rewarded=1, committed=1)
+    assert ledger.recording.commit("acme") == 1
+    assert ledger.recording.commit("nobody") == 0
+    assert ledger.reports.counts() == only(rewarded=1, committed=1)
 
 
 def test_commit_takes_only_what_is_rewarded_and_only_once(ledger: Ledger) -> None:
     rewarded(ledger)
-    ledger.record([exchange()])
-    assert [ledger.commit("acme"), ledger.commit("acme")] == [1, 0]
+    ledger.recording.record([exchange()])
+    assert [ledger.recording.commit("acme"), ledger.recording.commit("acme")] == [1, 0]

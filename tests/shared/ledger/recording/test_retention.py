@@ -11,6 +11,7 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import retention
 from tuneloop.shared.ledger.recording.retention import bounds_of
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.settings.feedback import RetentionSettings
 
 
@@ -25,15 +26,17 @@ def test_what_is_older_than_its_bound_goes_with_all_that_belongs_to_it(
     ledger: Ledger, engine: Engine, state: State
 ) -> None:
     IN_STATE[state](ledger, received_at=OLD)
-    assert ledger.counts()[state] == 1
-    assert ledger.purge({state: 101.0}).experiences == {state: 0}
-    assert ledger.purge(EVERYTHING | {state: 101.0}).experiences[state] == 0, "each state has a bound of its own"
-    assert ledger.purge({state: 99.0}, dry_run=True).experiences == {state: 1}
-    assert ledger.counts()[state] == 1
-    assert ledger.purge({state: 99.0}).experiences == {state: 1}
+    assert ledger.reports.counts()[state] == 1
+    assert ledger.retention.purge({state: 101.0}).experiences == {state: 0}
+    assert ledger.retention.purge(EVERYTHING | {state: 101.0}).experiences[state] == 0, (
+        "each state has a bound of its own"
+    )
+    assert ledger.retention.purge({state: 99.0}, dry_run=True).experiences == {state: 1}
+    assert ledger.reports.counts()[state] == 1
+    assert ledger.retention.purge({state: 99.0}).experiences == {state: 1}
     left = everything(engine)
     assert (left["exchanges"], left["experiences"], left["feedback"]) == ([], [], [])
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 @pytest.mark.parametrize("state", IN_STATE, ids=str)
@@ -41,48 +44,48 @@ def test_without_a_bound_everything_stays(ledger: Ledger, engine: Engine, state:
     IN_STATE[state](ledger, received_at=OLD)
     before = everything(engine)
     others = {each: bound for each, bound in EVERYTHING.items() if each != state}
-    assert sum(ledger.purge(others).experiences.values()) == 0
+    assert sum(ledger.retention.purge(others).experiences.values()) == 0
     assert everything(engine) == before
 
 
 def test_what_is_in_work_is_never_purged(ledger: Ledger) -> None:
     in_work(ledger, received_at=OLD)
-    ledger.purge(EVERYTHING)
-    assert (ledger.counts()[State.LEASED], ledger.counts()[State.COMMITTED]) == (1, 1)
+    ledger.retention.purge(EVERYTHING)
+    assert (ledger.reports.counts()[State.LEASED], ledger.reports.counts()[State.COMMITTED]) == (1, 1)
     with pytest.raises(ValueError, match="committed, leased wait for the trainer"):
-        ledger.purge({State.LEASED: 1.0, State.COMMITTED: 1.0})
+        ledger.retention.purge({State.LEASED: 1.0, State.COMMITTED: 1.0})
 
 
 def test_a_dry_run_changes_nothing(ledger: Ledger, engine: Engine) -> None:
     for make in IN_STATE.values():
         make(ledger, received_at=OLD, user="ann")
-    ledger.record([heard(received_at=OLD)])
+    ledger.recording.record([heard(received_at=OLD)])
     before = everything(engine)
-    told, erased = ledger.purge(EVERYTHING, dry_run=True), ledger.erase("acme", "ann", dry_run=True)
+    told, erased = ledger.retention.purge(EVERYTHING, dry_run=True), ledger.retention.erase("acme", "ann", dry_run=True)
     assert everything(engine) == before
-    assert erased == ledger.erase("acme", "ann", dry_run=True)
-    assert told == ledger.purge(EVERYTHING)
+    assert erased == ledger.retention.erase("acme", "ann", dry_run=True)
+    assert told == ledger.retention.purge(EVERYTHING)
     assert (set(told.experiences.values()), told.parked) == ({1}, 1)
 
 
 def test_the_ledger_adds_up_after_trained_rows_were_purged(ledger: Ledger, engine: Engine) -> None:
     trained(ledger, 3, received_at=OLD)
     trained(ledger, 2, received_at=NOW)
-    assert ledger.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 3}
+    assert ledger.retention.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 3}
     assert [row[6:8] for row in everything(engine)["versions"]] == [(3, 3), (2, 0)]
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE versions SET purged = 2 WHERE version = 1")
-    assert len(ledger.imbalance()) == 1
+    assert len(ledger.reports.imbalance()) == 1
 
 
 def test_an_exchange_stays_until_its_last_experience_goes(ledger: Ledger, engine: Engine) -> None:
     both = (experience(), experience(choice=1, drop_reason="cut off"))
     said = exchange(received_at=OLD, experiences=both)
-    ledger.record([said, heard(msg_id=said.msg_id, choice=0)])
-    ledger.purge({State.DROPPED: 50.0})
+    ledger.recording.record([said, heard(msg_id=said.msg_id, choice=0)])
+    ledger.retention.purge({State.DROPPED: 50.0})
     assert (len(column(engine, exchanges.c.msg_id)), len(column(engine, feedback.c.id))) == (1, 1)
-    ledger.purge({State.REWARDED: 50.0})
+    ledger.retention.purge({State.REWARDED: 50.0})
     assert (column(engine, exchanges.c.msg_id), column(engine, feedback.c.id)) == ([], [])
 
 
@@ -93,13 +96,15 @@ def test_many_are_purged_in_portions(ledger: Ledger, engine: Engine, monkeypatch
         connection.exec_driver_sql("UPDATE experiences SET state = 'expired', reason = 'old', sampled_at = id")
     writes = 0
 
-    class Counting(Ledger):
-        def _write(self) -> Any:
+    class Counting(Transactions):
+        def write(self) -> Any:
             nonlocal writes
             writes += 1
-            return super()._write()
+            return super().write()
 
-    assert Counting(engine, clock=lambda: NOW).purge({State.EXPIRED: NOW - 1000.5}).experiences == {State.EXPIRED: 1000}
+    assert Ledger(engine, clock=lambda: NOW, transactions=Counting).retention.purge(
+        {State.EXPIRED: NOW - 1000.5}
+    ).experiences == {State.EXPIRED: 1000}
     assert writes == 11
     assert column(engine, experiences.c.id) == list(range(1001, 1051))
     assert len(column(engine, exchanges.c.msg_id)) == 50
@@ -108,26 +113,26 @@ def test_many_are_purged_in_portions(ledger: Ledger, engine: Engine, monkeypatch
 def test_a_row_whose_repeat_is_not_trained_yet_stays(engine: Engine) -> None:
     ledger = Ledger(engine, compensate_late=True, clock=lambda: NOW)
     [said] = trained(ledger, received_at=OLD)
-    ledger.record([heard(msg_id=said.msg_id, value=0.0)])
-    assert ledger.purge({State.TRAINED: 50.0}, dry_run=True).experiences == {State.TRAINED: 0}
-    assert ledger.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 0}
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
-    assert ledger.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 2}
-    assert ledger.imbalance() == []
+    ledger.recording.record([heard(msg_id=said.msg_id, value=0.0)])
+    assert ledger.retention.purge({State.TRAINED: 50.0}, dry_run=True).experiences == {State.TRAINED: 0}
+    assert ledger.retention.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 0}
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    assert ledger.retention.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 2}
+    assert ledger.reports.imbalance() == []
     assert everything(engine)["feedback"] == []
 
 
 def test_a_preference_stays_as_long_as_either_reply(ledger: Ledger, engine: Engine) -> None:
     better, worse = exchange(received_at=OLD), exchange(received_at=NOW)
     preference = {"kind": Kind.PREFERENCE, "value": None, "received_at": NOW}
-    ledger.record([better, worse, heard(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
-    ledger.purge({State.REWARDED: 50.0})
+    ledger.recording.record([better, worse, heard(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
+    ledger.retention.purge({State.REWARDED: 50.0})
     assert column(engine, exchanges.c.msg_id) == [worse.msg_id]
-    ledger.record([heard(msg_id=worse.msg_id, metric="other", received_at=NOW)])
+    ledger.recording.record([heard(msg_id=worse.msg_id, metric="other", received_at=NOW)])
     assert column(engine, experiences.c.reward) == [0.0], "what made its reward is still there"
-    Ledger(engine, clock=lambda: NOW + 100).purge({State.REWARDED: 50.0})
+    Ledger(engine, clock=lambda: NOW + 100).retention.purge({State.REWARDED: 50.0})
     assert everything(engine)["feedback"] == []
 
 
@@ -135,28 +140,28 @@ def test_a_preference_that_was_taken_back_does_not_come_back(ledger: Ledger, eng
     better, worse = exchange(received_at=OLD), exchange(received_at=NOW)
     about = {"msg_id": better.msg_id, "value": None}
     preferred = heard(kind=Kind.PREFERENCE, other_msg_id=worse.msg_id, received_at=NOW, **about)
-    ledger.record([better, worse, preferred, heard(kind=Kind.RETRACTION, received_at=NOW + 1, **about)])
-    assert ledger.counts()[State.RECORDED] == 2
-    ledger.purge({State.RECORDED: 50.0})
-    ledger.recompute_rewards()
+    ledger.recording.record([better, worse, preferred, heard(kind=Kind.RETRACTION, received_at=NOW + 1, **about)])
+    assert ledger.reports.counts()[State.RECORDED] == 2
+    ledger.retention.purge({State.RECORDED: 50.0})
+    ledger.recording.recompute_rewards()
     assert column(engine, exchanges.c.msg_id) == [worse.msg_id]
-    assert ledger.counts()[State.RECORDED] == 1
+    assert ledger.reports.counts()[State.RECORDED] == 1
 
 
 def test_feedback_about_a_run_goes_with_its_last_reply(ledger: Ledger, engine: Engine) -> None:
     for received_at in (OLD, NOW):
-        ledger.record([exchange(task_id="t", run_id="r", received_at=received_at)])
-    ledger.record([heard(msg_id=None, task_id="t", run_id="r", received_at=NOW)])
-    ledger.purge({State.REWARDED: 50.0})
+        ledger.recording.record([exchange(task_id="t", run_id="r", received_at=received_at)])
+    ledger.recording.record([heard(msg_id=None, task_id="t", run_id="r", received_at=NOW)])
+    ledger.retention.purge({State.REWARDED: 50.0})
     assert len(column(engine, feedback.c.id)) == 1
-    Ledger(engine, clock=lambda: NOW + 100).purge({State.REWARDED: 50.0})
+    Ledger(engine, clock=lambda: NOW + 100).retention.purge({State.REWARDED: 50.0})
     assert column(engine, feedback.c.id) == []
 
 
 def test_feedback_whose_reply_never_comes_goes_by_the_bound_of_recorded(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([heard(received_at=OLD), heard(msg_id="chatcmpl-new", received_at=NOW)])
-    assert ledger.purge({State.TRAINED: 50.0}).parked == 0
-    assert ledger.purge({State.RECORDED: 50.0}).parked == 1
+    ledger.recording.record([heard(received_at=OLD), heard(msg_id="chatcmpl-new", received_at=NOW)])
+    assert ledger.retention.purge({State.TRAINED: 50.0}).parked == 0
+    assert ledger.retention.purge({State.RECORDED: 50.0}).parked == 1
     assert column(engine, feedback.c.msg_id) == ["chatcmpl-new"]
 
 

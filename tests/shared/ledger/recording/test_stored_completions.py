@@ -43,12 +43,12 @@ def pages(ledger: Ledger, *wanted: bytes, order: Order = "asc", limit: int = 2) 
     """Page after page, as a client turns them."""
     after = None
     while True:
-        page = ledger.stored_page("acme", wanted=wanted, after=after, order=order, limit=limit)
+        page = ledger.stored.page("acme", wanted=wanted, after=after, order=order, limit=limit)
         assert page is not None
         yield [each.msg_id for each in page.found]
         if not page.more:
             return
-        after = ledger.place_of("acme", page.found[-1].msg_id)
+        after = ledger.stored.place_of("acme", page.found[-1].msg_id)
 
 
 def names(ledger: Ledger, *wanted: bytes, **how: Any) -> list[str]:
@@ -56,25 +56,25 @@ def names(ledger: Ledger, *wanted: bytes, **how: Any) -> list[str]:
 
 
 def metadata_of(ledger: Ledger, msg_id: str) -> dict[str, str]:
-    stored = ledger.stored("acme", msg_id)
+    stored = ledger.stored.get("acme", msg_id)
     assert stored is not None
     return dict(completion(stored, default_model="m").metadata)
 
 
 def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
     said = asked(experiences=(experience(choice=0), experience(choice=1)))
-    meanwhile = [lambda: ledger.delete_stored("acme", said.msg_id), lambda: ledger.record([said])]
+    meanwhile = [lambda: ledger.stored.delete("acme", said.msg_id), lambda: ledger.recording.record([said])]
 
     @event.listens_for(engine, "after_cursor_execute")
     def _between(_connection: Any, _cursor: Any, sql: str, *_: Any) -> None:
         if meanwhile and sql.startswith("SELECT exchanges"):
             meanwhile.pop()()
 
-    assert ledger.stored("acme", said.msg_id) is None
-    stored = ledger.stored("acme", said.msg_id)
+    assert ledger.stored.get("acme", said.msg_id) is None
+    stored = ledger.stored.get("acme", said.msg_id)
     assert stored is not None
     assert [each.choice for each in stored.choices] == [0, 1]
-    assert (meanwhile, ledger.stored("acme", said.msg_id)) == ([], None)
+    assert (meanwhile, ledger.stored.get("acme", said.msg_id)) == ([], None)
 
 
 def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
@@ -87,8 +87,8 @@ def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
         ),
     )
     said = asked(received_at=12.5, experiences=choices)
-    ledger.record([said])
-    stored = ledger.stored("acme", said.msg_id)
+    ledger.recording.record([said])
+    stored = ledger.stored.get("acme", said.msg_id)
     assert stored is not None
     assert (stored.received_at, stored.request, stored.metadata) == (12.5, said.request, None)
     assert stored.choices == tuple(
@@ -110,7 +110,7 @@ def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize(("count", "sizes"), [(0, [0]), (2, [2]), (3, [2, 1]), (4, [2, 2])])
 def test_a_list_ends_where_there_is_no_more(ledger: Ledger, count: int, sizes: list[int]) -> None:
-    ledger.record([asked() for _ in range(count)])
+    ledger.recording.record([asked() for _ in range(count)])
     assert [len(page) for page in pages(ledger)] == sizes
     assert [len(page) for page in pages(ledger, tag_of_model("acme", "m"))] == sizes
 
@@ -119,7 +119,7 @@ def test_a_list_ends_where_there_is_no_more(ledger: Ledger, count: int, sizes: l
 def test_a_list_is_in_the_order_of_the_requests_both_ways(ledger: Ledger, wanted: tuple[bytes, ...]) -> None:
     times = [5.0, 3.0, 3.0, 9.0, 3.0]
     said = [asked(msg_id=f"chatcmpl-{name}", received_at=at, metadata={"k": "v"}) for name, at in enumerate(times)]
-    ledger.record(said)
+    ledger.recording.record(said)
     expected = [f"chatcmpl-{name}" for name in (1, 2, 4, 0, 3)]
     assert names(ledger, *wanted) == expected
     assert names(ledger, *wanted, order="desc") == expected[::-1]
@@ -127,18 +127,20 @@ def test_a_list_is_in_the_order_of_the_requests_both_ways(ledger: Ledger, wanted
 
 def test_others_exchanges_are_not_listed_nor_found(ledger: Ledger) -> None:
     mine, others, text = asked(), asked(tenant="other"), asked(endpoint="/v1/completions")
-    ledger.record([mine, others, text])
+    ledger.recording.record([mine, others, text])
     assert names(ledger) == names(ledger, tag_of_model("acme", "m")) == [mine.msg_id]
     for each in (others, text):
-        assert ledger.stored("acme", each.msg_id) is None
-        assert not ledger.change_metadata("acme", each.msg_id, pairs={})
-        assert ledger.delete_stored("acme", each.msg_id) is None
-    assert ledger.place_of("acme", others.msg_id) is None
+        assert ledger.stored.get("acme", each.msg_id) is None
+        assert not ledger.stored.change_metadata("acme", each.msg_id, pairs={})
+        assert ledger.stored.delete("acme", each.msg_id) is None
+    assert ledger.stored.place_of("acme", others.msg_id) is None
 
 
 def test_what_is_found_has_all_that_is_wanted(ledger: Ledger) -> None:
     both = asked(metadata={"a": "1", "b": "2"})
-    ledger.record([both, asked(metadata={"a": "1"}), asked(metadata={"a": "2", "b": "1"}), asked(model="other")])
+    ledger.recording.record(
+        [both, asked(metadata={"a": "1"}), asked(metadata={"a": "2", "b": "1"}), asked(model="other")]
+    )
     assert len(names(ledger, pair("a", "1"))) == 2
     assert names(ledger, pair("a", "1"), pair("b", "2")) == [both.msg_id]
     assert names(ledger, pair("a", "1"), pair("b", "2"), tag_of_model("acme", "m")) == [both.msg_id]
@@ -149,26 +151,26 @@ def test_what_is_found_has_all_that_is_wanted(ledger: Ledger) -> None:
 def test_a_page_of_several_tags_looks_at_so_many_and_no_more(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_completions, "LOOKED_AT", 5)
     for number in range(12):
-        ledger.record(
+        ledger.recording.record(
             [asked(received_at=float(number), metadata={"a": "1"} | ({"b": "2"} if number in (1, 7) else {}))]
         )
-    ledger.record([asked(received_at=20.0, metadata={"b": "2"}) for _ in range(5)])
+    ledger.recording.record([asked(received_at=20.0, metadata={"b": "2"}) for _ in range(5)])
     wanted = (pair("a", "1"), pair("b", "2"))
-    first = ledger.stored_page("acme", wanted=wanted, after=None, order="asc", limit=2)
+    first = ledger.stored.page("acme", wanted=wanted, after=None, order="asc", limit=2)
     assert first is not None
     assert ([each.received_at for each in first.found], first.more) == ([1.0], True)
     # From there both are within reach, and behind the last there is nothing to be found in five.
-    assert ledger.stored_page("acme", wanted=wanted, after=Place(1.0, "z"), order="asc", limit=2) is None
-    last = ledger.stored_page("acme", wanted=wanted, after=Place(8.0, ""), order="asc", limit=2)
+    assert ledger.stored.page("acme", wanted=wanted, after=Place(1.0, "z"), order="asc", limit=2) is None
+    last = ledger.stored.page("acme", wanted=wanted, after=Place(8.0, ""), order="asc", limit=2)
     assert last == ([], False)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_rare_is_found_among_any_number(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, turned: bool) -> None:
     monkeypatch.setattr(stored_completions, "LOOKED_AT", 5)
-    ledger.record([asked(metadata={"a": "1"}) for _ in range(20)])
+    ledger.recording.record([asked(metadata={"a": "1"}) for _ in range(20)])
     rare = asked(received_at=NOW, metadata={"a": "1", "b": "2"})
-    ledger.record([rare])
+    ledger.recording.record([rare])
     wanted = (pair("a", "1"), pair("b", "2"))
     assert names(ledger, *(wanted[::-1] if turned else wanted)) == [rare.msg_id]
 
@@ -205,24 +207,24 @@ def test_a_page_reads_an_index_in_its_order(engine: Engine, order: Order, after:
 
 def test_changed_metadata_stand_in_the_place_of_the_requests(ledger: Ledger, engine: Engine) -> None:
     said = asked(metadata={"old": "1", "task_id": "t"}, task_id="t", run_id="r")
-    ledger.record([said])
+    ledger.recording.record([said])
     assert metadata_of(ledger, said.msg_id) == {"old": "1", "task_id": "t"}
     for new in ({"new": "2", "nul": "\0"}, {"new": "3"}, {}):
-        assert ledger.change_metadata("acme", said.msg_id, pairs=new)
+        assert ledger.stored.change_metadata("acme", said.msg_id, pairs=new)
         assert metadata_of(ledger, said.msg_id) == new
         assert names(ledger, pair("old", "1")) == []
         assert names(ledger, *(pair(*each) for each in new.items()), tag_of_model("acme", "m")) == [said.msg_id]
     with engine.connect() as connection:
         labels = connection.execute(select(experiences.c.task_id, experiences.c.run_id)).all()
     assert labels == [("t", "r")]
-    assert not ledger.change_metadata("acme", "chatcmpl-none", pairs={})
+    assert not ledger.stored.change_metadata("acme", "chatcmpl-none", pairs={})
 
 
 def test_what_is_recorded_again_is_found_by_its_changed_metadata_only(ledger: Ledger) -> None:
     said = asked(metadata={"old": "1"})
-    ledger.record([said])
-    ledger.change_metadata("acme", said.msg_id, pairs={"new": "2"})
-    ledger.record([said, asked(metadata={"old": "9"})])
+    ledger.recording.record([said])
+    ledger.stored.change_metadata("acme", said.msg_id, pairs={"new": "2"})
+    ledger.recording.record([said, asked(metadata={"old": "9"})])
     assert names(ledger, pair("old", "1")) == []
     assert names(ledger, pair("new", "2")) == [said.msg_id]
     assert len(names(ledger, pair("old", "9"))) == 1
@@ -231,7 +233,7 @@ def test_what_is_recorded_again_is_found_by_its_changed_metadata_only(ledger: Le
 @pytest.mark.parametrize("request_", [b"", b"no json", b"[]", b'{"model": 3, "metadata": "x"}', b"null"])
 def test_a_request_that_says_nothing_useful_is_listed_all_the_same(ledger: Ledger, request_: bytes) -> None:
     said = exchange(request=request_)
-    ledger.record([said])
+    ledger.recording.record([said])
     assert names(ledger) == [said.msg_id]
     assert metadata_of(ledger, said.msg_id) == {}
 
@@ -243,45 +245,45 @@ def test_a_deletion_takes_everything_of_a_completion_and_nothing_else(ledger: Le
     [other] = rewarded(ledger, request=b'{"model": "m", "metadata": {"k": "v"}}')
     before = everything(engine)
     said = asked(metadata={"k": "v"}, task_id="t", run_id="r")
-    ledger.record([said, heard(msg_id=said.msg_id), heard(msg_id=None, task_id="t", run_id="r", value=0.5)])
-    ledger.change_metadata("acme", said.msg_id, pairs={"k": "w"})
-    assert ledger.delete_stored("acme", said.msg_id) is Deletion.DONE
+    ledger.recording.record([said, heard(msg_id=said.msg_id), heard(msg_id=None, task_id="t", run_id="r", value=0.5)])
+    ledger.stored.change_metadata("acme", said.msg_id, pairs={"k": "w"})
+    assert ledger.stored.delete("acme", said.msg_id) is Deletion.DONE
     assert everything(engine) == before
     assert column(engine, tags.c.msg_id) == [other.msg_id] * 2
     assert column(engine, changed_metadata.c.msg_id) == []
-    assert ledger.delete_stored("acme", said.msg_id) is None
-    assert ledger.stored("acme", said.msg_id) is None
+    assert ledger.stored.delete("acme", said.msg_id) is None
+    assert ledger.stored.get("acme", said.msg_id) is None
     assert column(engine, deletions.c.msg_id) == [said.msg_id]
 
 
 def test_what_was_deleted_does_not_come_back_and_hears_nothing_any_more(ledger: Ledger, engine: Engine) -> None:
     said, other = asked(), asked()
-    ledger.record([said, other])
-    ledger.delete_stored("acme", said.msg_id)
+    ledger.recording.record([said, other])
+    ledger.stored.delete("acme", said.msg_id)
     preferred = heard(msg_id=other.msg_id, kind=Kind.PREFERENCE, value=None, other_msg_id=said.msg_id)
     late = [heard(msg_id=said.msg_id), preferred]
     taken = heard(msg_id=other.msg_id)
-    ledger.record([said, *late, taken])
+    ledger.recording.record([said, *late, taken])
     assert names(ledger) == [other.msg_id]
     assert column(engine, experiences.c.msg_id) == [other.msg_id]
     assert column(engine, tags.c.msg_id) == [other.msg_id]
     assert column(engine, feedback.c.event_id) == [taken.event_id]
-    assert ledger.about_deleted([*late, taken]) == [event.event_id for event in late]
+    assert ledger.stored.about_deleted([*late, taken]) == [event.event_id for event in late]
 
 
 def test_a_deletion_and_what_is_recorded_meanwhile_do_not_cross(ledger: Ledger, engine: Engine) -> None:
     """Two explorers: one empties an old spool once more, the other is asked to delete."""
     said = [asked(metadata={"k": "v"}) for _ in range(40)]
-    ledger.record(said)
+    ledger.recording.record(said)
 
     def again() -> None:
         for each in said * 2:
-            ledger.record([each])
-            ledger.record([each, heard(msg_id=each.msg_id)])
+            ledger.recording.record([each])
+            ledger.recording.record([each, heard(msg_id=each.msg_id)])
 
     with ThreadPoolExecutor(3) as pool:
         recording = [pool.submit(again) for _ in range(2)]
-        deleting = pool.submit(lambda: [ledger.delete_stored("acme", each.msg_id) for each in said])
+        deleting = pool.submit(lambda: [ledger.stored.delete("acme", each.msg_id) for each in said])
         assert deleting.result() == [Deletion.DONE] * len(said)
         for each in recording:
             each.result()
@@ -292,22 +294,22 @@ def test_a_deletion_and_what_is_recorded_meanwhile_do_not_cross(ledger: Ledger, 
 
 def test_what_a_version_was_trained_on_is_counted_as_purged(ledger: Ledger) -> None:
     said = trained(ledger, 2)
-    assert ledger.delete_stored("acme", said[0].msg_id) is Deletion.DONE
-    assert ledger.imbalance() == []
-    assert ledger.counts()[State.TRAINED] == 1
-    assert ledger.delete_stored("acme", said[1].msg_id) is Deletion.DONE
-    assert ledger.imbalance() == []
+    assert ledger.stored.delete("acme", said[0].msg_id) is Deletion.DONE
+    assert ledger.reports.imbalance() == []
+    assert ledger.reports.counts()[State.TRAINED] == 1
+    assert ledger.stored.delete("acme", said[1].msg_id) is Deletion.DONE
+    assert ledger.reports.imbalance() == []
 
 
 def test_what_is_leased_stays_as_it_is_until_the_lease_ends(ledger: Ledger, engine: Engine) -> None:
     in_work(ledger)
     [held] = column_where(engine, State.LEASED)
     before = everything(engine)
-    assert ledger.delete_stored("acme", held) is Deletion.LEASED
+    assert ledger.stored.delete("acme", held) is Deletion.LEASED
     assert everything(engine) == before
-    ledger.take_epoch("next trainer")
-    assert ledger.delete_stored("acme", held) is Deletion.DONE
-    assert ledger.imbalance() == []
+    ledger.training.take_epoch("next trainer")
+    assert ledger.stored.delete("acme", held) is Deletion.DONE
+    assert ledger.reports.imbalance() == []
 
 
 def column_where(engine: Engine, state: State) -> list[str]:
@@ -317,21 +319,21 @@ def column_where(engine: Engine, state: State) -> list[str]:
 
 def test_a_deleted_completion_is_not_leased(ledger: Ledger) -> None:
     said = committed(ledger, 2)
-    ledger.delete_stored("acme", said[0].msg_id)
-    epoch = ledger.take_epoch("trainer")
-    assert ledger.lease(epoch, 2, BatchPolicy()) == []
-    assert len(ledger.lease(epoch, 1, BatchPolicy())) == 1
+    ledger.stored.delete("acme", said[0].msg_id)
+    epoch = ledger.training.take_epoch("trainer")
+    assert ledger.training.lease(epoch, 2, BatchPolicy()) == []
+    assert len(ledger.training.lease(epoch, 1, BatchPolicy())) == 1
 
 
 def test_a_trained_row_goes_with_the_repeat_that_waits(engine: Engine) -> None:
     ledger = Ledger(engine, rule=RewardRule(), compensate_late=True, clock=lambda: NOW)
     [said] = trained(ledger)
-    ledger.record([heard(msg_id=said.msg_id, value=0.0)])
+    ledger.recording.record([heard(msg_id=said.msg_id, value=0.0)])
     assert len(column(engine, experiences.c.id)) == 2
-    assert len(ledger.stored("acme", said.msg_id).choices) == 1  # type: ignore[union-attr]
-    assert ledger.delete_stored("acme", said.msg_id) is Deletion.DONE
+    assert len(ledger.stored.get("acme", said.msg_id).choices) == 1  # type: ignore[union-attr]
+    assert ledger.stored.delete("acme", said.msg_id) is Deletion.DONE
     assert column(engine, experiences.c.id) == []
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 @pytest.mark.parametrize("deleted", ["better", "worse"])
@@ -340,50 +342,50 @@ def test_the_other_of_two_replies_loses_the_reward_of_their_comparison(engine: E
     two = {"better": asked(), "worse": asked()}
     better, worse = (each.msg_id for each in two.values())
     said = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None, "other_msg_id": worse}
-    ledger.record([*two.values(), heard(msg_id=better, **said)])
-    assert ledger.counts()[State.REWARDED] == 2
-    ledger.delete_stored("acme", two[deleted].msg_id)
-    assert {state: count for state, count in ledger.counts().items() if count} == {State.RECORDED: 1}
+    ledger.recording.record([*two.values(), heard(msg_id=better, **said)])
+    assert ledger.reports.counts()[State.REWARDED] == 2
+    ledger.stored.delete("acme", two[deleted].msg_id)
+    assert {state: count for state, count in ledger.reports.counts().items() if count} == {State.RECORDED: 1}
     assert column(engine, feedback.c.id) == []
 
 
 def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger, engine: Engine) -> None:
     policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e12)
     said = [rewarded(ledger, 1, task_id="t", run_id=run)[0] for run in ("1", "2")]
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    assert len(ledger.lease(epoch, 2, policy)) == 2
-    ledger.release(epoch)
-    ledger.delete_stored("acme", said[0].msg_id)
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    assert len(ledger.training.lease(epoch, 2, policy)) == 2
+    ledger.training.release(epoch)
+    ledger.stored.delete("acme", said[0].msg_id)
     assert column(engine, experiences.c.group_id) == [None]
-    assert ledger.lease(epoch, 1, policy) == []
+    assert ledger.training.lease(epoch, 1, policy) == []
 
 
 def test_a_place_is_known_after_its_completion_was_deleted(ledger: Ledger) -> None:
     said = [asked() for _ in range(3)]
-    ledger.record(said)
-    ledger.delete_stored("acme", said[1].msg_id)
-    place = ledger.place_of("acme", said[1].msg_id)
-    page = ledger.stored_page("acme", after=place, order="asc", limit=5)
+    ledger.recording.record(said)
+    ledger.stored.delete("acme", said[1].msg_id)
+    place = ledger.stored.place_of("acme", said[1].msg_id)
+    page = ledger.stored.page("acme", after=place, order="asc", limit=5)
     assert page is not None
     assert [each.msg_id for each in page.found] == [said[2].msg_id]
-    assert ledger.place_of("other", said[1].msg_id) is None
+    assert ledger.stored.place_of("other", said[1].msg_id) is None
 
 
 def test_a_purge_and_an_erasure_leave_no_tag_behind(ledger: Ledger, engine: Engine) -> None:
     purged, erased = asked(received_at=1.0), asked(user="ann", received_at=NOW)
-    ledger.record([purged, erased])
+    ledger.recording.record([purged, erased])
     for each in (purged, erased):
-        ledger.change_metadata("acme", each.msg_id, pairs={"k": "v"})
-    ledger.purge(EVERYTHING)
+        ledger.stored.change_metadata("acme", each.msg_id, pairs={"k": "v"})
+    ledger.retention.purge(EVERYTHING)
     assert set(column(engine, tags.c.msg_id)) == {erased.msg_id}
-    ledger.erase("acme", "ann")
+    ledger.retention.erase("acme", "ann")
     assert column(engine, tags.c.msg_id) == column(engine, changed_metadata.c.msg_id) == []
 
 
 def test_a_version_can_be_registered_after_a_neighbour_was_deleted(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 2)
     [free] = rewarded(ledger)
-    ledger.delete_stored("acme", free.msg_id)
-    ledger.register(epoch, ids(samples), step=1, publish=published)
-    assert ledger.imbalance() == []
+    ledger.stored.delete("acme", free.msg_id)
+    ledger.training.register(epoch, ids(samples), step=1, publish=published)
+    assert ledger.reports.imbalance() == []

@@ -29,15 +29,15 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 @pytest.fixture
 def take(ledger: Ledger) -> Take:
     """Leases a batch of the size and policy given."""
-    epoch = ledger.take_epoch("trainer")
-    return lambda size, **policy: ledger.lease(epoch, size, BatchPolicy(**policy))
+    epoch = ledger.training.take_epoch("trainer")
+    return lambda size, **policy: ledger.training.lease(epoch, size, BatchPolicy(**policy))
 
 
 def give(ledger: Ledger, **but: Any) -> str:
     """A rewarded reply, committed; its msg_id."""
     said = exchange(**but)
-    ledger.record([said, feedback(msg_id=said.msg_id)])
-    ledger.commit("acme")
+    ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+    ledger.recording.commit("acme")
     return said.msg_id
 
 
@@ -53,9 +53,9 @@ DROPPED = (State.DROPPED, "sampling:top_p", "sampling:top_p")
 def test_it_is_recorded_rewarded_and_committed_like_others(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=NUCLEUS)
     for records, state in (([said], State.RECORDED), ([feedback(msg_id=said.msg_id)], State.REWARDED)):
-        ledger.record(records)
+        ledger.recording.record(records)
         assert rows(engine) == [(state, None, "sampling:top_p")]
-    assert ledger.commit("acme") == 1
+    assert ledger.recording.commit("acme") == 1
     assert rows(engine) == [(State.COMMITTED, None, "sampling:top_p")]
 
 
@@ -93,7 +93,7 @@ def test_it_is_set_aside_also_where_there_are_too_few_for_a_batch(ledger: Ledger
 def test_feedback_on_it_is_heeded_after_it_was_set_aside(ledger: Ledger, take: Take, engine: Engine) -> None:
     msg_id = give(ledger, experiences=NUCLEUS)
     take(1)
-    ledger.record([feedback(msg_id=msg_id, value=-1.0)])
+    ledger.recording.record([feedback(msg_id=msg_id, value=-1.0)])
     with engine.connect() as connection:
         assert connection.execute(select(experiences.c.reward)).scalar() == -1.0
     assert rows(engine) == [DROPPED]
@@ -102,7 +102,7 @@ def test_feedback_on_it_is_heeded_after_it_was_set_aside(ledger: Ledger, take: T
 def test_a_group_does_not_wait_for_it_where_it_is_not_taken(ledger: Ledger, take: Take) -> None:
     for run in "12":
         give(ledger, task_id="t", run_id=run)
-    ledger.record([exchange(task_id="t", run_id="2", experiences=NUCLEUS)])
+    ledger.recording.record([exchange(task_id="t", run_id="2", experiences=NUCLEUS)])
     assert take(1, group_by="task", group_size=2, any_reply=True) == []
     assert len(take(1, group_by="task", group_size=2)) == 2
 
@@ -125,12 +125,12 @@ def test_what_is_given_back_by_a_method_that_took_it_is_set_aside_by_one_that_do
 ) -> None:
     give(ledger, experiences=NUCLEUS)
     assert ids(take(1, any_reply=True)) == [1]
-    assert ledger.lease(ledger.take_epoch("successor"), 1, BatchPolicy()) == []
+    assert ledger.training.lease(ledger.training.take_epoch("successor"), 1, BatchPolicy()) == []
     assert rows(engine) == [DROPPED]
 
 
 def test_what_must_not_be_trained_on_is_dropped_however_it_was_sampled(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(experiences=(experience(drop_reason="cut_off", unsampled="sampling:top_p"),))])
+    ledger.recording.record([exchange(experiences=(experience(drop_reason="cut_off", unsampled="sampling:top_p"),))])
     assert rows(engine) == [(State.DROPPED, "cut_off", "sampling:top_p")]
 
 
@@ -138,6 +138,6 @@ def test_what_must_not_be_trained_on_is_dropped_however_it_was_sampled(ledger: L
 def test_the_facts_count_what_the_trainer_takes(ledger: Ledger, any_reply: bool, claimable: int) -> None:
     give(ledger, experiences=NUCLEUS)
     give(ledger)
-    ledger.record([exchange(experiences=NUCLEUS)])
-    facts = ledger.facts(BatchPolicy(any_reply=any_reply, max_age=1e9))
+    ledger.recording.record([exchange(experiences=NUCLEUS)])
+    facts = ledger.reports.facts(BatchPolicy(any_reply=any_reply, max_age=1e9))
     assert (facts.claimable, facts.too_old, facts.unsampled) == (claimable, 0, 0 if any_reply else 2)

@@ -101,7 +101,7 @@ def test_upgrading_twice_is_upgrading_once(place: Place) -> None:
     rewarded(Ledger(engine))
     database.upgrade(place.url, schema=place.schema)
     assert tables(place) == ALL
-    assert Ledger(engine).commit("acme") == 1
+    assert Ledger(engine).recording.commit("acme") == 1
     engine.dispose()
 
 
@@ -139,7 +139,7 @@ def test_a_schema_may_have_any_name(postgres_url: str, name: str) -> None:
     place = Place(postgres_url, name)
     database.upgrade(postgres_url, schema=name)
     engine = database.connect(postgres_url, schema=name)
-    Ledger(engine).record([exchange()])
+    Ledger(engine).recording.record([exchange()])
     with engine.begin() as connection:
         assert connection.execute(text("SELECT current_schema()")).scalar() == name
         assert tables(place) == ALL
@@ -154,8 +154,8 @@ def test_two_schemas_of_one_database_know_nothing_of_each_other(postgres_url: st
         ledgers.append(Ledger(database.connect(postgres_url, schema=name)))
     ledgers[0].own("shop", "one")
     ledgers[1].own("shop", "two")
-    ledgers[0].record([exchange()])
-    assert [sum(ledger.counts().values()) for ledger in ledgers] == [1, 0]
+    ledgers[0].recording.record([exchange()])
+    assert [sum(ledger.reports.counts().values()) for ledger in ledgers] == [1, 0]
     for ledger in ledgers:
         ledger.close()
 

@@ -68,6 +68,6 @@ def test_what_was_there_is_found_as_if_it_were_recorded_now(before: Engine, plac
         times = {name: at for name, at in connection.execute(text("SELECT msg_id, received_at FROM exchanges"))}
     assert {(row.msg_id, bytes(row.tag)) for row in rows} == expected
     assert all(row.received_at == times[row.msg_id] for row in rows)
-    page = Ledger(before).stored_page("acme", after=None, order="asc", limit=10)
+    page = Ledger(before).stored.page("acme", after=None, order="asc", limit=10)
     assert page is not None
     assert [each.msg_id for each in page.found][:8] == [*REQUESTS, "broken"]

@@ -71,8 +71,8 @@ def test_every_row_stays_as_it_is(before: Engine, place: Place) -> None:
     old = rows(before)
     database.upgrade(place.url, schema=place.schema)
     assert rows(before) == [row | {"unsampled": None} for row in old]
-    assert Ledger(before).audit() == []
-    assert Ledger(before).alarms() == []
+    assert Ledger(before).reports.audit() == []
+    assert Ledger(before).alarms.all() == []
 
 
 def test_the_way_back_leaves_old_rows_as_they_were(before: Engine, place: Place) -> None:
@@ -91,7 +91,7 @@ def test_on_the_way_back_what_is_no_sample_of_the_policy_is_dropped(before: Engi
         _move(connection, "0004")
         for state, but in OLD.items():
             give(connection, f"no sample, {state}", state, **but, **why)
-    Ledger(before).raise_alarm(Alarm("length", "it grew"))
+    Ledger(before).alarms.raise_alarm(Alarm("length", "it grew"))
     with before.begin() as connection:
         _move(connection, "0003", back=True)
     found = {row["msg_id"]: (row["state"], row["reason"], row["lease_epoch"]) for row in rows(before)}
@@ -101,4 +101,4 @@ def test_on_the_way_back_what_is_no_sample_of_the_policy_is_dropped(before: Engi
     assert {state: found[state][0] for state in OLD} == {state: state for state in OLD}
     with before.begin() as connection:
         _move(connection, "0004")
-    assert Ledger(before).alarms() == []
+    assert Ledger(before).alarms.all() == []

@@ -62,13 +62,13 @@ def test_every_row_stays_as_it_is(before: Engine, place: Place) -> None:
     assert rows(before, "versions") == [row | {"pinned": False} for row in old["versions"]]
     assert rows(before, "exchanges") == [row | {"engine": None} for row in old["exchanges"]]
     assert rows(before, "experiences") == old["experiences"]
-    assert Ledger(before).audit() == []
-    assert Ledger(before).version_events() == []
+    assert Ledger(before).reports.audit() == []
+    assert Ledger(before).versions.events() == []
 
 
 def test_what_was_served_before_there_were_events_can_be_gone_back_to(before: Engine, place: Place) -> None:
     database.upgrade(place.url, schema=place.schema)
-    assert Ledger(before).roll_back(1, by="anna", reason="no") == 0
+    assert Ledger(before).versions.roll_back(1, by="anna", reason="no") == 0
 
 
 def test_the_way_back_leaves_old_rows_as_they_were(before: Engine, place: Place) -> None:
@@ -82,10 +82,10 @@ def test_the_way_back_leaves_old_rows_as_they_were(before: Engine, place: Place)
 def test_the_way_back_keeps_what_must_not_serve_from_serving(before: Engine, place: Place) -> None:
     database.upgrade(place.url, schema=place.schema)
     ledger = Ledger(before)
-    ledger.begin_canary(3, by="explorer", reason="a tenth")
-    ledger.pin(0, instead_of=1, by="anna", reason="the release")
-    ledger.unpin(by="anna")
-    ledger.roll_back(0, by="anna", reason="no")
+    ledger.versions.begin_canary(3, by="explorer", reason="a tenth")
+    ledger.versions.pin(0, instead_of=1, by="anna", reason="the release")
+    ledger.versions.unpin(by="anna")
+    ledger.versions.roll_back(0, by="anna", reason="no")
     with before.begin() as connection:
         _move(connection, "0004", back=True)
     found = [(row["state"], row["reason"]) for row in rows(before, "versions")]

@@ -42,7 +42,7 @@ def test_a_row_is_within_a_tenth_and_300_bytes_of_its_numbers(ledger: Ledger, en
         logprobs=pack_logprobs((-random.exponential(0.7, tokens)).tolist()),
         text=text_of(tokens, random),
     )
-    ledger.record([exchange(request=request.encode(), experiences=(choice,))])
+    ledger.recording.record([exchange(request=request.encode(), experiences=(choice,))])
     with engine.connect() as connection:
         rows = [connection.execute(select(table)).one() for table in (exchanges, experiences)]
     bare = 4 * (PROMPT + 2 * tokens)

@@ -98,13 +98,13 @@ def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def _fill(ledger: Ledger) -> None:
     ledger.own("shop", "assistant")
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     trained(ledger)
     leased(ledger)
     committed(ledger)
     rewarded(ledger)
-    ledger.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    assert {state for state, count in ledger.counts().items() if count == 0} == {State.EXPIRED}
+    ledger.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
+    assert {state for state, count in ledger.reports.counts().items() if count == 0} == {State.EXPIRED}
 
 
 def refused(engine: Engine, statement: str) -> None:

@@ -25,16 +25,16 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 @pytest.fixture
 def take(ledger: Ledger) -> Callable[..., list[Sample]]:
     """Leases a batch of the size and policy given."""
-    epoch = ledger.take_epoch("trainer")
-    return lambda size, **policy: ledger.lease(epoch, size, BatchPolicy(**policy))
+    epoch = ledger.training.take_epoch("trainer")
+    return lambda size, **policy: ledger.training.lease(epoch, size, BatchPolicy(**policy))
 
 
 def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
     """A rewarded reply, committed; its msg_id."""
     said = exchange(**but)
-    ledger.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
     if commit:
-        ledger.commit(said.tenant)
+        ledger.recording.commit(said.tenant)
     return said.msg_id
 
 
@@ -109,7 +109,7 @@ def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: 
         trained(ledger)
     old = give(ledger, experiences=(experience(version_min=1, version_max=3),))
     young = give(ledger, experiences=(experience(version_min=2, version_max=2),))
-    batch = ledger.lease(ledger.take_epoch("next"), 1, BatchPolicy(max_staleness=1))
+    batch = ledger.training.lease(ledger.training.take_epoch("next"), 1, BatchPolicy(max_staleness=1))
     assert len(batch) == 1
     assert (states(engine)[old], states(engine)[young]) == (State.EXPIRED, State.LEASED)
     assert reasons(engine) == {"sampled more than 1 versions before 3"}
@@ -149,11 +149,11 @@ def test_a_group_waits_for_its_replies_that_have_no_feedback_yet(ledger: Ledger,
     for run in ("1", "2"):
         give(ledger, task_id="t", run_id=run)
     waiting = exchange(task_id="t", run_id="2")
-    ledger.record([waiting])
+    ledger.recording.record([waiting])
     assert take(1, group_by="task", group_size=2) == []
-    ledger.record([feedback(msg_id=waiting.msg_id)])
+    ledger.recording.record([feedback(msg_id=waiting.msg_id)])
     assert take(1, group_by="task", group_size=2) == []
-    ledger.commit("acme")
+    ledger.recording.commit("acme")
     assert len(take(1, group_by="task", group_size=2)) == 3
 
 
@@ -217,7 +217,7 @@ def test_groups_are_shared_out_among_the_tenants(ledger: Ledger, take: Take) -> 
 def test_a_group_that_loses_a_member_is_gathered_anew(ledger: Ledger, engine: Engine, take: Take, clock: Clock) -> None:
     first, second = (give(ledger, task_id="t", run_id=run) for run in "12")
     assert take(9, group_by="task", group_size=2) == []
-    ledger.record([feedback(msg_id=first, kind="retraction", value=None)])
+    ledger.recording.record([feedback(msg_id=first, kind="retraction", value=None)])
     assert states(engine) == {first: State.RECORDED, second: State.COMMITTED}
     assert take(1, group_by="task", group_size=2) == []
     clock.now += 3601.0
@@ -229,12 +229,12 @@ def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:
     for run in "12":
         give(ledger, task_id="t", run_id=run)
     policy = BatchPolicy(group_by="task", group_size=2)
-    epoch = ledger.take_epoch("one")
-    assert len(ledger.lease(epoch, 1, policy)) == 2
-    epoch = ledger.take_epoch("two")
-    batch = ledger.lease(epoch, 1, policy)
+    epoch = ledger.training.take_epoch("one")
+    assert len(ledger.training.lease(epoch, 1, policy)) == 2
+    epoch = ledger.training.take_epoch("two")
+    batch = ledger.training.lease(epoch, 1, policy)
     assert len(batch) == 2
-    assert ledger.register(epoch, ids(batch), step=1, publish=published) == 1
+    assert ledger.training.register(epoch, ids(batch), step=1, publish=published) == 1
 
 
 # Cost.

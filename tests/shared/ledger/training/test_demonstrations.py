@@ -69,9 +69,9 @@ def about(told: Exchange, kind: Kind = Kind.DEMONSTRATION, **but: Any) -> Feedba
 
 def test_a_reply_with_nothing_else_goes_down_the_road(engine: Engine) -> None:
     ledger, told = Ledger(engine, rule=ONE), exchange()
-    ledger.record([told, about(told)])
-    assert ledger.commit("acme") == 1
-    [sample] = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy())
+    ledger.recording.record([told, about(told)])
+    assert ledger.recording.commit("acme") == 1
+    [sample] = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
     assert (sample.reward, sample.demonstration) == (1.0, "Better.")
 
 
@@ -79,18 +79,18 @@ def test_one_that_comes_after_training_is_late_only_if_it_counts(engine: Engine)
     for rule, outcome in ((RewardRule(), Outcome.ACCEPTED), (ONE, Outcome.LATE)):
         ledger = Ledger(engine, rule=rule)
         [told] = committed(ledger)
-        epoch = ledger.take_epoch("trainer")
-        ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+        epoch = ledger.training.take_epoch("trainer")
+        ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
         heard = about(told, call_id="c")
-        ledger.record([heard])
-        assert ledger.outcomes("c", [heard.event_id]) == {heard.event_id: outcome}
+        ledger.recording.record([heard])
+        assert ledger.recording.outcomes("c", [heard.event_id]) == {heard.event_id: outcome}
 
 
 def leased_after(ledger: Ledger, told: Exchange, heard: list[Feedback]) -> list[str | None]:
     """The edited answers of the choices, as the trainer gets them."""
-    ledger.record([told, feedback(msg_id=told.msg_id), *heard])
-    ledger.commit("acme")
-    samples = ledger.lease(ledger.take_epoch("trainer"), len(told.experiences), BatchPolicy())
+    ledger.recording.record([told, feedback(msg_id=told.msg_id), *heard])
+    ledger.recording.commit("acme")
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), len(told.experiences), BatchPolicy())
     return [sample.demonstration for sample in samples]
 
 
@@ -130,11 +130,11 @@ def test_one_about_a_whole_run_is_about_its_replies(ledger: Ledger) -> None:
 
 def test_a_lease_asks_once_for_all_of_its_rows(engine: Engine, ledger: Ledger) -> None:
     committed(ledger, 20)
-    epoch, asked = ledger.take_epoch("trainer"), list[str]()
+    epoch, asked = ledger.training.take_epoch("trainer"), list[str]()
 
     @events_of.listens_for(engine, "before_cursor_execute")
     def seen(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
         asked.extend([statement] if "FROM feedback" in statement else [])
 
-    ledger.lease(epoch, 20, BatchPolicy())
+    ledger.training.lease(epoch, 20, BatchPolicy())
     assert len(asked) == 1

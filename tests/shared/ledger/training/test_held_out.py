@@ -25,9 +25,9 @@ def said(reward: float | None = 1.0, *, ledger: Ledger, out: bool = True, **but:
     """A reply in the ledger, held out or not; `but` belongs to its experience or its exchange."""
     its = {name: but.pop(name) for name in ("unsampled", "temperature", "completion_ids", "logprobs") if name in but}
     found = exchange(experiences=(experience(drop_reason=HELD_OUT if out else None, **its),), **but)
-    ledger.record([found])
+    ledger.recording.record([found])
     if reward is not None:
-        ledger.record([feedback(msg_id=found.msg_id, value=reward)])
+        ledger.recording.record([feedback(msg_id=found.msg_id, value=reward)])
     return found
 
 
@@ -67,20 +67,20 @@ def test_no_method_takes_what_is_held_out(ledger: Ledger, policy: BatchPolicy) -
     for replies in (sorted(left), sorted(taken)):
         for one, other in itertools.pairwise(replies):
             preferred = {"kind": "preference", "value": None, "metric": "preference"}
-            ledger.record([feedback(msg_id=one, other_msg_id=other, **preferred)])
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    got = ledger.lease(epoch, 6, policy)
+            ledger.recording.record([feedback(msg_id=one, other_msg_id=other, **preferred)])
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    got = ledger.training.lease(epoch, 6, policy)
     assert {sample.msg_id for sample in got} == taken
-    assert ledger.lease(epoch, 1, policy) == []
-    assert {reply.id for reply in ledger.held_out(99)}.isdisjoint(sample.id for sample in got)
-    assert len(ledger.held_out(99)) == 6
-    assert ledger.counts()[State.DROPPED] == 6
-    assert ledger.imbalance() == []
+    assert ledger.training.lease(epoch, 1, policy) == []
+    assert {reply.id for reply in ledger.training.held_out(99)}.isdisjoint(sample.id for sample in got)
+    assert len(ledger.training.held_out(99)) == 6
+    assert ledger.reports.counts()[State.DROPPED] == 6
+    assert ledger.reports.imbalance() == []
 
 
 def rewards(ledger: Ledger, count: int = 99, **but: Any) -> list[float]:
-    return [each.reward for each in ledger.held_out(count, **but)]
+    return [each.reward for each in ledger.training.held_out(count, **but)]
 
 
 def test_the_newest_rewarded_samples_of_the_policy_are_replayed(ledger: Ledger) -> None:
@@ -93,11 +93,11 @@ def test_the_newest_rewarded_samples_of_the_policy_are_replayed(ledger: Ledger) 
     said(7.0, ledger=ledger, completion_ids=b"", logprobs=b"")
     said(None, ledger=ledger)
     cut_off = exchange(experiences=(experience(drop_reason="cut_off"),))
-    ledger.record([cut_off, feedback(msg_id=cut_off.msg_id, value=8.0)])
+    ledger.recording.record([cut_off, feedback(msg_id=cut_off.msg_id, value=8.0)])
     assert rewards(ledger) == [2.0, 3.0, 1.0]
     assert rewards(ledger, 2) == [2.0, 3.0]
     assert rewards(ledger, temperature=1.0) == [3.0, 1.0]
-    found = ledger.held_out(1)[0]
+    found = ledger.training.held_out(1)[0]
     assert (found.slice, found.temperature, found.tokens) == ("sums", 0.5, 5)
     assert np.array_equal(found.prompt_ids, np.frombuffer(pack_ids([1, 2, 3]), np.int32))
     assert found.logprobs.tolist() == [-0.5, -0.25]
@@ -114,9 +114,9 @@ def test_the_newest_are_found_by_an_index(engine: Engine) -> None:
 
 def test_a_reward_that_is_corrected_counts_as_corrected(ledger: Ledger) -> None:
     reply = said(1.0, ledger=ledger)
-    ledger.record([feedback(msg_id=reply.msg_id, value=0.25)])
+    ledger.recording.record([feedback(msg_id=reply.msg_id, value=0.25)])
     assert rewards(ledger) == [0.25]
-    ledger.record([feedback(msg_id=reply.msg_id, kind="retraction", value=None)])
+    ledger.recording.record([feedback(msg_id=reply.msg_id, kind="retraction", value=None)])
     assert rewards(ledger) == []
 
 
@@ -124,27 +124,27 @@ def test_a_reward_that_is_corrected_counts_as_corrected(ledger: Ledger) -> None:
 def test_silence_is_rewarded_as_where_it_is_trained_on(engine: Engine, now: float, found: Sequence[float]) -> None:
     ledger = Ledger(engine, rule=RewardRule(attribution_window=100.0, default=-1.0), clock=lambda: now)
     said(None, ledger=ledger, received_at=10.0)
-    assert ledger.commit("acme") == 0
+    assert ledger.recording.commit("acme") == 0
     assert rewards(ledger) == found
-    assert ledger.counts()[State.DROPPED] == 1
+    assert ledger.reports.counts()[State.DROPPED] == 1
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_what_an_engine_with_other_weights_said_is_not_replayed(ledger: Ledger, tmp_path: Any, early: bool) -> None:
-    ledger.ensure_base(tmp_path)
+    ledger.versions.ensure_base(tmp_path)
     found = Mismatch(engine=1, version=0, since=10.0, until=20.0, reason="off", figures={})
     if early:
-        ledger.distrust(found)
+        ledger.attestations.distrust(found)
     said(1.0, ledger=ledger, engine=1, received_at=15.0)
     said(2.0, ledger=ledger, engine=2, received_at=15.0)
     if not early:
-        assert ledger.distrust(found) == (1, {})
+        assert ledger.attestations.distrust(found) == (1, {})
     assert rewards(ledger) == [2.0]
 
 
 def test_a_judge_sees_it_as_if_it_were_not_held_out(ledger: Ledger) -> None:
     silent, rewarded = said(None, ledger=ledger), said(1.0, ledger=ledger)
-    states = {each.msg_id: each.state for each in ledger.replies_after(0, limit=9)}
+    states = {each.msg_id: each.state for each in ledger.judging.replies_after(0, limit=9)}
     assert states == {silent.msg_id: "recorded", rewarded.msg_id: "rewarded"}
-    ids = {each.msg_id: each.id for each in ledger.replies_after(0, limit=9)}
-    assert ledger.first_sampled_since(0.0) == ids[silent.msg_id]
+    ids = {each.msg_id: each.id for each in ledger.judging.replies_after(0, limit=9)}
+    assert ledger.judging.first_sampled_since(0.0) == ids[silent.msg_id]

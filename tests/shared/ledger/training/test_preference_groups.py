@@ -28,17 +28,17 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 @pytest.fixture
 def take(ledger: Ledger) -> Take:
     """Leases a batch of at least so many."""
-    epoch = ledger.take_epoch("trainer")
+    epoch = ledger.training.take_epoch("trainer")
     policy = BatchPolicy(group_by="preference", any_reply=True)
-    return lambda size=1, **but: ledger.lease(epoch, size, policy._replace(**but))
+    return lambda size=1, **but: ledger.training.lease(epoch, size, policy._replace(**but))
 
 
 def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
     """A rewarded reply, committed; its msg_id."""
     said = exchange(**but)
-    ledger.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
     if commit:
-        ledger.commit(said.tenant)
+        ledger.recording.commit(said.tenant)
     return said.msg_id
 
 
@@ -59,7 +59,7 @@ def aside(engine: Engine) -> dict[str, str]:
 
 def test_the_two_replies_of_a_preference_are_a_group(ledger: Ledger, take: Take) -> None:
     a, b, c = (give(ledger) for _ in range(3))
-    ledger.record([preferred(c, a)])
+    ledger.recording.record([preferred(c, a)])
     batch = take()
     assert names(batch) == [a, c]
     assert {sample.group_id for sample in batch} == {1}
@@ -69,42 +69,42 @@ def test_the_two_replies_of_a_preference_are_a_group(ledger: Ledger, take: Take)
 
 def test_it_waits_until_both_are_committed(ledger: Ledger, take: Take) -> None:
     a, b = give(ledger), give(ledger, commit=False)
-    ledger.record([preferred(a, b)])
+    ledger.recording.record([preferred(a, b)])
     assert take() == []
-    ledger.commit("acme")
+    ledger.recording.commit("acme")
     assert names(take()) == [a, b]
 
 
 @pytest.mark.parametrize("early", ["recorded", "not there"])
 def test_it_waits_for_a_reply_that_has_no_reward_or_is_not_there_yet(ledger: Ledger, take: Take, early: str) -> None:
     a, other = give(ledger), exchange()
-    ledger.record([preferred(a, other.msg_id), *([other] if early == "recorded" else [])])
+    ledger.recording.record([preferred(a, other.msg_id), *([other] if early == "recorded" else [])])
     assert take() == []
-    ledger.record([other, feedback(msg_id=other.msg_id)])
-    ledger.commit("acme")
+    ledger.recording.record([other, feedback(msg_id=other.msg_id)])
+    ledger.recording.commit("acme")
     assert names(take()) == [a, other.msg_id]
 
 
 def test_preferences_that_share_a_reply_make_one_group(ledger: Ledger, take: Take) -> None:
     a, b, c, d, e = (give(ledger) for _ in range(5))
-    ledger.record([preferred(a, b), preferred(c, d), preferred(d, b), preferred(e, e)])
+    ledger.recording.record([preferred(a, b), preferred(c, d), preferred(d, b), preferred(e, e)])
     assert names(take()) == [a, b, c, d]
 
 
 def test_such_a_group_waits_for_all_of_them(ledger: Ledger, take: Take, now: list[float]) -> None:
     a, b, c = give(ledger), give(ledger), give(ledger, commit=False)
-    ledger.record([preferred(a, b), preferred(c, b)])
+    ledger.recording.record([preferred(a, b), preferred(c, b)])
     assert take() == []
     now[0] += 3600.0
     assert names(take()) == [a, b]
-    ledger.commit("acme")
+    ledger.recording.commit("acme")
     now[0] += 3600.0
     assert take() == []
 
 
 def test_a_preference_names_choices(ledger: Ledger, take: Take) -> None:
     one = give(ledger, experiences=tuple(experience(choice=choice) for choice in range(3)))
-    ledger.record([preferred(one, one, choice=0, other_choice=2)])
+    ledger.recording.record([preferred(one, one, choice=0, other_choice=2)])
     assert [sample.choice for sample in take()] == [0, 2]
 
 
@@ -122,7 +122,7 @@ def test_what_no_preference_names_is_set_aside_after_the_timeout(
 
 def test_so_is_what_stays_alone_in_its_preference(ledger: Ledger, engine: Engine, take: Take, now: list[float]) -> None:
     a, b = give(ledger), exchange()
-    ledger.record([b, preferred(a, b.msg_id)])
+    ledger.recording.record([b, preferred(a, b.msg_id)])
     now[0] += 3600.0
     assert take() == []
     assert aside(engine) == {a: "alone in its preference 3600 s after it was committed"}
@@ -132,48 +132,48 @@ def test_a_preference_over_what_was_trained_on_makes_no_group(
     ledger: Ledger, engine: Engine, take: Take, now: list[float]
 ) -> None:
     gone = give(ledger)
-    epoch = ledger.take_epoch("one")
-    ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    epoch = ledger.training.take_epoch("one")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
     a = give(ledger)
-    ledger.record([preferred(a, gone)])
-    epoch, policy = ledger.take_epoch("two"), BatchPolicy(group_by="preference", any_reply=True)
-    assert ledger.lease(epoch, 1, policy) == []
+    ledger.recording.record([preferred(a, gone)])
+    epoch, policy = ledger.training.take_epoch("two"), BatchPolicy(group_by="preference", any_reply=True)
+    assert ledger.training.lease(epoch, 1, policy) == []
     now[0] += 3600.0
-    assert ledger.lease(epoch, 1, policy) == []
+    assert ledger.training.lease(epoch, 1, policy) == []
     assert aside(engine) == {a: "alone in its preference 3600 s after it was committed"}
 
 
 def test_a_preference_that_was_taken_back_groups_nothing(ledger: Ledger, take: Take) -> None:
     a, b = give(ledger), give(ledger)
     back = {"kind": Kind.RETRACTION, "metric": "preference", "value": None, "source": "ann"}
-    ledger.record([preferred(a, b, source="ann"), feedback(msg_id=a, **back)])
+    ledger.recording.record([preferred(a, b, source="ann"), feedback(msg_id=a, **back)])
     assert take() == []
-    ledger.record([preferred(b, a, source="ann")])
+    ledger.recording.record([preferred(b, a, source="ann")])
     assert names(take()) == [a, b]
 
 
 def test_one_that_comes_before_its_group_is_taken_widens_it(ledger: Ledger, take: Take) -> None:
     c, a, b = (give(ledger) for _ in range(3))
-    ledger.record([preferred(a, b)])
+    ledger.recording.record([preferred(a, b)])
     assert take(9) == []  # gathered, but too few for a batch
-    ledger.record([preferred(a, c)])
+    ledger.recording.record([preferred(a, c)])
     batch = take(3)
     assert names(batch) == [c, a, b]
     assert {sample.group_id for sample in batch} == {1}
-    assert ledger.audit() == []
+    assert ledger.reports.audit() == []
 
 
 def test_one_that_comes_when_its_group_has_gone_does_not(ledger: Ledger, take: Take) -> None:
     a, b, c = (give(ledger) for _ in range(3))
-    ledger.record([preferred(a, b)])
+    ledger.recording.record([preferred(a, b)])
     assert names(take()) == [a, b]
-    ledger.record([preferred(a, c)])
+    ledger.recording.record([preferred(a, c)])
     assert take() == []
 
 
 def test_replies_of_two_tenants_are_no_group(ledger: Ledger, take: Take) -> None:
     a, b = give(ledger), give(ledger, tenant="other")
-    ledger.record([preferred(a, b)])
+    ledger.recording.record([preferred(a, b)])
     assert take() == []
 
 
@@ -181,19 +181,19 @@ def test_what_is_no_sample_of_the_policy_is_no_part_of_it_where_it_is_not_taken(
     unsampled = (experience(unsampled="sampling:top_p"),)
     a, b, c = give(ledger), give(ledger, experiences=unsampled), give(ledger)
     waits = exchange(experiences=unsampled)
-    ledger.record([waits, preferred(a, b), preferred(a, c), preferred(waits.msg_id, c)])
+    ledger.recording.record([waits, preferred(a, b), preferred(a, c), preferred(waits.msg_id, c)])
     assert names(take(any_reply=False)) == [a, c]
-    assert ledger.counts()[State.DROPPED] == 1
+    assert ledger.reports.counts()[State.DROPPED] == 1
 
 
 def test_a_retracted_reward_dissolves_the_group(ledger: Ledger, take: Take) -> None:
     a, b = give(ledger), give(ledger)
-    ledger.record([preferred(a, b)])
+    ledger.recording.record([preferred(a, b)])
     assert take(9) == []
-    ledger.record([feedback(msg_id=a, kind=Kind.RETRACTION, value=None)])
+    ledger.recording.record([feedback(msg_id=a, kind=Kind.RETRACTION, value=None)])
     assert take() == []
-    ledger.record([feedback(msg_id=a)])
-    ledger.commit("acme")
+    ledger.recording.record([feedback(msg_id=a)])
+    ledger.recording.commit("acme")
     assert names(take()) == [a, b]
 
 

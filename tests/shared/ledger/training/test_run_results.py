@@ -25,8 +25,8 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 
 @pytest.fixture
 def take(ledger: Ledger) -> Callable[..., list[Sample]]:
-    epoch = ledger.take_epoch("trainer")
-    return lambda size, policy: ledger.lease(epoch, size, policy)
+    epoch = ledger.training.take_epoch("trainer")
+    return lambda size, policy: ledger.training.lease(epoch, size, policy)
 
 
 Take = Callable[..., list[Sample]]
@@ -38,10 +38,10 @@ ON_POSTGRESQL = pytest.mark.parametrize("place", [pytest.param("postgres", marks
 def run(ledger: Ledger, calls: int = 3, *, reward: float | None = 0.7, name: str = "1", **but: Any) -> list[str]:
     """A run of so many calls, the last of which is rewarded and committed; their msg_ids."""
     said = [exchange(task_id="t", run_id=name, **but) for _ in range(calls)]
-    ledger.record(said)
+    ledger.recording.record(said)
     if reward is not None:
-        ledger.record([feedback(msg_id=said[-1].msg_id, value=reward)])
-        ledger.commit("acme")
+        ledger.recording.record([feedback(msg_id=said[-1].msg_id, value=reward)])
+        ledger.recording.commit("acme")
     return [each.msg_id for each in said]
 
 
@@ -60,9 +60,9 @@ def test_the_calls_before_a_rewarded_one_are_trained_on_with_its_reward(
     run(ledger)
     batch = take(1, BY_RUN)
     assert [(sample.id, sample.reward, sample.group_id) for sample in batch] == [(1, 0.7, 1), (2, 0.7, 1), (3, 0.7, 1)]
-    ledger.register(1, ids(batch), step=1, publish=published)
+    ledger.training.register(1, ids(batch), step=1, publish=published)
     assert standings(engine) == [(State.TRAINED, 0.7)] * 3
-    assert ledger.audit() == []
+    assert ledger.reports.audit() == []
 
 
 def test_where_each_call_counts_for_itself_they_wait_for_their_own(ledger: Ledger, take: Take) -> None:
@@ -74,7 +74,7 @@ def test_what_came_after_the_rewarded_call_is_waited_for_and_then_left_out(
     ledger: Ledger, engine: Engine, take: Take, clock: Clock
 ) -> None:
     run(ledger)
-    ledger.record([exchange(task_id="t", run_id="1")])
+    ledger.recording.record([exchange(task_id="t", run_id="1")])
     assert take(1, BY_RUN) == []
     clock.now += 3601.0
     assert ids(take(1, BY_RUN)) == [1, 2, 3]
@@ -83,9 +83,9 @@ def test_what_came_after_the_rewarded_call_is_waited_for_and_then_left_out(
 
 def test_a_call_that_was_rewarded_itself_waits_for_its_commit_and_keeps_its_reward(ledger: Ledger, take: Take) -> None:
     first, *_ = run(ledger)
-    ledger.record([feedback(msg_id=first, value=-0.5)])
+    ledger.recording.record([feedback(msg_id=first, value=-0.5)])
     assert take(1, BY_RUN) == []
-    ledger.commit("acme")
+    ledger.recording.commit("acme")
     assert [sample.reward for sample in take(1, BY_RUN)] == [-0.5, 0.7, 0.7]
 
 
@@ -106,13 +106,13 @@ def test_when_the_result_is_taken_back_nothing_of_the_run_is_trained_on(
     *_, last = run(ledger)
     assert take(9, BY_RUN) == []  # gathered, but too few for a batch
     assert standings(engine) == [(State.COMMITTED, 0.7)] * 3
-    ledger.record([feedback(msg_id=last, kind="retraction", value=None)])
+    ledger.recording.record([feedback(msg_id=last, kind="retraction", value=None)])
     assert take(1, BY_RUN) == []
     assert standings(engine) == [(State.RECORDED, None)] * 3
-    ledger.record([feedback(msg_id=last, value=0.2)])
-    ledger.commit("acme")
+    ledger.recording.record([feedback(msg_id=last, value=0.2)])
+    ledger.recording.commit("acme")
     assert [sample.reward for sample in take(1, BY_RUN)] == [0.2] * 3
-    assert ledger.audit() == []
+    assert ledger.reports.audit() == []
 
 
 def test_a_result_that_is_taken_back_while_it_is_leased_takes_all_back_with_the_lease(
@@ -120,8 +120,8 @@ def test_a_result_that_is_taken_back_while_it_is_leased_takes_all_back_with_the_
 ) -> None:
     *_, last = run(ledger)
     assert len(take(1, BY_RUN)) == 3
-    ledger.record([feedback(msg_id=last, kind="retraction", value=None)])
-    ledger.release(1)
+    ledger.recording.record([feedback(msg_id=last, kind="retraction", value=None)])
+    ledger.training.release(1)
     assert take(1, BY_RUN) == []
     assert standings(engine) == [(State.RECORDED, None)] * 3
 
@@ -131,8 +131,8 @@ def test_what_is_said_of_such_a_call_while_it_is_leased_counts_when_the_lease_en
 ) -> None:
     first, *_ = run(ledger)
     assert len(take(1, BY_RUN)) == 3
-    ledger.record([feedback(msg_id=first, value=0.1)])
-    ledger.release(1)
+    ledger.recording.record([feedback(msg_id=first, value=0.1)])
+    ledger.training.release(1)
     assert [row.reward for row in rows(engine)] == [0.1, 0.7, 0.7]
     assert [sample.reward for sample in take(1, BY_RUN)] == [0.1, 0.7, 0.7]
 
@@ -140,7 +140,7 @@ def test_what_is_said_of_such_a_call_while_it_is_leased_counts_when_the_lease_en
 def test_rewards_reckoned_anew_leave_the_run_whole(ledger: Ledger, engine: Engine, take: Take) -> None:
     run(ledger)
     assert take(9, BY_RUN) == []
-    assert Ledger(engine, rule=RewardRule(weights={"reward": 2.0})).recompute_rewards().replies == 3
+    assert Ledger(engine, rule=RewardRule(weights={"reward": 2.0})).recording.recompute_rewards().exports.replies == 3
     assert [sample.reward for sample in take(1, BY_RUN)] == [1.4] * 3
 
 
@@ -149,23 +149,23 @@ def test_calls_that_are_too_old_or_were_not_sampled_stay_where_they_are(
 ) -> None:
     for _ in range(3):
         trained(ledger)
-    epoch = ledger.take_epoch("next")
+    epoch = ledger.training.take_epoch("next")
     old = exchange(task_id="t", run_id="1", experiences=(experience(version_min=0, version_max=0),))
     greedy = exchange(
         task_id="t", run_id="1", experiences=(experience(version_min=3, version_max=3, unsampled="greedy"),)
     )
-    ledger.record([old, greedy])
+    ledger.recording.record([old, greedy])
     run(ledger, 2, experiences=(experience(version_min=3, version_max=3),))
-    batch = ledger.lease(epoch, 1, BY_RUN._replace(max_staleness=1))
+    batch = ledger.training.lease(epoch, 1, BY_RUN._replace(max_staleness=1))
     assert ids(batch) == [6, 7]
     assert standings(engine)[3:5] == [(State.RECORDED, None)] * 2
 
 
 def test_what_was_flushed_late_still_came_before(ledger: Ledger, take: Take) -> None:
     early, late = (exchange(task_id="t", run_id="1", received_at=at) for at in (10.0, 20.0))
-    ledger.record([late])
-    ledger.record([early, feedback(msg_id=late.msg_id, value=0.7)])
-    ledger.commit("acme")
+    ledger.recording.record([late])
+    ledger.recording.record([early, feedback(msg_id=late.msg_id, value=0.7)])
+    ledger.recording.commit("acme")
     assert [sample.reward for sample in take(1, BY_RUN)] == [0.7, 0.7]
 
 
@@ -175,8 +175,8 @@ def test_another_choice_of_the_result_is_no_call_before_it(
 ) -> None:
     [first] = run(ledger, 1, reward=None)
     last = exchange(task_id="t", run_id="1", experiences=(experience(choice=0), experience(choice=1)))
-    ledger.record([last, feedback(msg_id=last.msg_id, choice=chosen)])
-    ledger.commit("acme")
+    ledger.recording.record([last, feedback(msg_id=last.msg_id, choice=chosen)])
+    ledger.recording.commit("acme")
     assert take(1, BY_RUN) == [], "the other choice may yet be rewarded"
     clock.now += 3601.0
     assert [(sample.msg_id, sample.choice) for sample in take(1, BY_RUN)] == [(first, 0), (last.msg_id, chosen)]
@@ -184,22 +184,22 @@ def test_another_choice_of_the_result_is_no_call_before_it(
 
 def test_a_repeat_of_an_earlier_call_is_no_result(engine: Engine, clock: Clock) -> None:
     ledger = Ledger(engine, clock=clock, compensate_late=True)
-    epoch = ledger.take_epoch("trainer")
+    epoch = ledger.training.take_epoch("trainer")
     first, _ = run(ledger, 2)
-    batch = ledger.lease(epoch, 1, BY_RUN)
+    batch = ledger.training.lease(epoch, 1, BY_RUN)
     run(ledger, 2, reward=None)  # the run goes on while it is trained on
-    ledger.register(epoch, ids(batch), step=1, publish=published)
-    ledger.record([feedback(msg_id=first, value=-1.0)])
-    ledger.commit("acme")
-    assert ledger.lease(epoch, 1, BY_RUN) == []
+    ledger.training.register(epoch, ids(batch), step=1, publish=published)
+    ledger.recording.record([feedback(msg_id=first, value=-1.0)])
+    ledger.recording.commit("acme")
+    assert ledger.training.lease(epoch, 1, BY_RUN) == []
     clock.now += 3601.0
-    assert [(sample.msg_id, sample.reward) for sample in ledger.lease(epoch, 1, BY_RUN)] == [(first, -1.0)]
+    assert [(sample.msg_id, sample.reward) for sample in ledger.training.lease(epoch, 1, BY_RUN)] == [(first, -1.0)]
 
 
 def test_another_trainer_sees_it_its_own_way(ledger: Ledger, engine: Engine, take: Take) -> None:
     run(ledger)
     assert take(9, BY_RUN) == []
-    assert ids(ledger.lease(ledger.take_epoch("another"), 1, BatchPolicy())) == [3]
+    assert ids(ledger.training.lease(ledger.training.take_epoch("another"), 1, BatchPolicy())) == [3]
     assert standings(engine)[:2] == [(State.RECORDED, None)] * 2
 
 
@@ -219,33 +219,37 @@ def test_what_happens_while_a_run_is_gathered_leaves_it_for_the_next_look(
     engine: Engine, clock: Clock, what: str
 ) -> None:
     ledger = Ledger(engine, clock=clock)
-    epoch = ledger.take_epoch("trainer")
+    epoch = ledger.training.take_epoch("trainer")
     first, _, last = run(ledger)
     acts = {
-        "retracted": lambda: ledger.record([feedback(msg_id=last, kind="retraction", value=None)]),
-        "deleted": lambda: ledger.delete_stored("acme", last),
-        "rewarded": lambda: ledger.record([feedback(msg_id=first, value=-0.5)]),
+        "retracted": lambda: ledger.recording.record([feedback(msg_id=last, kind="retraction", value=None)]),
+        "deleted": lambda: ledger.stored.delete("acme", last),
+        "rewarded": lambda: ledger.recording.record([feedback(msg_id=first, value=-0.5)]),
     }
     between(engine, "ORDER BY experiences.id FOR UPDATE", acts[what])
-    assert ledger.lease(epoch, 1, BY_RUN) == []
-    assert ledger.audit() == []
-    ledger.commit("acme")
+    assert ledger.training.lease(epoch, 1, BY_RUN) == []
+    assert ledger.reports.audit() == []
+    ledger.recording.commit("acme")
     if what == "rewarded":
-        assert [sample.reward for sample in ledger.lease(epoch, 1, BY_RUN)] == [-0.5, 0.7, 0.7]
+        assert [sample.reward for sample in ledger.training.lease(epoch, 1, BY_RUN)] == [-0.5, 0.7, 0.7]
     else:
-        assert ledger.lease(epoch, 1, BY_RUN) == []
-        assert ledger.counts()[State.COMMITTED] == 0
+        assert ledger.training.lease(epoch, 1, BY_RUN) == []
+        assert ledger.reports.counts()[State.COMMITTED] == 0
 
 
 @ON_POSTGRESQL
 def test_a_reward_of_its_own_that_comes_while_a_group_falls_apart_stays(engine: Engine, clock: Clock) -> None:
     ledger = Ledger(engine, clock=clock)
-    epoch = ledger.take_epoch("trainer")
+    epoch = ledger.training.take_epoch("trainer")
     first, _, last = run(ledger)
-    assert ledger.lease(epoch, 9, BY_RUN) == []
-    ledger.record([feedback(msg_id=last, kind="retraction", value=None)])
-    between(engine, "ORDER BY experiences.id FOR UPDATE", lambda: ledger.record([feedback(msg_id=first, value=-0.5)]))
-    ledger.lease(epoch, 9, BY_RUN)
+    assert ledger.training.lease(epoch, 9, BY_RUN) == []
+    ledger.recording.record([feedback(msg_id=last, kind="retraction", value=None)])
+    between(
+        engine,
+        "ORDER BY experiences.id FOR UPDATE",
+        lambda: ledger.recording.record([feedback(msg_id=first, value=-0.5)]),
+    )
+    ledger.training.lease(epoch, 9, BY_RUN)
     assert [row.reward for row in rows(engine)] == [-0.5, None, None]
 
 
@@ -275,15 +279,15 @@ def test_a_trainer_corrects_a_reward_under_the_rule_that_made_it_whatever_its_se
     explorer = Ledger(engine, rule=RewardRule(weights={"tone": 1.0}))
     trainer = Ledger(engine, compensate_late=True)
     said = exchange()
-    explorer.record([said, feedback(msg_id=said.msg_id, metric="tone", value=0.7)])
-    explorer.commit("acme")
-    epoch = trainer.take_epoch("trainer")
-    batch = trainer.lease(epoch, 1, BatchPolicy())
-    explorer.record([feedback(msg_id=said.msg_id, metric="tone", value=0.9, received_at=1e9)])
+    explorer.recording.record([said, feedback(msg_id=said.msg_id, metric="tone", value=0.7)])
+    explorer.recording.commit("acme")
+    epoch = trainer.training.take_epoch("trainer")
+    batch = trainer.training.lease(epoch, 1, BatchPolicy())
+    explorer.recording.record([feedback(msg_id=said.msg_id, metric="tone", value=0.9, received_at=1e9)])
     if end == "released":
-        trainer.release(epoch)
+        trainer.training.release(epoch)
         assert standings(engine) == [(State.COMMITTED, 0.9)]
     else:
-        trainer.register(epoch, ids(batch), step=1, publish=published)
+        trainer.training.register(epoch, ids(batch), step=1, publish=published)
         assert standings(engine) == [(State.TRAINED, 0.7), (State.REWARDED, 0.9)]
     assert len({row.reward_rule for row in rows(engine)}) == 1

@@ -38,7 +38,11 @@ def never(version: int) -> tuple[Path, str]:
 
 
 def test_epochs_count_from_one(ledger: Ledger) -> None:
-    assert [ledger.take_epoch("a"), ledger.take_epoch("b"), ledger.take_epoch("a")] == [1, 2, 3]
+    assert [ledger.training.take_epoch("a"), ledger.training.take_epoch("b"), ledger.training.take_epoch("a")] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
@@ -52,9 +56,9 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     )
     clocked = Ledger(engine, clock=lambda: 50.0)
     told = exchange(task_id="task", run_id="run", experiences=(said,))
-    clocked.record([told, feedback(msg_id=told.msg_id, value=0.75, received_at=40.0)])
-    clocked.commit("acme")
-    [sample] = clocked.lease(clocked.take_epoch("trainer"), 1, BatchPolicy())
+    clocked.recording.record([told, feedback(msg_id=told.msg_id, value=0.75, received_at=40.0)])
+    clocked.recording.commit("acme")
+    [sample] = clocked.training.lease(clocked.training.take_epoch("trainer"), 1, BatchPolicy())
     assert sample.prompt_ids.tolist() == [7, 8]
     assert sample.completion_ids.tolist() == [9]
     assert sample.logprobs.tolist() == [-0.125]
@@ -66,49 +70,49 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
 
 def test_the_oldest_are_leased_first(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 5)
-    samples = ledger.lease(ledger.take_epoch("trainer"), 3, BatchPolicy())
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 3, BatchPolicy())
     assert ids(samples) == [row.id for row in rows(engine)][:3]
 
 
 def test_only_full_batches_are_leased(ledger: Ledger) -> None:
     committed(ledger, 3)
-    epoch = ledger.take_epoch("trainer")
-    assert ledger.lease(epoch, 4, BatchPolicy()) == []
-    assert ledger.counts() == only(committed=3)
-    assert len(ledger.lease(epoch, 3, BatchPolicy())) == 3
-    assert ledger.lease(epoch, 1, BatchPolicy()) == []
+    epoch = ledger.training.take_epoch("trainer")
+    assert ledger.training.lease(epoch, 4, BatchPolicy()) == []
+    assert ledger.reports.counts() == only(committed=3)
+    assert len(ledger.training.lease(epoch, 3, BatchPolicy())) == 3
+    assert ledger.training.lease(epoch, 1, BatchPolicy()) == []
 
 
 def test_only_what_is_committed_is_leased(ledger: Ledger) -> None:
     rewarded(ledger)
-    ledger.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    assert ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy()) == []
+    ledger.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
+    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy()) == []
 
 
 def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 1)
     early, soon, late = (Ledger(engine, clock=lambda now=now: now) for now in (1000.0, 1001.0, 1001.0 + LEASE_S / 2))
-    epoch = early.take_epoch("trainer")
-    early.lease(epoch, 1, BatchPolicy())
+    epoch = early.training.take_epoch("trainer")
+    early.training.lease(epoch, 1, BatchPolicy())
     assert [(row.lease_epoch, row.lease_until) for row in rows(engine)] == [(epoch, 1000.0 + LEASE_S)]
     soon.extend(epoch)
     assert [row.lease_until for row in rows(engine)] == [1000.0 + LEASE_S]
-    late.extend(epoch)
+    late.training.extend(epoch)
     assert [row.lease_until for row in rows(engine)] == [1001.0 + 1.5 * LEASE_S]
 
 
 def test_a_released_lease_is_committed_again(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 2)
-    ledger.release(epoch)
-    assert ledger.counts() == only(committed=2)
-    assert ids(ledger.lease(epoch, 2, BatchPolicy())) == ids(samples)
+    ledger.training.release(epoch)
+    assert ledger.reports.counts() == only(committed=2)
+    assert ids(ledger.training.lease(epoch, 2, BatchPolicy())) == ids(samples)
 
 
 def test_a_new_epoch_ends_the_leases_of_older_ones(ledger: Ledger) -> None:
     _old, samples = leased(ledger, 2)
-    new = ledger.take_epoch("successor")
-    assert ledger.counts() == only(committed=2)
-    assert ids(ledger.lease(new, 2, BatchPolicy())) == ids(samples)
+    new = ledger.training.take_epoch("successor")
+    assert ledger.reports.counts() == only(committed=2)
+    assert ids(ledger.training.lease(new, 2, BatchPolicy())) == ids(samples)
 
 
 def test_what_is_too_old_expires_with_a_reason(ledger: Ledger, engine: Engine) -> None:
@@ -117,11 +121,11 @@ def test_what_is_too_old_expires_with_a_reason(ledger: Ledger, engine: Engine) -
     old, new = (experience(version_min=version, version_max=3) for version in (1, 2))
     for each in (old, new):
         committed(ledger, 1, experiences=(each,))
-    ledger.record([exchange(experiences=(old,))])
+    ledger.recording.record([exchange(experiences=(old,))])
     rewarded(ledger, 1, experiences=(old,))
-    samples = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=1))
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=1))
     assert [sample.version_min for sample in samples] == [2]
-    assert ledger.counts() == only(trained=3, leased=1, expired=1, recorded=1, rewarded=1)
+    assert ledger.reports.counts() == only(trained=3, leased=1, expired=1, recorded=1, rewarded=1)
     assert {row.reason for row in rows(engine) if row.state == State.EXPIRED} == {
         "sampled more than 1 versions before 3"
     }
@@ -131,28 +135,28 @@ def test_what_is_too_old_expires_even_without_a_full_batch(ledger: Ledger) -> No
     for _ in range(3):
         trained(ledger)
     committed(ledger, 1)
-    assert ledger.lease(ledger.take_epoch("trainer"), 5, BatchPolicy(max_staleness=2)) == []
-    assert ledger.counts() == only(trained=3, expired=1)
+    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 5, BatchPolicy(max_staleness=2)) == []
+    assert ledger.reports.counts() == only(trained=3, expired=1)
 
 
 def test_a_rejected_version_makes_nothing_older(ledger: Ledger) -> None:
-    ledger.reject(trained(ledger), "worse")
+    ledger.versions.reject(trained(ledger), "worse")
     committed(ledger, 1)
-    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))) == 1
+    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))) == 1
 
 
 def test_without_a_bound_nothing_is_too_old(ledger: Ledger) -> None:
     for _ in range(20):
         trained(ledger)
     committed(ledger, 1)
-    assert len(ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=None))) == 1
+    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=None))) == 1
 
 
 def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Ledger, engine: Engine) -> None:
     trained(ledger)
     [said] = committed(ledger, 1)
-    ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))
-    ledger.record([feedback(msg_id=said.msg_id, value=0.25)])
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.25)])
     assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", 0.25)]
 
 
@@ -160,44 +164,44 @@ def test_a_lease_that_has_run_out_ends_with_the_next_commit(engine: Engine) -> N
     now = [1000.0]
     ledger = Ledger(engine, clock=lambda: now[0])
     leased(ledger, 2)
-    ledger.commit("acme")
-    assert ledger.counts() == only(leased=2)
+    ledger.recording.commit("acme")
+    assert ledger.reports.counts() == only(leased=2)
     now[0] += LEASE_S + 1
-    ledger.commit("acme")
-    assert ledger.counts() == only(committed=2)
+    ledger.recording.commit("acme")
+    assert ledger.reports.counts() == only(committed=2)
 
 
 def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
     old, samples = leased(ledger, 2)
-    ledger.take_epoch("successor")
+    ledger.training.take_epoch("successor")
     with pytest.raises(StaleEpoch, match=f"holds epoch {old}, but epoch {old + 1} has taken over"):
-        ledger.lease(old, 1, BatchPolicy())
+        ledger.training.lease(old, 1, BatchPolicy())
     with pytest.raises(StaleEpoch):
-        ledger.extend(old)
+        ledger.training.extend(old)
     with pytest.raises(StaleEpoch):
-        ledger.drop(old, ids(samples), "bad")
+        ledger.training.drop(old, ids(samples), "bad")
     with pytest.raises(StaleEpoch):
-        ledger.register(old, ids(samples), step=1, publish=never)
-    ledger.release(old)
-    assert ledger.counts() == only(committed=2)
-    assert ledger.versions() == []
+        ledger.training.register(old, ids(samples), step=1, publish=never)
+    ledger.training.release(old)
+    assert ledger.reports.counts() == only(committed=2)
+    assert ledger.versions.all() == []
 
 
 def test_an_epoch_that_was_never_taken_can_do_nothing(ledger: Ledger) -> None:
     with pytest.raises(StaleEpoch):
-        ledger.lease(7, 1, BatchPolicy())
+        ledger.training.lease(7, 1, BatchPolicy())
 
 
 def test_a_stale_release_leaves_the_successors_lease_alone(ledger: Ledger) -> None:
     old, _samples = leased(ledger, 2)
-    ledger.lease(ledger.take_epoch("successor"), 2, BatchPolicy())
-    ledger.release(old)
-    assert ledger.counts() == only(leased=2)
+    ledger.training.lease(ledger.training.take_epoch("successor"), 2, BatchPolicy())
+    ledger.training.release(old)
+    assert ledger.reports.counts() == only(leased=2)
 
 
 def test_a_dropped_experience_keeps_its_reason_and_its_reward(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger, 2)
-    ledger.drop(epoch, ids(samples)[:1], "too long")
+    ledger.training.drop(epoch, ids(samples)[:1], "too long")
     assert [(row.state, row.reason, row.reward) for row in rows(engine)] == [
         ("dropped", "too long", 1.0),
         ("leased", None, 1.0),
@@ -206,20 +210,20 @@ def test_a_dropped_experience_keeps_its_reason_and_its_reward(ledger: Ledger, en
 
 def test_only_what_is_leased_can_be_dropped(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 1)
-    ledger.drop(ledger.take_epoch("trainer"), [rows(engine)[0].id, 10**9], "bad")
-    assert ledger.counts() == only(committed=1)
+    ledger.training.drop(ledger.training.take_epoch("trainer"), [rows(engine)[0].id, 10**9], "bad")
+    assert ledger.reports.counts() == only(committed=1)
 
 
 def test_registering_marks_what_was_trained(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger, 3)
-    version = ledger.register(epoch, ids(samples)[:2], step=7, publish=published)
-    assert ledger.counts() == only(trained=2, leased=1)
+    version = ledger.training.register(epoch, ids(samples)[:2], step=7, publish=published)
+    assert ledger.reports.counts() == only(trained=2, leased=1)
     assert [row.trained_version for row in rows(engine)] == [version, version, None]
-    [found] = ledger.versions()
+    [found] = ledger.versions.all()
     assert (found.version, found.state, found.step, found.consumed) == (1, "candidate", 7, 2)
     assert (found.path, found.manifest_sha256) == published(1)
     assert (found.served_at, found.reason) == (None, None)
-    assert ledger.imbalance() == []
+    assert ledger.reports.imbalance() == []
 
 
 def test_when_publishing_fails_nothing_is_registered(ledger: Ledger) -> None:
@@ -229,55 +233,55 @@ def test_when_publishing_fails_nothing_is_registered(ledger: Ledger) -> None:
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        ledger.register(epoch, ids(samples), step=1, publish=fail)
-    assert ledger.versions() == []
-    assert ledger.counts() == only(leased=2)
-    assert ledger.register(epoch, ids(samples), step=1, publish=published) == 1
+        ledger.training.register(epoch, ids(samples), step=1, publish=fail)
+    assert ledger.versions.all() == []
+    assert ledger.reports.counts() == only(leased=2)
+    assert ledger.training.register(epoch, ids(samples), step=1, publish=published) == 1
 
 
 @pytest.mark.parametrize("wrong", [lambda ids: [*ids, 10**9], lambda ids: [*ids, ids[0]]])
 def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(ledger: Ledger, wrong: Any) -> None:
     epoch, samples = leased(ledger, 2)
     with pytest.raises(LedgerError, match="version 1 was trained on 3 experiences, 2 are leased"):
-        ledger.register(epoch, wrong(ids(samples)), step=1, publish=never)
-    assert ledger.versions() == []
-    assert ledger.counts() == only(leased=2)
+        ledger.training.register(epoch, wrong(ids(samples)), step=1, publish=never)
+    assert ledger.versions.all() == []
+    assert ledger.reports.counts() == only(leased=2)
 
 
 def test_nothing_is_trained_twice(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 2)
-    ledger.register(epoch, ids(samples), step=1, publish=published)
+    ledger.training.register(epoch, ids(samples), step=1, publish=published)
     with pytest.raises(LedgerError, match="0 are leased"):
-        ledger.register(epoch, ids(samples), step=2, publish=never)
+        ledger.training.register(epoch, ids(samples), step=2, publish=never)
 
 
 def test_version_numbers_grow_and_are_not_used_again(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     first = trained(ledger)
-    ledger.reject(first, "worse")
+    ledger.versions.reject(first, "worse")
     assert [first, trained(ledger), trained(ledger)] == [1, 2, 3]
 
 
 def test_an_epoch_and_a_sha_are_needed_for_a_version(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 1)
     with pytest.raises(LedgerError, match="refuses"):
-        ledger.register(epoch, ids(samples), step=-1, publish=lambda _: (Path("/c"), SHA256))
-    assert ledger.versions() == []
+        ledger.training.register(epoch, ids(samples), step=-1, publish=lambda _: (Path("/c"), SHA256))
+    assert ledger.versions.all() == []
 
 
 def test_more_experiences_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine) -> None:
     """More than either database takes parameters in a statement."""
     fill(engine, 66_000)
-    epoch = ledger.take_epoch("trainer")
-    samples = ledger.lease(epoch, 66_000, BatchPolicy())
+    epoch = ledger.training.take_epoch("trainer")
+    samples = ledger.training.lease(epoch, 66_000, BatchPolicy())
     assert ids(samples) == list(range(1, 66_001))
-    ledger.drop(epoch, ids(samples)[:1_000], "bad")
-    ledger.register(epoch, ids(samples)[1_000:], step=1, publish=published)
-    assert ledger.counts() == only(dropped=1_000, trained=65_000)
+    ledger.training.drop(epoch, ids(samples)[:1_000], "bad")
+    ledger.training.register(epoch, ids(samples)[1_000:], step=1, publish=published)
+    assert ledger.reports.counts() == only(dropped=1_000, trained=65_000)
 
 
 def test_a_sample_says_which_reply_it_is(ledger: Ledger) -> None:
     said = committed(ledger, received_at=50.0, experiences=(experience(choice=1, finish_reason="length"),))[0]
-    (sample,) = ledger.lease(ledger.take_epoch("trainer"), 1, BatchPolicy())
+    (sample,) = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
     assert (sample.msg_id, sample.choice, sample.finish_reason) == (said.msg_id, 1, "length")
     assert sample.sampled_at == 50.0

@@ -19,24 +19,24 @@ def clocked(engine: Engine) -> Ledger:
 
 def test_an_alarm_is_told_as_it_was_raised(clocked: Ledger) -> None:
     alarm = Alarm("length", "replies got long", step=3, version=2, value=1.5, threshold=1.0, holds=True)
-    assert clocked.raise_alarm(alarm)
-    assert clocked.alarms() == [alarm._replace(raised_at=50.0)]
+    assert clocked.alarms.raise_alarm(alarm)
+    assert clocked.alarms.all() == [alarm._replace(raised_at=50.0)]
 
 
 def test_an_alarm_that_is_open_stays_as_it_is_and_takes_only_whether_it_holds(clocked: Ledger) -> None:
     first = Alarm("length", "replies got long", step=3, value=1.5)
-    clocked.raise_alarm(first)
-    assert not clocked.raise_alarm(Alarm("length", "another reason", step=4, value=9.0, holds=True))
-    assert clocked.alarms() == [first._replace(raised_at=50.0, holds=True)]
+    clocked.alarms.raise_alarm(first)
+    assert not clocked.alarms.raise_alarm(Alarm("length", "another reason", step=4, value=9.0, holds=True))
+    assert clocked.alarms.all() == [first._replace(raised_at=50.0, holds=True)]
 
 
 def test_a_cleared_alarm_is_kept_and_may_be_raised_again(clocked: Ledger) -> None:
-    clocked.raise_alarm(Alarm("length", "once"))
-    assert clocked.clear_alarm("length")
-    assert clocked.alarms() == []
-    assert not clocked.clear_alarm("length")
-    assert clocked.raise_alarm(Alarm("length", "twice"))
-    assert [(each.reason, each.cleared_at) for each in clocked.alarms(cleared=True)] == [
+    clocked.alarms.raise_alarm(Alarm("length", "once"))
+    assert clocked.alarms.clear("length")
+    assert clocked.alarms.all() == []
+    assert not clocked.alarms.clear("length")
+    assert clocked.alarms.raise_alarm(Alarm("length", "twice"))
+    assert [(each.reason, each.cleared_at) for each in clocked.alarms.all(cleared=True)] == [
         ("once", 50.0),
         ("twice", None),
     ]
@@ -44,40 +44,40 @@ def test_a_cleared_alarm_is_kept_and_may_be_raised_again(clocked: Ledger) -> Non
 
 def test_clearing_one_leaves_the_others(clocked: Ledger) -> None:
     for name in ("length", "entropy"):
-        clocked.raise_alarm(Alarm(name, "drifted"))
-    assert not clocked.clear_alarm("refusals")
-    assert clocked.clear_alarm("length")
-    assert [each.name for each in clocked.alarms()] == ["entropy"]
+        clocked.alarms.raise_alarm(Alarm(name, "drifted"))
+    assert not clocked.alarms.clear("refusals")
+    assert clocked.alarms.clear("length")
+    assert [each.name for each in clocked.alarms.all()] == ["entropy"]
 
 
 def test_promotion_is_held_while_an_alarm_that_holds_is_open(clocked: Ledger) -> None:
-    assert not clocked.promotion_held()
-    clocked.raise_alarm(Alarm("entropy", "drifted"))
-    assert not clocked.promotion_held()
-    clocked.raise_alarm(Alarm("length", "drifted", holds=True))
-    assert clocked.promotion_held()
-    clocked.raise_alarm(Alarm("length", "drifted", holds=False))
-    assert not clocked.promotion_held()
-    clocked.raise_alarm(Alarm("length", "drifted", holds=True))
-    clocked.clear_alarm("length")
-    assert not clocked.promotion_held()
+    assert not clocked.alarms.promotion_held()
+    clocked.alarms.raise_alarm(Alarm("entropy", "drifted"))
+    assert not clocked.alarms.promotion_held()
+    clocked.alarms.raise_alarm(Alarm("length", "drifted", holds=True))
+    assert clocked.alarms.promotion_held()
+    clocked.alarms.raise_alarm(Alarm("length", "drifted", holds=False))
+    assert not clocked.alarms.promotion_held()
+    clocked.alarms.raise_alarm(Alarm("length", "drifted", holds=True))
+    clocked.alarms.clear("length")
+    assert not clocked.alarms.promotion_held()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_alarm_about_what_is_no_number_is_raised_without_it(clocked: Ledger, value: float) -> None:
-    clocked.raise_alarm(Alarm("loss", "the loss is no number", value=value, threshold=value))
-    assert [(each.value, each.threshold) for each in clocked.alarms()] == [(None, None)]
+    clocked.alarms.raise_alarm(Alarm("loss", "the loss is no number", value=value, threshold=value))
+    assert [(each.value, each.threshold) for each in clocked.alarms.all()] == [(None, None)]
 
 
 @pytest.mark.parametrize("name", ["", "n" * 65])
 def test_an_alarm_without_a_proper_name_is_refused(clocked: Ledger, name: str) -> None:
     with pytest.raises(LedgerError):
-        clocked.raise_alarm(Alarm(name, "why"))
-    assert clocked.alarms() == []
+        clocked.alarms.raise_alarm(Alarm(name, "why"))
+    assert clocked.alarms.all() == []
 
 
 def test_the_database_itself_holds_no_second_open_alarm_of_a_name(engine: Engine, clocked: Ledger) -> None:
-    clocked.raise_alarm(Alarm("length", "once"))
+    clocked.alarms.raise_alarm(Alarm("length", "once"))
     again = {"name": "length", "state": AlarmState.RAISED, "holds": False, "raised_at": 1.0, "reason": "twice"}
     with pytest.raises(LedgerError), translated(), engine.begin() as connection:
         connection.execute(insert(alarms).values(again))

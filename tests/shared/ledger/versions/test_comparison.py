@@ -18,9 +18,9 @@ def said(ledger: Ledger, reward: float | None = None, *, version: int = 1, token
     ids = {"completion_ids": bytes(4 * tokens), "logprobs": bytes(4 * tokens)}
     reply = experience(version_min=version, version_max=version, **ids)
     one = exchange(**{"experiences": (reply,), **but})
-    ledger.record([one])
+    ledger.recording.record([one])
     if reward is not None:
-        ledger.record([feedback(msg_id=one.msg_id, tenant=one.tenant, value=reward)])
+        ledger.recording.record([feedback(msg_id=one.msg_id, tenant=one.tenant, value=reward)])
 
 
 def set_rewards(engine: Engine, rewards: list[float]) -> None:
@@ -36,7 +36,7 @@ def test_independent_rewards_give_their_mean_and_variance(ledger: Ledger) -> Non
     for reward in rewards:
         said(ledger, reward)
     said(ledger)
-    reward = ledger.figures(1, 0.0).reward
+    reward = ledger.comparisons.figures(1, 0.0).reward
     assert reward[:2] == (5, 5)
     assert reward[2:] == pytest.approx((statistics.mean(rewards), statistics.variance(rewards)))
 
@@ -45,14 +45,14 @@ def test_a_large_mean_hides_no_variance(ledger: Ledger, engine: Engine) -> None:
     for _ in range(3):
         said(ledger, 1.0)
     set_rewards(engine, [1e9, 1e9 + 1, 1e9 + 2])
-    assert ledger.figures(1, 0.0).reward == pytest.approx((3, 3, 1e9 + 1, 1.0))
+    assert ledger.comparisons.figures(1, 0.0).reward == pytest.approx((3, 3, 1e9 + 1, 1.0))
 
 
 def test_the_largest_rewards_there_can_be_are_no_obstacle(ledger: Ledger, engine: Engine) -> None:
     for _ in range(3):
         said(ledger, 1.0)
     set_rewards(engine, [9e299, -9e299, 0.0])
-    assert ledger.figures(1, 0.0).reward == pytest.approx((3, 3, 0.0, 1e200))
+    assert ledger.comparisons.figures(1, 0.0).reward == pytest.approx((3, 3, 0.0, 1e200))
 
 
 def test_rewards_of_one_user_task_or_run_are_one_unit(ledger: Ledger) -> None:
@@ -60,14 +60,14 @@ def test_rewards_of_one_user_task_or_run_are_one_unit(ledger: Ledger) -> None:
         for reward in (0.0, 1.0):
             said(ledger, reward, **labels)
             said(ledger, reward, tenant="other", **labels)
-    assert ledger.figures(1, 0.0).reward[:3] == (12, 6, 0.5)
+    assert ledger.comparisons.figures(1, 0.0).reward[:3] == (12, 6, 0.5)
 
 
 def test_what_units_have_in_common_widens_the_variance_of_the_mean(ledger: Ledger) -> None:
     for user, reward in (("ann", 1.0), ("bob", 0.0), ("eve", 1.0), ("joe", 0.0)):
         for _ in range(10):
             said(ledger, reward, user=user)
-    reward = ledger.figures(1, 0.0).reward
+    reward = ledger.comparisons.figures(1, 0.0).reward
     # Four values of which each stands ten times say as much as the four.
     assert reward.variance / reward.replies == pytest.approx(statistics.variance([1.0, 0.0, 1.0, 0.0]) / 4)
 
@@ -78,7 +78,7 @@ def test_only_replies_of_this_version_alone_since_then_count(ledger: Ledger) -> 
     said(ledger, 1.0, received_at=100.0, version=2)
     said(ledger, 1.0, received_at=100.0, experiences=(experience(version_min=0, version_max=1),))
     said(ledger, 1.0, received_at=100.0, experiences=(experience(version_min=1, version_max=2),))
-    figures = ledger.figures(1, 100.0)
+    figures = ledger.comparisons.figures(1, 100.0)
     assert figures.reward == Sample(1, 1, 0.5, 0.0)
     assert figures.length.replies == 1
 
@@ -88,7 +88,7 @@ def test_a_slice_is_what_comes_before_the_first_slash(ledger: Ledger) -> None:
         said(ledger, reward, task_id=task)
     said(ledger, 1.0)
     said(ledger, task_id="unrewarded")
-    found = ledger.figures(1, 0.0).slices
+    found = ledger.comparisons.figures(1, 0.0).slices
     assert found == {"sum": Sample(3, 3, 0.5, 0.25), "product": Sample(1, 1, 1.0, 0.0), "": Sample(1, 1, 1.0, 0.0)}
 
 
@@ -96,13 +96,15 @@ def test_only_the_slices_with_the_most_rewards_are_told(ledger: Ledger) -> None:
     for number in range(MOST_SLICES + 2):
         for _ in range(1 if number < 2 else 2):
             said(ledger, 1.0, task_id=f"task{number:02}")
-    assert sorted(ledger.figures(1, 0.0).slices) == [f"task{number:02}" for number in range(2, MOST_SLICES + 2)]
+    assert sorted(ledger.comparisons.figures(1, 0.0).slices) == [
+        f"task{number:02}" for number in range(2, MOST_SLICES + 2)
+    ]
 
 
 def test_length_and_latency_are_those_of_replies(ledger: Ledger) -> None:
     for tokens, seconds in ((10, 1.0), (30, 2.0), (0, 0.5)):
         said(ledger, tokens=tokens, latency_s=seconds)
-    figures = ledger.figures(1, 0.0)
+    figures = ledger.comparisons.figures(1, 0.0)
     assert figures.length == pytest.approx(Sample.of([10.0, 30.0, 0.0]))
     assert figures.latency == pytest.approx(Sample.ratio([(1.0, 10.0), (2.0, 30.0)]))
     assert figures.latency.mean == pytest.approx(3 / 40)
@@ -111,18 +113,18 @@ def test_length_and_latency_are_those_of_replies(ledger: Ledger) -> None:
 def test_the_choices_of_one_exchange_are_timed_once(ledger: Ledger) -> None:
     replies = tuple(experience(choice=choice, version_min=1, version_max=1) for choice in range(3))
     said(ledger, latency_s=1.0, experiences=replies)
-    figures = ledger.figures(1, 0.0)
+    figures = ledger.comparisons.figures(1, 0.0)
     assert figures.latency == (1, 1, 0.5, 0.0)
     assert figures.length[:3] == (3, 1, 2.0)
 
 
 def test_a_reply_that_was_corrected_once_it_was_trained_on_counts_once(ledger: Ledger, engine: Engine) -> None:
     one = exchange(experiences=(experience(version_min=1, version_max=1),))
-    ledger.record([one, feedback(msg_id=one.msg_id, value=1.0)])
+    ledger.recording.record([one, feedback(msg_id=one.msg_id, value=1.0)])
     with engine.begin() as connection:
         row = dict(connection.execute(select(experiences)).mappings().one())
         connection.execute(insert(experiences).values(row | {"id": row["id"] + 1, "correction": 1, "reward": 0.0}))
-    figures = ledger.figures(1, 0.0)
+    figures = ledger.comparisons.figures(1, 0.0)
     assert (figures.reward, figures.length.replies) == (Sample(1, 1, 1.0, 0.0), 1)
 
 
@@ -130,12 +132,12 @@ def test_refusals_are_counted_among_the_newest_replies(ledger: Ledger) -> None:
     for text in ("I cannot do that.", "Here you are.", "i CANNOT."):
         said(ledger, experiences=(experience(version_min=1, version_max=1, text=text),))
     patterns = [re.compile("i cannot", re.IGNORECASE), re.compile("unable")]
-    assert ledger.figures(1, 0.0, refusals=patterns).refusals == Share(2, 3)
-    assert ledger.figures(1, 0.0).refusals == Share(0, 0)
+    assert ledger.comparisons.figures(1, 0.0, refusals=patterns).refusals == Share(2, 3)
+    assert ledger.comparisons.figures(1, 0.0).refusals == Share(0, 0)
 
 
 def test_a_version_without_replies_has_empty_figures(ledger: Ledger) -> None:
-    figures = ledger.figures(7, 0.0, refusals=[re.compile("x")])
+    figures = ledger.comparisons.figures(7, 0.0, refusals=[re.compile("x")])
     assert (figures.reward, figures.length, figures.latency) == (Sample(), Sample(), Sample())
     assert (figures.slices, figures.refusals) == ({}, Share())
 
@@ -147,7 +149,7 @@ def test_what_came_before_the_rollout_is_not_read(ledger: Ledger, engine: Engine
         connection.exec_driver_sql("ANALYZE")
     asked: list[tuple[str, Any]] = []
     event.listen(engine, "before_cursor_execute", lambda *heard: asked.append((heard[2], heard[3])))
-    assert ledger.figures(0, 4901.0, refusals=[re.compile("x")]).reward.replies == 100
+    assert ledger.comparisons.figures(0, 4901.0, refusals=[re.compile("x")]).reward.replies == 100
     queries = [each for each in asked if each[0].startswith("SELECT")]
     assert len(queries) == 4
     explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"

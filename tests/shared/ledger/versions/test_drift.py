@@ -10,10 +10,10 @@ from tuneloop.shared.ledger.storage.schema import exchanges
 
 
 def test_the_newest_replies_come_first_with_the_requests_of_those_that_call_tools(ledger: Ledger) -> None:
-    ledger.record([exchange(experiences=(experience(text=f"number {i}" + "." * 3000),)) for i in range(3)])
-    ledger.record([exchange(request=b"{}", experiences=(experience(text="", tool_calls=b"[]"),))])
-    ledger.record([exchange(request=b"[]", experiences=(experience(text="<tool_call>"),))])
-    found = ledger.newest_replies(4, marks=("<tool_call>",))
+    ledger.recording.record([exchange(experiences=(experience(text=f"number {i}" + "." * 3000),)) for i in range(3)])
+    ledger.recording.record([exchange(request=b"{}", experiences=(experience(text="", tool_calls=b"[]"),))])
+    ledger.recording.record([exchange(request=b"[]", experiences=(experience(text="<tool_call>"),))])
+    found = ledger.drift.newest_replies(4, marks=("<tool_call>",))
     assert [(each.text[:11], each.tool_calls, each.request) for each in found] == [
         ("<tool_call>", None, b"[]"),
         ("", b"[]", b"{}"),
@@ -24,34 +24,34 @@ def test_the_newest_replies_come_first_with_the_requests_of_those_that_call_tool
 
 
 def test_a_damaged_request_is_none(ledger: Ledger, engine: Engine) -> None:
-    ledger.record([exchange(experiences=(experience(tool_calls=b"[]"),))])
+    ledger.recording.record([exchange(experiences=(experience(tool_calls=b"[]"),))])
     with engine.begin() as connection:
         connection.execute(update(exchanges).values(request=bytes.fromhex("28b52ffd") + b"no frame"))
-    assert [each.request for each in ledger.newest_replies(1)] == [None]
+    assert [each.request for each in ledger.drift.newest_replies(1)] == [None]
 
 
 def test_the_largest_rater_is_told_where_there_are_several(ledger: Ledger) -> None:
     said = exchange()
-    ledger.record([said])
+    ledger.recording.record([said])
 
     def rated(*sources: str | None) -> None:
         for value, source in enumerate(sources):
-            ledger.record([feedback(msg_id=said.msg_id, source=source, value=float(value))])
+            ledger.recording.record([feedback(msg_id=said.msg_id, source=source, value=float(value))])
 
     rated("ann", "ann", "ann")
-    assert ledger.largest_rater(4) is None  # three are too few
+    assert ledger.drift.largest_rater(4) is None  # three are too few
     rated(None, "ann", None)
-    assert ledger.largest_rater(4) is None  # a single judge is no drift
+    assert ledger.drift.largest_rater(4) is None  # a single judge is no drift
     rated("bob", "ann", "ann")
-    assert ledger.largest_rater(4) == 0.75
-    assert ledger.largest_rater(1) == 1.0
+    assert ledger.drift.largest_rater(4) == 0.75
+    assert ledger.drift.largest_rater(1) == 1.0
 
 
 def test_the_same_name_at_two_tenants_is_two_raters(ledger: Ledger) -> None:
     said = [exchange(tenant=tenant) for tenant in ("acme", "other")]
-    ledger.record(said)
-    ledger.record([feedback(msg_id=each.msg_id, tenant=each.tenant, source="judge") for each in said])
-    assert ledger.largest_rater(2) == 0.5
+    ledger.recording.record(said)
+    ledger.recording.record([feedback(msg_id=each.msg_id, tenant=each.tenant, source="judge") for each in said])
+    assert ledger.drift.largest_rater(2) == 0.5
 
 
 def test_what_is_asked_does_not_grow_with_the_ledger(ledger: Ledger, engine: Engine) -> None:
@@ -65,8 +65,8 @@ def test_what_is_asked_does_not_grow_with_the_ledger(ledger: Ledger, engine: Eng
         connection.exec_driver_sql("ANALYZE")
     asked: list[tuple[str, Any]] = []
     event.listen(engine, "before_cursor_execute", lambda *heard: asked.append((heard[2], heard[3])))
-    ledger.newest_replies(10)
-    ledger.largest_rater(10)
+    ledger.drift.newest_replies(10)
+    ledger.drift.largest_rater(10)
     queries = [each for each in asked if each[0].startswith("SELECT")]
     assert len(queries) == 2
     explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"

@@ -14,26 +14,26 @@ SLICE = Figure("score", "sums", 0.25, 0.0, 2)
 
 
 def test_figures_are_told_as_they_were_recorded_and_replaced_as_a_whole(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
-    assert ledger.evaluation(0, Evaluator.TRAINER) == ()
-    ledger.record_evaluation(0, Evaluator.TRAINER, [SLICE, SCORE])
-    assert ledger.evaluation(0, Evaluator.TRAINER) == (SCORE, SLICE)
-    ledger.record_evaluation(0, Evaluator.TRAINER, [SCORE._replace(value=0.75)])
-    assert ledger.evaluation(0, Evaluator.TRAINER) == (SCORE._replace(value=0.75),)
+    ledger.versions.ensure_base(Path("/base"))
+    assert ledger.evaluations.of(0, Evaluator.TRAINER) == ()
+    ledger.evaluations.record(0, Evaluator.TRAINER, [SLICE, SCORE])
+    assert ledger.evaluations.of(0, Evaluator.TRAINER) == (SCORE, SLICE)
+    ledger.evaluations.record(0, Evaluator.TRAINER, [SCORE._replace(value=0.75)])
+    assert ledger.evaluations.of(0, Evaluator.TRAINER) == (SCORE._replace(value=0.75),)
 
 
 def test_each_evaluator_has_figures_of_its_own(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
-    ledger.record_evaluation(0, Evaluator.TRAINER, [SCORE])
-    ledger.record_evaluation(0, Evaluator.ENGINE, [SLICE])
-    assert ledger.evaluation(0, Evaluator.TRAINER) == (SCORE,)
-    assert ledger.evaluation(0, Evaluator.ENGINE) == (SLICE,)
+    ledger.versions.ensure_base(Path("/base"))
+    ledger.evaluations.record(0, Evaluator.TRAINER, [SCORE])
+    ledger.evaluations.record(0, Evaluator.ENGINE, [SLICE])
+    assert ledger.evaluations.of(0, Evaluator.TRAINER) == (SCORE,)
+    assert ledger.evaluations.of(0, Evaluator.ENGINE) == (SLICE,)
 
 
 @pytest.mark.parametrize("figure", [SCORE._replace(value=float("inf")), SCORE._replace(samples=0)])
 def test_what_is_no_figure_is_refused_and_the_old_ones_stay(ledger: Ledger, figure: Figure) -> None:
-    ledger.ensure_base(Path("/base"))
-    ledger.record_evaluation(0, Evaluator.TRAINER, [SCORE])
+    ledger.versions.ensure_base(Path("/base"))
+    ledger.evaluations.record(0, Evaluator.TRAINER, [SCORE])
     with pytest.raises(LedgerError):
-        ledger.record_evaluation(0, Evaluator.TRAINER, [figure])
-    assert ledger.evaluation(0, Evaluator.TRAINER) == (SCORE,)
+        ledger.evaluations.record(0, Evaluator.TRAINER, [figure])
+    assert ledger.evaluations.of(0, Evaluator.TRAINER) == (SCORE,)

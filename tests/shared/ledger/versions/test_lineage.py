@@ -9,29 +9,29 @@ from tuneloop.shared.operations.version_report import listed, story
 
 
 def test_a_version_tells_whose_replies_it_was_trained_on(ledger: Ledger) -> None:
-    assert ledger.trained_on(1) == {}
+    assert ledger.evaluations.trained_on(1) == {}
     trained(ledger, 2)
     committed(ledger, experiences=(experience(version_min=1, version_max=1),))
     epoch, samples = leased(ledger, 3)
-    ledger.register(epoch, ids(samples), step=2, publish=published)
-    assert ledger.trained_on(1) == {0: 2}
-    assert ledger.trained_on(2) == {0: 2, 1: 1}
+    ledger.training.register(epoch, ids(samples), step=2, publish=published)
+    assert ledger.evaluations.trained_on(1) == {0: 2}
+    assert ledger.evaluations.trained_on(2) == {0: 2, 1: 1}
 
 
 def test_evaluations_are_told_version_by_version(ledger: Ledger) -> None:
     trained(ledger)
     trained(ledger)
     row = {"evaluator": Evaluator.ENGINE, "metric": "score", "deviation": 0.5, "samples": 20, "evaluated_at": 1.0}
-    with ledger._write() as connection:
+    with ledger.transactions.write() as connection:
         for version, part in ((2, "sums"), (1, ""), (2, "")):
             connection.execute(insert(evaluations).values(row | {"version": version, "slice": part, "value": 0.25}))
-    told = ledger.version_evaluations([1, 2])
+    told = ledger.evaluations.of_versions([1, 2])
     assert [(each.slice, each.version, each.evaluator) for each in told] == [
         ("", 1, Evaluator.ENGINE),
         ("", 2, Evaluator.ENGINE),
         ("sums", 2, Evaluator.ENGINE),
     ]
-    assert [each.version for each in ledger.version_evaluations([1])] == [1]
+    assert [each.version for each in ledger.evaluations.of_versions([1])] == [1]
 
 
 def test_the_reports_are_the_same_on_either_database(ledger: Ledger) -> None:

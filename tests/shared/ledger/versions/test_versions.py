@@ -10,106 +10,106 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
 
 
 def states(ledger: Ledger) -> list[VersionState]:
-    return [version.state for version in ledger.versions()]
+    return [version.state for version in ledger.versions.all()]
 
 
 def test_the_base_model_is_version_0_and_served(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/models/base"))
-    champion = ledger.champion()
+    ledger.versions.ensure_base(Path("/models/base"))
+    champion = ledger.versions.champion()
     assert (champion.version, champion.state, champion.path) == (0, "champion", Path("/models/base"))
     assert champion.served_at is not None
-    assert ledger.newest() == champion
-    assert ledger.candidate() is None
+    assert ledger.versions.newest() == champion
+    assert ledger.versions.candidate() is None
 
 
 def test_the_base_model_is_registered_once(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/models/base"))
-    ledger.promote(trained(ledger))
-    ledger.ensure_base(Path("/models/base"))
-    assert [version.path for version in ledger.versions()] == [Path("/models/base"), published(1)[0]]
-    assert ledger.champion().version == 1
+    ledger.versions.ensure_base(Path("/models/base"))
+    ledger.versions.promote(trained(ledger))
+    ledger.versions.ensure_base(Path("/models/base"))
+    assert [version.path for version in ledger.versions.all()] == [Path("/models/base"), published(1)[0]]
+    assert ledger.versions.champion().version == 1
 
 
 def test_another_base_model_is_refused(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/models/base"))
+    ledger.versions.ensure_base(Path("/models/base"))
     with pytest.raises(EnvironmentRefused, match=r"^model\.model_path: this experiment began with /models/base"):
-        ledger.ensure_base(Path("/models/other"))
-    assert ledger.champion().path == Path("/models/base")
+        ledger.versions.ensure_base(Path("/models/other"))
+    assert ledger.versions.champion().path == Path("/models/base")
 
 
 def test_before_any_version_there_is_none(ledger: Ledger) -> None:
     with pytest.raises(LedgerError, match="no version is registered yet"):
-        ledger.champion()
+        ledger.versions.champion()
     with pytest.raises(LedgerError, match="no version is registered yet"):
-        ledger.newest()
-    assert ledger.candidate() is None
+        ledger.versions.newest()
+    assert ledger.versions.candidate() is None
 
 
 def test_a_promoted_candidate_retires_the_champion_and_older_candidates(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     for _ in range(3):
         trained(ledger)
-    ledger.promote(2)
+    ledger.versions.promote(2)
     assert states(ledger) == ["retired", "retired", "champion", "candidate"]
-    assert ledger.champion().version == 2
+    assert ledger.versions.champion().version == 2
 
 
 def test_promoting_twice_is_promoting_once(ledger: Ledger, engine: Engine) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     version = trained(ledger)
-    Ledger(engine, clock=lambda: 100.0).promote(version)
-    Ledger(engine, clock=lambda: 200.0).promote(version)
+    Ledger(engine, clock=lambda: 100.0).versions.promote(version)
+    Ledger(engine, clock=lambda: 200.0).versions.promote(version)
     assert states(ledger) == ["retired", "champion"]
-    assert ledger.champion().served_at == 100.0
+    assert ledger.versions.champion().served_at == 100.0
 
 
 def test_a_version_that_a_newer_one_retired_stays_retired(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     old, new = trained(ledger), trained(ledger)
-    ledger.promote(new)
-    ledger.promote(old)
+    ledger.versions.promote(new)
+    ledger.versions.promote(old)
     assert states(ledger) == ["retired", "retired", "champion"]
 
 
 def test_what_is_rejected_or_unknown_is_not_promoted(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
-    ledger.reject(trained(ledger), "worse")
+    ledger.versions.ensure_base(Path("/base"))
+    ledger.versions.reject(trained(ledger), "worse")
     with pytest.raises(LedgerError, match="version 1 is rejected: it cannot be served"):
-        ledger.promote(1)
+        ledger.versions.promote(1)
     with pytest.raises(LedgerError, match="version 9 is unknown: it cannot be served"):
-        ledger.promote(9)
-    assert ledger.champion().version == 0
+        ledger.versions.promote(9)
+    assert ledger.versions.champion().version == 0
 
 
 def test_a_rejected_candidate_keeps_the_reason(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     version = trained(ledger)
-    ledger.reject(version, "the probe differs")
-    ledger.reject(version, "something else")
-    assert ledger.versions()[1].reason == "the probe differs"
-    assert ledger.newest().version == 0
-    assert ledger.candidate() is None
+    ledger.versions.reject(version, "the probe differs")
+    ledger.versions.reject(version, "something else")
+    assert ledger.versions.all()[1].reason == "the probe differs"
+    assert ledger.versions.newest().version == 0
+    assert ledger.versions.candidate() is None
 
 
 def test_only_a_candidate_can_be_rejected(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
-    ledger.promote(trained(ledger))
-    ledger.reject(0, "old")
-    ledger.reject(1, "served")
+    ledger.versions.ensure_base(Path("/base"))
+    ledger.versions.promote(trained(ledger))
+    ledger.versions.reject(0, "old")
+    ledger.versions.reject(1, "served")
     assert states(ledger) == ["retired", "champion"]
 
 
 def test_the_candidate_is_the_newest_above_the_champion(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     for _ in range(3):
         trained(ledger)
-    ledger.reject(3, "worse")
-    candidate = ledger.candidate()
+    ledger.versions.reject(3, "worse")
+    candidate = ledger.versions.candidate()
     assert candidate is not None
     assert candidate.version == 2
-    assert ledger.newest().version == 2
-    ledger.promote(2)
-    assert ledger.candidate() is None
+    assert ledger.versions.newest().version == 2
+    ledger.versions.promote(2)
+    assert ledger.versions.candidate() is None
 
 
 def test_a_database_has_one_owner(ledger: Ledger) -> None:
@@ -120,35 +120,37 @@ def test_a_database_has_one_owner(ledger: Ledger) -> None:
 
 
 def test_rewards_are_told_by_version(ledger: Ledger) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     trained(ledger)
     told = exchange(experiences=(experience(choice=0, version_min=1, version_max=1), experience(choice=1)))
-    ledger.record([told, feedback(msg_id=told.msg_id, choice=0, value=-0.5)])
-    assert ledger.rewards() == [VersionReward(0, 2, 1, 1.0), VersionReward(1, 1, 1, -0.5)]
+    ledger.recording.record([told, feedback(msg_id=told.msg_id, choice=0, value=-0.5)])
+    assert ledger.reports.rewards() == [VersionReward(0, 2, 1, 1.0), VersionReward(1, 1, 1, -0.5)]
 
 
 def test_of_an_empty_ledger_everything_is_nought(ledger: Ledger) -> None:
-    assert ledger.rewards() == []
-    assert ledger.feedback_to_served() == []
-    assert ledger.imbalance() == []
-    assert ledger.counts() == dict.fromkeys(State, 0)
+    assert ledger.reports.rewards() == []
+    assert ledger.reports.feedback_to_served() == []
+    assert ledger.reports.imbalance() == []
+    assert ledger.reports.counts() == dict.fromkeys(State, 0)
 
 
 def test_the_way_from_feedback_to_served_is_measured(ledger: Ledger, engine: Engine) -> None:
-    ledger.ensure_base(Path("/base"))
+    ledger.versions.ensure_base(Path("/base"))
     said = exchange()
-    ledger.record([said, feedback(msg_id=said.msg_id, received_at=1000.0)])
-    ledger.commit("acme")
-    epoch = ledger.take_epoch("trainer")
-    version = ledger.register(epoch, ids(ledger.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
-    assert ledger.feedback_to_served() == []
-    Ledger(engine, clock=lambda: 1060.0).promote(version)
-    assert ledger.feedback_to_served() == [60.0]
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, received_at=1000.0)])
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    version = ledger.training.register(
+        epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published
+    )
+    assert ledger.reports.feedback_to_served() == []
+    Ledger(engine, clock=lambda: 1060.0).versions.promote(version)
+    assert ledger.reports.feedback_to_served() == [60.0]
 
 
 def test_an_imbalance_is_a_sentence(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger, 2)
-    ledger.register(epoch, ids(samples), step=1, publish=published)
+    ledger.training.register(epoch, ids(samples), step=1, publish=published)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE versions SET consumed = 5")
-    assert ledger.imbalance() == ["2 experiences are trained, but the versions consumed 5"]
+    assert ledger.reports.imbalance() == ["2 experiences are trained, but the versions consumed 5"]

@@ -1,0 +1,62 @@
+"""Feedback becomes rewards under a rule, within the transaction of whichever verb brought the news."""
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from sqlalchemy import Connection, select, update
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.recording.reward_rule import definition
+from tuneloop.shared.ledger.recording.rewards import Plan, id_of_rule, plan, rules_of, too_late_for, write
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.settings.feedback import RewardRule
+
+
+class Settlement:
+    """The reward rule of a ledger. `compensate_late` repeats trained rows whose reward changes afterwards."""
+
+    def __init__(
+        self,
+        rule: RewardRule | None = None,
+        *,
+        compensate_late: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.rule = rule or RewardRule()
+        self.compensate_late = compensate_late
+        self._clock = clock
+
+    def settle(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
+        """Let the feedback about these replies make their rewards, whichever of the two came first."""
+        decided = plan(connection, msg_ids, self.rule, now=self._clock())
+        if any(decided):
+            write(connection, decided, self.rule_id(connection), repeat=self.compensate_late)
+        return decided
+
+    def settle_by_own_rules(self, connection: Connection, msg_ids: Collection[str]) -> None:
+        """Settle replies, each under the rule that made its reward: a trainer's settings need not name it."""
+        for rule_id, (rule, replies) in rules_of(connection, msg_ids).items():
+            decided = plan(connection, replies, rule, now=self._clock())
+            if any(decided):
+                write(connection, decided, rule_id, repeat=self.compensate_late)
+
+    def recompute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
+        """Compute the rewards of these replies anew, without repeating what was trained on."""
+        decided = plan(connection, msg_ids, self.rule, now=self._clock())
+        write(connection, decided._replace(repeats=[]), self.rule_id(connection), repeat=False)
+        return decided
+
+    def rule_id(self, connection: Connection) -> int:
+        """The id of the rule in the ledger, which is put there if need be."""
+        return id_of_rule(connection, definition(self.rule), now=self._clock())
+
+    def release(self, connection: Connection, which: Any) -> None:
+        """End leases. What was corrected meanwhile takes its reward now."""
+        leased = select(experiences.c.id, experiences.c.msg_id).where(experiences.c.state == State.LEASED, which)
+        rows = connection.execute(leased.with_for_update()).all()
+        back = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
+        for portion in portions([row.id for row in rows]):
+            connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
+        self.settle_by_own_rules(connection, too_late_for(connection, {row.msg_id for row in rows}))

@@ -82,7 +82,7 @@ class Bare:
     async def reload(self, number: int) -> None:
         """By its own routes."""
         async with vllm.open_session(url=None, socket=str(self._socket), key=None) as session:
-            control = vllm.Control(session, model_name=self._settings.served_model_name)
+            control = vllm.EngineControl(session, model_name=self._settings.served_model_name)
             await control.pause("keep")
             await control.load(self._weights[number])
             await control.forget_prefixes()

@@ -22,23 +22,23 @@ from tuneloop.explorer.dialects.dialect import (
     MESSAGES,
     RESPONSES,
     TEXT,
-    Chat,
+    ChatDialect,
     Dialect,
-    Messages,
-    Responses,
-    Text,
+    MessagesDialect,
+    ResponsesDialect,
+    TextDialect,
 )
-from tuneloop.explorer.dialects.responses_native import EngineResponses
+from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.version_routing import Pins
+from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.routes import FeedbackDesk
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.server import ShortWay, ShortWays, Visit
+from tuneloop.explorer.http.server import FastRoute, FastRoutes, RawRequest
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
-from tuneloop.explorer.proxy.shadow import Copies
+from tuneloop.explorer.proxy.shadow import Shadow
 from tuneloop.explorer.routes import admin, passthrough, responses, stored_completions
-from tuneloop.explorer.routes.responses import KeptResponses
+from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
 from tuneloop.shared.ledger.ledger import Ledger
@@ -46,12 +46,12 @@ from tuneloop.shared.settings.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Road:
+class Services:
     """What the routes hand over to."""
 
     proxy: Proxy
     dialects: Mapping[str, Dialect]
-    responses: KeptResponses
+    responses: StoredResponses
     desk: FeedbackDesk
     fleet: Fleet
     backstage: Backstage
@@ -60,10 +60,10 @@ class Road:
 
 
 #: Opens what the routes hand over to, closed by the stack; also returns what must run beside the requests.
-Opening = Callable[[AsyncExitStack], Awaitable[tuple[Road, list[Task]]]]
+OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]]
 
 
-def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failure: OnFailure) -> ShortWays:
+def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_failure: OnFailure) -> FastRoutes:
     """The routes as an ASGI app over an up-to-date ledger; `Door` knows the short ways of those who want replies.
 
     `on_failure` is told when something that must run cannot.
@@ -80,15 +80,15 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: Opening, on_failu
                     each.cancel()
 
     app = FastAPI(title="tuneloop", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    errors.install(app)
+    errors.install_error_handlers(app)
     _add_routes(app)
-    passthrough.add_routes(app, Pins(settings), max_body_bytes=settings.explorer.max_body_bytes)
+    passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored_completions.add_routes(app, ledger, default_model=settings.served_model_name)
     responses.add_routes(app)
     admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_here)
-    return ShortWays(app, {("POST", path): _way(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})
+    return FastRoutes(app, {("POST", path): _way(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})
 
 
 async def _not_here() -> Response:
@@ -98,30 +98,30 @@ async def _not_here() -> Response:
     )
 
 
-def _way(app: FastAPI, path: str) -> ShortWay:
-    async def answer(visit: Visit) -> None:
-        road: Road = app.state.road
+def _way(app: FastAPI, path: str) -> FastRoute:
+    async def answer(visit: RawRequest) -> None:
+        road: Services = app.state.road
         await road.proxy.answer(road.dialects[path], visit)
 
     return answer
 
 
-def _road(request: Request) -> Road:
-    road: Road = request.app.state.road
+def _road(request: Request) -> Services:
+    road: Services = request.app.state.road
     return road
 
 
-RoadOf = Annotated[Road, Depends(_road)]
+ServicesOf = Annotated[Services, Depends(_road)]
 
 
 def _add_routes(app: FastAPI) -> None:
     @app.post("/feedback")
-    async def feedback(request: Request, road: RoadOf) -> Response:
+    async def feedback(request: Request, road: ServicesOf) -> Response:
         # Not JSONResponse: a hundred thousand outcomes would take it a second, in which streams stand still.
         return Response(orjson.dumps(await road.desk.feedback(request)), media_type="application/json")
 
     @app.post("/commit")
-    async def commit(request: Request, road: RoadOf) -> Response:
+    async def commit(request: Request, road: ServicesOf) -> Response:
         return JSONResponse(await road.desk.commit(request))
 
     @app.get("/health")
@@ -130,16 +130,16 @@ def _add_routes(app: FastAPI) -> None:
         return JSONResponse({"status": "live"})
 
     @app.get("/health/ready")
-    async def ready(road: RoadOf) -> Response:
+    async def ready(road: ServicesOf) -> Response:
         reason = _why_not_ready(road)
         return JSONResponse({"status": "not_ready" if reason else "ready", "reason": reason}, 503 if reason else 200)
 
     @app.get("/metrics")
-    async def metrics(road: RoadOf) -> Response:
+    async def metrics(road: ServicesOf) -> Response:
         return Response(await road.backstage.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _why_not_ready(road: Road) -> str | None:
+def _why_not_ready(road: Services) -> str | None:
     if not road.fleet.ready:
         return "no engine is ready"
     try:
@@ -156,15 +156,15 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
     return spool
 
 
-def open_road(
+def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, backstage: Backstage
-) -> tuple[Road, list[Task]]:
+) -> tuple[Services, list[Task]]:
     """What the routes hand over to, and what it must run."""
     explorer = settings.explorer
     room = Room(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
     mint, recorder = Mint(load_key(key_path(settings))), Recorder(spool, room, metrics)
     conversations = Conversations(mint, backstage=backstage, ledger=ledger)
-    copies = Copies(
+    copies = Shadow(
         fleet,
         refusals=settings.monitor.drift.refusals_found,
         told=backstage.copied,
@@ -175,13 +175,13 @@ def open_road(
     metrics.in_flight.set_function(lambda: proxy.places.taken)
     metrics.waiting.set_function(lambda: proxy.places.waiting)
     asked = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
-    responses = Responses(
+    responses = ResponsesDialect(
         conversations.of,
         defaults=asked,
         context=functools.partial(passthrough.longest_sequence, fleet),
-        beyond=EngineResponses(conversations.of, defaults=asked),
+        beyond=NativeResponsesDialect(conversations.of, defaults=asked),
     )
-    kept = KeptResponses(
+    kept = StoredResponses(
         mint=mint,
         ledger=ledger,
         backstage=backstage,
@@ -189,9 +189,9 @@ def open_road(
         again=responses.again,
         default_model=settings.served_model_name,
     )
-    road = Road(
+    road = Services(
         proxy=proxy,
-        dialects={each.path: each for each in (Chat(), Text(), responses, Messages())},
+        dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
         responses=kept,
         desk=FeedbackDesk(mint=mint, recorder=recorder, backstage=backstage, ledger=ledger, metrics=metrics),
         fleet=fleet,

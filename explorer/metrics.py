@@ -186,7 +186,7 @@ _Key = tuple[str, str, tuple[tuple[str, str], ...]]
 _Values = dict[_Key, float]
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
     """One number of a metric."""
 
     family: str
@@ -195,21 +195,21 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
-def counted(registry: CollectorRegistry) -> list[Sample]:
+def process_samples(registry: CollectorRegistry) -> list[MetricSample]:
     """What a process has to add: its counters and histograms, and its parts of gauges."""
     families = registry.collect()
     return [sample for each in families if each.type != "gauge" or each.name in _PARTS for sample in _samples(each)]
 
 
-class Tally:
+class ProcessTotals:
     """The control process's own metrics, and with them what its workers have counted, those too that are no more."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
-        self._living: dict[int, Sequence[Sample]] = {}
+        self._living: dict[int, Sequence[MetricSample]] = {}
         self._dead: _Values = {}
 
-    def note(self, worker: int, samples: Sequence[Sample]) -> None:
+    def note(self, worker: int, samples: Sequence[MetricSample]) -> None:
         """Take down what a worker has counted until now."""
         self._living[worker] = samples
 
@@ -225,7 +225,7 @@ class Tally:
             _add(values, _samples(family))
         for samples in self._living.values():
             _add(values, samples)
-        _add(values, [Sample(*key, value) for key, value in self._dead.items()])
+        _add(values, [MetricSample(*key, value) for key, value in self._dead.items()])
         for family in families:
             family.samples = []
         by_name = {family.name: family for family in families}
@@ -234,11 +234,11 @@ class Tally:
         yield from families
 
 
-def _samples(family: Metric) -> list[Sample]:
-    return [Sample(family.name, each.name, tuple(each.labels.items()), each.value) for each in family.samples]
+def _samples(family: Metric) -> list[MetricSample]:
+    return [MetricSample(family.name, each.name, tuple(each.labels.items()), each.value) for each in family.samples]
 
 
-def _add(values: _Values, samples: Iterable[Sample]) -> None:
+def _add(values: _Values, samples: Iterable[MetricSample]) -> None:
     for each in samples:
         key = (each.family, each.name, each.labels)
         if each.name.endswith("_created"):

@@ -9,7 +9,7 @@ import structlog
 from tuneloop.shared.errors import TuneloopError
 
 
-class Copied(msgspec.Struct, frozen=True):
+class ShadowReply(msgspec.Struct, frozen=True):
     """What became of a copy: how long the reply took, and how many tokens it has."""
 
     version: int
@@ -33,7 +33,7 @@ class Backstage(Protocol):
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
 
-    async def copied(self, copy: Copied) -> None:
+    async def copied(self, copy: ShadowReply) -> None:
         """Hear what became of the copy of a request, for those who decide about the version that it went to."""
 
     async def exposition(self) -> bytes:

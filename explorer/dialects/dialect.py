@@ -25,7 +25,7 @@ CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v
 Json = dict[str, Any]
 
 
-class Teller:
+class ReplyWriter:
     """Tells one reply to the client while its transcript takes it down; this one as the engine tells it."""
 
     def __init__(self, transcript: Transcript) -> None:
@@ -101,11 +101,11 @@ class Dialect(ABC):
         return choices_of(asked)
 
     @abstractmethod
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """Who tells the reply named `msg_id`, which the engine names `upstream_id`."""
 
 
-class Chat(Dialect):
+class ChatDialect(Dialect):
     """OpenAI's chat completions."""
 
     path, prefix = CHAT, "chatcmpl-"
@@ -121,13 +121,13 @@ class Chat(Dialect):
         wrong = not asked.get("logprobs") and (asked.get("top_logprobs") or asked.get("logprob_token_ids"))
         return {} if wrong else vllm.CAPTURE
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         wants = Wants(body.get("logprobs") is True, body.get("return_token_ids") is True)
-        return Teller(ChatTranscript(msg_id, wants))
+        return ReplyWriter(ChatTranscript(msg_id, wants))
 
 
-class Text(Dialect):
+class TextDialect(Dialect):
     """OpenAI's older completions of text."""
 
     path, prefix = TEXT, "cmpl-"
@@ -149,15 +149,15 @@ class Text(Dialect):
             raise RequestRefused(f"prompts times n must be at most {MAX_CHOICES}", code="out_of_range", param="prompt")
         return found
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         # Nothing is captured of an echo, which has the prompt's token ids whether or not they are asked for.
         echo = bool(body.get("echo"))
         wants = Wants(echo or body.get("logprobs") is not None, echo or body.get("return_token_ids") is True)
-        return Teller(TextTranscript(msg_id, wants))
+        return ReplyWriter(TextTranscript(msg_id, wants))
 
 
-class _Translated(Teller):
+class _TranslatedWriter(ReplyWriter):
     """Tells a chat completion in other words."""
 
     def whole(self, reply: bytes) -> bytes:
@@ -175,7 +175,7 @@ class _Translated(Teller):
         raise NotImplementedError
 
 
-class _MessageTeller(_Translated):
+class _MessageWriter(_TranslatedWriter):
     def __init__(self, msg_id: str, upstream_id: str) -> None:
         super().__init__(ChatTranscript(upstream_id, Wants()))
         self._msg_id = msg_id
@@ -200,7 +200,7 @@ class _MessageTeller(_Translated):
         return engine_error_body(told, status=status)
 
 
-class Messages(Dialect):
+class MessagesDialect(Dialect):
     """Anthropic's messages."""
 
     path, prefix = MESSAGES, "msg_"
@@ -209,12 +209,12 @@ class Messages(Dialect):
         """See Dialect."""
         return messages.to_chat(body)
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _MessageTeller(msg_id, upstream_id)
+        return _MessageWriter(msg_id, upstream_id)
 
 
-class _ResponseTeller(_Translated):
+class _ResponseWriter(_TranslatedWriter):
     def __init__(self, body: Json, msg_id: str, upstream_id: str, context: int | None) -> None:
         super().__init__(ChatTranscript(upstream_id, Wants(logprobs=responses_request.wants_logprobs(body))))
         self._body = body
@@ -236,7 +236,7 @@ class _ResponseTeller(_Translated):
         return self._stream.hear({"error": {"message": message, "code": code}})
 
 
-class Responses(Dialect):
+class ResponsesDialect(Dialect):
     """OpenAI's responses.
 
     `conversation` gives the chat messages up to the response of a name. A response tells of what the service decides
@@ -271,9 +271,9 @@ class Responses(Dialect):
         previous = await self._conversation(continued) if isinstance(continued, str) else ()
         return responses_request.to_chat(body, previous)
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _ResponseTeller(body | self._unsaid(body), msg_id, upstream_id, self._context)
+        return _ResponseWriter(body | self._unsaid(body), msg_id, upstream_id, self._context)
 
     async def again(self, body: Json, reply: Json, msg_id: str) -> Json:
         """The response that was made of a chat completion, or what is known of it."""

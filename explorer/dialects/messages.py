@@ -19,7 +19,7 @@ from tuneloop.explorer.dialects.messages_request import (
     Tool,
     ToolDefinition,
     Turn,
-    understood,
+    parse_messages_request,
 )
 from tuneloop.explorer.http.bodies import wrong_type
 from tuneloop.shared.errors import RequestRefused
@@ -46,7 +46,7 @@ _BILLING = "x-anthropic-billing-header"
 
 def to_chat(body: Json) -> Json:
     """The chat completions request that means the same. Raises RequestRefused for a body that vLLM would not take."""
-    request = understood(body)
+    request = parse_messages_request(body)
     chat: Json = {
         **{name: getattr(request, name) for name in _ALIKE},
         "messages": [*_system(request.system), *(each for turn in request.messages for each in _messages(turn))],

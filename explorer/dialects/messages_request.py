@@ -176,7 +176,7 @@ class MessagesRequest(BaseModel):
         return self
 
 
-def understood(body: Json) -> MessagesRequest:
+def parse_messages_request(body: Json) -> MessagesRequest:
     """The request of a body. Raises RequestRefused with the first mistake for one that vLLM would not take."""
     try:
         return MessagesRequest.model_validate(body)

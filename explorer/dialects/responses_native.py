@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.capture.transcript import Choice, Transcript, Wants
-from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, Teller
+from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReplyWriter
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.ledger.recording.completion_object import shown
 
@@ -23,7 +23,7 @@ UNDER_WAY = ("queued", "in_progress")
 _LAST = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
-class EngineTranscript(Transcript):
+class NativeResponseTranscript(Transcript):
     """A response that an engine tells as it is. There is no choice of one that is still under way."""
 
     def __init__(self, msg_id: str, body: Json, *, background: bool) -> None:
@@ -58,11 +58,11 @@ class EngineTranscript(Transcript):
         self.choices.setdefault(0, Choice())
 
 
-class EngineTeller(Teller):
+class NativeReplyWriter(ReplyWriter):
     """Tells a response as the engine tells it."""
 
     def __init__(self, body: Json, msg_id: str) -> None:
-        self._response = EngineTranscript(msg_id, body, background=body.get("background") is True)
+        self._response = NativeResponseTranscript(msg_id, body, background=body.get("background") is True)
         super().__init__(self._response)
         self._background = body.get("background") is True
         self._end = b""
@@ -108,7 +108,7 @@ class EngineTeller(Teller):
         return b"event: error\ndata: %b\n\nevent: response.failed\ndata: %b\n\n" % said
 
 
-class EngineResponses(Dialect):
+class NativeResponsesDialect(Dialect):
     """OpenAI's responses, as the engine answers them itself.
 
     `conversation` gives the chat messages up to the response of a name; `defaults` is said where clients don't say.
@@ -150,9 +150,9 @@ class EngineResponses(Dialect):
             said["store"] = False  # it would never forget it
         return said
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return EngineTeller(body, msg_id)
+        return NativeReplyWriter(body, msg_id)
 
 
 def as_asked(body: Json, response: Json) -> Json:

@@ -42,7 +42,7 @@ def without_adapters(models: bytes) -> bytes:
     return orjson.dumps(told | {"data": [each for each in told["data"] if not each["id"].startswith(_PREFIX)]})
 
 
-class Renaming(msgspec.Struct, frozen=True):
+class ModelRenaming(msgspec.Struct, frozen=True):
     """What clients call what an engine answers with, and which adapter of its own that is."""
 
     public: str

@@ -7,7 +7,7 @@ from collections import deque
 from tuneloop.shared.errors import RequestRefused
 
 
-class Places:
+class Admission:
     """A bounded number of places, and a bounded queue of those who wait for one, first come first served."""
 
     def __init__(self, *, places: int, waiting: int, patience_s: float) -> None:

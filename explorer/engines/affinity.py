@@ -17,7 +17,7 @@ MOST = 8192
 _CHARACTERS, _IDS = 1024, 256
 
 
-class Known(Protocol):
+class EngineCache(Protocol):
     """What there is to know of an engine."""
 
     @property
@@ -40,7 +40,7 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def note(self, beginnings: Sequence[int], engine: Known) -> None:
+    def note(self, beginnings: Sequence[int], engine: EngineCache) -> None:
         """Say that the engine is asked a request."""
         if not beginnings:
             return
@@ -50,7 +50,7 @@ class Affinity:
         if len(self._asked) > self._most:
             self._asked.popitem(last=False)
 
-    def knowing(self, beginnings: Sequence[int], engines: Sequence[Known]) -> list[set[int]]:
+    def knowing(self, beginnings: Sequence[int], engines: Sequence[EngineCache]) -> list[set[int]]:
         """The numbers of the engines that know a beginning, those that know the longest one first."""
         found = []
         for beginning in reversed(beginnings):

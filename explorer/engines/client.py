@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 import structlog
 
-from tuneloop.explorer.engines.adapter_names import Renaming
+from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.shared.errors import EngineError, EngineUnreachable
 
 log = structlog.get_logger()
@@ -25,7 +25,7 @@ _HIGH_WATER = 256 << 10
 _CONNECT_S = 10.0
 
 
-class Reply:
+class EngineReply:
     """An engine's reply. Whoever leaves it before its end closes it, and the engine stops sampling."""
 
     def __init__(self, connection: "_Connection") -> None:
@@ -145,10 +145,10 @@ class Reply:
             self._waiter.set_result(None)
 
 
-class RenamedReply(Reply):
+class RenamedEngineReply(EngineReply):
     """A reply of an adapter, under the name that clients call it by. It is passed on by whole lines."""
 
-    def __init__(self, connection: "_Connection", renaming: Renaming) -> None:
+    def __init__(self, connection: "_Connection", renaming: ModelRenaming) -> None:
         super().__init__(connection)
         self._renaming = renaming
         self._line = b""
@@ -172,7 +172,7 @@ class _Connection(asyncio.Protocol):
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
-        self._reply: Reply | None = None
+        self._reply: EngineReply | None = None
         self._reading = True
         self.idle_since = 0.0
 
@@ -181,9 +181,9 @@ class _Connection(asyncio.Protocol):
         """Whether it can be used no more."""
         return self._transport.is_closing()
 
-    def ask(self, request: bytes, renaming: Renaming | None) -> Reply:
+    def ask(self, request: bytes, renaming: ModelRenaming | None) -> EngineReply:
         """Send a request, head and body."""
-        self._reply = reply = RenamedReply(self, renaming) if renaming else Reply(self)
+        self._reply = reply = RenamedEngineReply(self, renaming) if renaming else EngineReply(self)
         self._transport.write(request)
         return reply
 
@@ -277,9 +277,11 @@ class EngineHttp:
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{authorization}".encode()
         )
         self._idle: deque[_Connection] = deque()
-        self.renaming: Renaming | None = None
+        self.renaming: ModelRenaming | None = None
 
-    async def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Reply:
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> EngineReply:
         """The reply, once it has begun. Raises EngineUnreachable before anything was answered, else EngineError.
 
         A kept connection may be closed by the engine at the moment when it is used: the request is sent again, once, on
@@ -329,7 +331,7 @@ class EngineHttp:
         return connection
 
 
-async def _begun(reply: Reply) -> Reply:
+async def _begun(reply: EngineReply) -> EngineReply:
     try:
         await reply.until_begun()
     except asyncio.CancelledError:

@@ -8,15 +8,15 @@ from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from tuneloop.explorer.engines.adapter_names import Renaming
+from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.affinity import Affinity, overloaded
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.version_routing import Pin, Split
-from tuneloop.explorer.engines.vllm import Control
+from tuneloop.explorer.engines.version_routing import TrafficSplit, VersionPin
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.errors import RequestRefused
 
 #: By what the engine of a request is chosen: whose it is, or which version must answer it.
-Key = str | Pin
+RoutingKey = str | VersionPin
 
 
 class EngineState(StrEnum):
@@ -34,7 +34,7 @@ class Engine:
     `loads` counts how often its weights changed, so that a reply can tell whether they did while it was sampled.
     """
 
-    def __init__(self, number: int, http: EngineHttp, control: Control | None = None) -> None:
+    def __init__(self, number: int, http: EngineHttp, control: EngineControl | None = None) -> None:
         """`control` is for those who run it and swap its weights."""
         self.number = number
         self.http = http
@@ -47,13 +47,13 @@ class Engine:
         self.idle.set()
 
     @property
-    def control(self) -> Control:
+    def control(self) -> EngineControl:
         """Its weight routes."""
         assert self._control is not None
         return self._control
 
     @property
-    def renaming(self) -> Renaming | None:
+    def renaming(self) -> ModelRenaming | None:
         """The adapter that it serves, if that is what versions are."""
         return self.http.renaming
 
@@ -69,7 +69,7 @@ class Engine:
             self.http.renaming = self._control.renaming
 
 
-class Known(Protocol):
+class EngineStatus(Protocol):
     """What there is to know of an engine."""
 
     @property
@@ -89,17 +89,17 @@ class Known(Protocol):
         """How often its weights changed."""
 
     @property
-    def renaming(self) -> Renaming | None:
+    def renaming(self) -> ModelRenaming | None:
         """The adapter that it serves."""
 
 
-class Audience(Protocol):
+class FleetReplicas(Protocol):
     """Others who send requests to the engines: they must know of a change before it is gone on from."""
 
     async def tell(self, engine: Engine) -> None:
         """Return when all know the engine as it is now."""
 
-    async def divide(self, split: Split | None) -> None:
+    async def divide(self, split: TrafficSplit | None) -> None:
         """Return when all divide their requests so."""
 
     async def until_idle(self, engine: Engine) -> None:
@@ -112,9 +112,9 @@ class Fleet:
     With a `split`, engines that have the version which is being tried get its share of the requests and no others.
     """
 
-    def __init__(self, engines: Iterable[Engine], *, patience_s: float, audience: Audience | None = None) -> None:
+    def __init__(self, engines: Iterable[Engine], *, patience_s: float, audience: FleetReplicas | None = None) -> None:
         self.engines = list(engines)
-        self.split: Split | None = None
+        self.split: TrafficSplit | None = None
         self._patience_s = patience_s
         self._audience = audience
         self._affinity = Affinity()
@@ -149,7 +149,7 @@ class Fleet:
         engine.end_load(version)
         await self._tell(engine)
 
-    async def divide(self, split: Split | None) -> None:
+    async def divide(self, split: TrafficSplit | None) -> None:
         """Divide the requests between the champion and a version that is being tried; None: there is none."""
         self.split = split
         if self._audience is not None:
@@ -157,7 +157,7 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def learn(self, known: Sequence[Known]) -> None:
+    async def learn(self, known: Sequence[EngineStatus]) -> None:
         """Take over what is known elsewhere of engines."""
         for each in known:
             engine = self.engines[each.number]
@@ -183,7 +183,7 @@ class Fleet:
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state is EngineState.DOWN)
 
-    async def take(self, key: Key | None = None, beginnings: Sequence[int] = ()) -> Engine:
+    async def take(self, key: RoutingKey | None = None, beginnings: Sequence[int] = ()) -> Engine:
         """The engine that answers a request of a key, counted as busy until it is given back.
 
         Without a key it is one of the champion's. `beginnings` are those of what it is asked
@@ -192,13 +192,15 @@ class Fleet:
         engine = self._chosen(self.engines, key, beginnings)
         return self._taken(engine or await self._wait_for_one(self.engines, key, beginnings), beginnings)
 
-    def take_another(self, than: Engine, key: Key | None = None, beginnings: Sequence[int] = ()) -> Engine | None:
+    def take_another(
+        self, than: Engine, key: RoutingKey | None = None, beginnings: Sequence[int] = ()
+    ) -> Engine | None:
         """The same, but not this one; None if no other may."""
         engine = self._chosen(self._others(than), key, beginnings)
         return self._taken(engine, beginnings) if engine else None
 
     async def wait_for_another(
-        self, than: Engine, key: Key | None = None, beginnings: Sequence[int] = ()
+        self, than: Engine, key: RoutingKey | None = None, beginnings: Sequence[int] = ()
     ) -> Engine | None:
         """The same, but one that is being reloaded is waited for; None if no other may, nor will in a moment."""
         others = self._others(than)
@@ -210,7 +212,7 @@ class Fleet:
     def _others(self, than: Engine) -> list[Engine]:
         return [each for each in self.engines if each is not than]
 
-    def _chosen(self, engines: Sequence[Engine], key: Key | None, beginnings: Sequence[int]) -> Engine | None:
+    def _chosen(self, engines: Sequence[Engine], key: RoutingKey | None, beginnings: Sequence[int]) -> Engine | None:
         knowing = self._affinity.knowing(beginnings, engines) if beginnings else ()
         return chosen(engines, self.split, key, knowing)
 
@@ -232,7 +234,9 @@ class Fleet:
         engine.idle.clear()
         return engine
 
-    async def _wait_for_one(self, engines: Sequence[Engine], key: Key | None, beginnings: Sequence[int]) -> Engine:
+    async def _wait_for_one(
+        self, engines: Sequence[Engine], key: RoutingKey | None, beginnings: Sequence[int]
+    ) -> Engine:
         try:
             async with asyncio.timeout(self._patience_s), self._changed:
                 while (engine := self._chosen(engines, key, beginnings)) is None:
@@ -241,7 +245,12 @@ class Fleet:
                     await self._changed.wait()
         except TimeoutError:
             engine = None
-        if engine is None and isinstance(key, Pin) and self.ready and not self._about_to_be(key.able(self.engines)):
+        if (
+            engine is None
+            and isinstance(key, VersionPin)
+            and self.ready
+            and not self._about_to_be(key.able(self.engines))
+        ):
             raise key.refused(self.served)
         if engine is None:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
@@ -249,13 +258,16 @@ class Fleet:
 
 
 def chosen(
-    engines: Sequence[Engine], split: Split | None, key: Key | None, knowing: Sequence[Container[int]] = ()
+    engines: Sequence[Engine],
+    split: TrafficSplit | None,
+    key: RoutingKey | None,
+    knowing: Sequence[Container[int]] = (),
 ) -> Engine | None:
     """The ready engine that answers a request of a key, if any; of several `best` says which.
 
     The champion's engines stand in for the one that is being tried, but never the other way round.
     """
-    if isinstance(key, Pin):
+    if isinstance(key, VersionPin):
         return best(key.able(engines), knowing)
     if split is None:
         return best(engines, knowing)
@@ -266,9 +278,9 @@ def chosen(
     return best((each for each in engines if each.version != split.version), knowing)
 
 
-def able(engines: Sequence[Engine], key: Key | None) -> Sequence[Engine]:
+def able(engines: Sequence[Engine], key: RoutingKey | None) -> Sequence[Engine]:
     """The engines that may answer a request of a key, now or when they are ready."""
-    return key.able(engines) if isinstance(key, Pin) else engines
+    return key.able(engines) if isinstance(key, VersionPin) else engines
 
 
 def best(engines: Iterable[Engine], knowing: Sequence[Container[int]] = ()) -> Engine | None:

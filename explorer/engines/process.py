@@ -11,7 +11,7 @@ import structlog
 
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.ray_engine import ORDER, Order
+from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
@@ -65,15 +65,15 @@ class EngineProcess:
         command = vllm.command(settings, model=model, socket=self._socket)
         if settings.cluster.node_num == 1:
             return command, vllm.environment(settings, number)
-        order = Order(
+        order = RayEngineSpec(
             ray_address=settings.cluster.ray_address,
             gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
             socket=str(self._socket),
             log=str(self._log),
             command=command,
-            environment=vllm.marks(settings),
+            environment=vllm.engine_variables(settings),
         )
-        environment = {**os.environ, ORDER: msgspec.json.encode(order).decode()}
+        environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(order).decode()}
         return [sys.executable, "-m", "tuneloop.explorer.engines.ray_engine"], environment
 
     async def _healthy(self) -> None:

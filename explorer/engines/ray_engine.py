@@ -88,10 +88,10 @@ async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-ORDER = "TUNELOOP_RAY_ORDER"
+SPEC_VARIABLE = "TUNELOOP_RAY_ORDER"
 
 
-class Order(msgspec.Struct, frozen=True):
+class RayEngineSpec(msgspec.Struct, frozen=True):
     """An engine to run: its command, which listens on `socket`, what its environment has more, and the GPUs it needs.
 
     `socket` is one of this machine. The command's own one is another, on the machine where it runs.
@@ -105,7 +105,7 @@ class Order(msgspec.Struct, frozen=True):
     environment: dict[str, str]
 
 
-class Seat:
+class EngineActor:
     """The actor: an engine and the far end of the tunnel to it."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Seat:
         import ray
 
         host = ray.util.get_node_ip_address()
-        what = msgspec.json.decode(order, type=Order)
+        what = msgspec.json.decode(order, type=RayEngineSpec)
         socket = Path(tempfile.mkdtemp(prefix="tuneloop-")) / "engine.sock"
         command = [str(socket) if part == what.socket else part for part in what.command[1:]]
         Path(what.log).parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Seat:
         return self._process.wait()
 
 
-async def run(order: Order) -> int:
+async def run(order: RayEngineSpec) -> int:
     """Run the engine to its end; its exit code."""
     import ray
     from ray.util.placement_group import placement_group
@@ -167,7 +167,7 @@ async def run(order: Order) -> int:
         await group.ready()
         placed = {"num_cpus": 1, "num_gpus": order.gpus, "max_restarts": 0}
         where = PlacementGroupSchedulingStrategy(group)
-        actor: Any = ray.remote(Seat).options(scheduling_strategy=where, **placed).remote()
+        actor: Any = ray.remote(EngineActor).options(scheduling_strategy=where, **placed).remote()
         secret = secrets.token_bytes(32)
         far_end = await actor.start.remote(msgspec.json.encode(order), secret)
         async with await open_near_end(Path(order.socket), secret, far_end):
@@ -181,7 +181,7 @@ async def run(order: Order) -> int:
 
 def main() -> int:
     """Run the engine that is ordered."""
-    order = msgspec.json.decode(os.environ.pop(ORDER), type=Order)
+    order = msgspec.json.decode(os.environ.pop(SPEC_VARIABLE), type=RayEngineSpec)
     try:
         return asyncio.run(run(order))
     except asyncio.CancelledError:

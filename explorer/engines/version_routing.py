@@ -15,7 +15,7 @@ from tuneloop.shared.settings.settings import Settings
 _WHOLE = 2**64
 
 
-class Split(msgspec.Struct, frozen=True):
+class TrafficSplit(msgspec.Struct, frozen=True):
     """What a version that is being tried gets: the share of the keys it answers, and of those it gets copies of."""
 
     version: int
@@ -24,44 +24,44 @@ class Split(msgspec.Struct, frozen=True):
 
     def answers(self, key: str) -> bool:
         """Whether it answers the requests of a key."""
-        return place(self.version, key) < self.share
+        return bucket_of(self.version, key) < self.share
 
     def copied(self, key: str) -> bool:
         """Whether it gets copies of the requests of a key."""
-        return place(self.version, key) < self.copies
+        return bucket_of(self.version, key) < self.copies
 
-    def withdrawn(self) -> "Split":
+    def withdrawn(self) -> "TrafficSplit":
         """The same version without any requests."""
-        return Split(self.version)
+        return TrafficSplit(self.version)
 
 
-def place(version: int, key: str) -> float:
+def bucket_of(version: int, key: str) -> float:
     """Where in [0, 1) a key lies. Each version has an order of its own, so that not the same users try them all."""
-    return _place(b"%d" % version, key)
+    return _bucket(b"%d" % version, key)
 
 
-def _place(salt: bytes, key: str) -> float:
+def _bucket(salt: bytes, key: str) -> float:
     digest = hashlib.blake2b(b"%b:%b" % (salt, key.encode("utf-8", "surrogatepass")), digest_size=8).digest()
     return int.from_bytes(digest) / _WHOLE
 
 
-def held_out(key: str, share: float) -> bool:
+def is_held_out(key: str, share: float) -> bool:
     """Whether the replies to a key are held out of training, where so much of the traffic is.
 
     What is held out by a share is by a larger one too.
     """
-    return _place(b"held out", key) < share
+    return _bucket(b"held out", key) < share
 
 
-def split_of(mode: str, version: int, share: float) -> Split:
+def split_of(mode: str, version: int, share: float) -> TrafficSplit:
     """The split of a rollout in that mode."""
-    return Split(version, copies=share) if mode == "shadow" else Split(version, share=share)
+    return TrafficSplit(version, copies=share) if mode == "shadow" else TrafficSplit(version, share=share)
 
 
 _DIGITS = 9
 
 
-class Serving(Protocol):
+class ServesVersion(Protocol):
     """What there is to know of an engine."""
 
     @property
@@ -69,10 +69,10 @@ class Serving(Protocol):
         """What it serves."""
 
 
-_Engine = TypeVar("_Engine", bound=Serving)
+_Engine = TypeVar("_Engine", bound=ServesVersion)
 
 
-class Pin(NamedTuple):
+class VersionPin(NamedTuple):
     """The version that must answer a request."""
 
     version: int
@@ -88,7 +88,7 @@ class Pin(NamedTuple):
         return RequestRefused(message, status=404, code="model_not_found", param="model")
 
 
-class Pins:
+class PinParser:
     """Understands which version a request names."""
 
     def __init__(self, settings: Settings) -> None:
@@ -97,7 +97,7 @@ class Pins:
         #: Whether clients may name a version.
         self.allowed = settings.explorer.version_pins
 
-    def of(self, body: Mapping[str, Any]) -> Pin | None:
+    def of(self, body: Mapping[str, Any]) -> VersionPin | None:
         """The version that a body names. Raises RequestRefused if it is no number."""
         model = body.get("model")
         if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.name}@"):
@@ -106,7 +106,7 @@ class Pins:
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
             message = f"the model does not exist: after {self.name}@ comes the number of a version"
             raise RequestRefused(message, status=404, code="model_not_found", param="model")
-        return Pin(int(number))
+        return VersionPin(int(number))
 
     def listed(self, models: Iterable[dict[str, Any]], served: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The models that an engine tells, and the versions that may be named."""

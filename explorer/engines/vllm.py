@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 
-from tuneloop.explorer.engines.adapter_names import Renaming, is_adapter
+from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
 from tuneloop.explorer.engines.vllm_plugin import SLEEPS
 from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
@@ -113,13 +113,13 @@ def tolerance(settings: Settings) -> float:
 
 def environment(settings: Settings, number: int) -> dict[str, str]:
     """The environment of engine `number` on this machine, counted from 0."""
-    ours, size = marks(settings), settings.explorer.rollout_model.tensor_parallel_size
+    ours, size = engine_variables(settings), settings.explorer.rollout_model.tensor_parallel_size
     if settings.cluster.gpu_per_node:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
     return {**os.environ, **ours}
 
 
-def marks(settings: Settings) -> dict[str, str]:
+def engine_variables(settings: Settings) -> dict[str, str]:
     """What an engine's environment has more than others, wherever it runs."""
     rollout = settings.explorer.rollout_model
     ours = {
@@ -183,7 +183,7 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> htt
     )
 
 
-class Findings(NamedTuple):
+class ProbeFindings(NamedTuple):
     """How far an engine's log-probabilities are from what they should be (mean absolute difference, nats).
 
     `weights`: from those of the probe. `cache`: those that it finds with its prefix cache from those without.
@@ -205,12 +205,12 @@ class Findings(NamedTuple):
         return f"the engine's log-probabilities are {off}; allowed: {self.allowed:.2g}"
 
 
-class Control:
+class EngineControl:
     """The weight routes of one engine, over a session of its own."""
 
     #: Whether `load` changes the weights under what is in flight.
     in_place = True
-    renaming: Renaming | None = None
+    renaming: ModelRenaming | None = None
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -261,11 +261,11 @@ class Control:
         if complaint := (await self.examine(probe)).complaint:
             raise CheckpointRejected(complaint)
 
-    async def examine(self, probe: Probe) -> Findings:
+    async def examine(self, probe: Probe) -> ProbeFindings:
         """How far the engine is from what the probe says. Raises CheckpointRejected if its answer cannot be read."""
         try:
             found = await self._logprobs(list(probe.prompt_ids))
-            return Findings(
+            return ProbeFindings(
                 weights=_mean_distance(found, probe.logprobs),
                 cache=await self._distance_by_cache(list(probe.prompt_ids)),
                 allowed=max(probe.tolerance, self._tolerance),

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import structlog
 
-from tuneloop.explorer.engines.adapter_names import Renaming, is_adapter, name_of
-from tuneloop.explorer.engines.vllm import Control
+from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter, name_of
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.settings import Settings
 
@@ -20,16 +20,16 @@ log = structlog.get_logger()
 _KEPT = 4
 
 
-def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> Control:
+def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
     """The weight routes of an engine, as the settings want them used."""
     name = settings.served_model_name
     if settings.model.lora.rank:
         base = settings.model.model_path.absolute()
         return AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
-    return Control(session, model_name=name, tolerance=tolerance)
+    return EngineControl(session, model_name=name, tolerance=tolerance)
 
 
-class AdapterControl(Control):
+class AdapterControl(EngineControl):
     """The same verbs where versions are adapters to the weights in `base`, with which the engine was started."""
 
     in_place = False
@@ -76,7 +76,7 @@ class AdapterControl(Control):
 
     def _use(self, name: str | None) -> None:
         self._model_name = name or self._public
-        self.renaming = Renaming(public=self._public, adapter=name) if name else None
+        self.renaming = ModelRenaming(public=self._public, adapter=name) if name else None
 
     async def _load(self, name: str, actor: Path) -> None:
         try:

@@ -59,7 +59,7 @@ def refusal_of(error: Exception) -> RequestRefused:
     return RequestRefused("an internal error; it has been logged", status=500, code="internal")
 
 
-def answer_to(error: RequestRefused, path: str, request_id: str | None) -> Response:
+def error_response(error: RequestRefused, path: str, request_id: str | None) -> Response:
     """The answer to a request that was refused."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     body: dict[str, object] = {
@@ -82,11 +82,11 @@ def answer_to(error: RequestRefused, path: str, request_id: str | None) -> Respo
     return Response(orjson.dumps(body), error.status, headers, "application/json")
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Answer every error of the app by the table."""
 
     def answered(request: Request, error: Exception) -> Response:
-        return answer_to(refusal_of(error), request.url.path, request.headers.get("x-request-id"))
+        return error_response(refusal_of(error), request.url.path, request.headers.get("x-request-id"))
 
     @app.exception_handler(TuneloopError)
     async def _ours(request: Request, error: TuneloopError) -> Response:

@@ -55,7 +55,7 @@ def check_uvicorn(protocol: type[Any] = HttpToolsProtocol) -> None:
             )
 
 
-class Visit:
+class RawRequest:
     """One request and the connection that its answer goes to."""
 
     def __init__(self, cycle: Any) -> None:
@@ -161,13 +161,13 @@ class Visit:
 
 
 #: Answers a visit. It is cancelled when the client leaves: `visit.gone` tells.
-ShortWay = Callable[[Visit], Awaitable[None]]
+FastRoute = Callable[[RawRequest], Awaitable[None]]
 
 
-class ShortWays:
+class FastRoutes:
     """An ASGI app, and the short ways past it by method and path."""
 
-    def __init__(self, app: Any, ways: Mapping[tuple[str, str], ShortWay]) -> None:
+    def __init__(self, app: Any, ways: Mapping[tuple[str, str], FastRoute]) -> None:
         self.app = app
         self.ways = ways
 
@@ -188,10 +188,10 @@ class ShortWays:
 _NAME = b"x-request-id"
 
 
-class Door(HttpToolsProtocol):
+class FastProtocol(HttpToolsProtocol):
     """One connection. Where `config.app` is a ShortWays, its short ways are taken."""
 
-    _visit: Visit | None = None
+    _visit: RawRequest | None = None
     _answering: "asyncio.Task[None] | None" = None
     _head_bytes = 0
 
@@ -220,7 +220,7 @@ class Door(HttpToolsProtocol):
         """Close the connection of a request that cannot be read. An answer under way is not written into."""
         answering = self.pipeline or (self.cycle and self.cycle.response_started and not self.cycle.response_complete)
         if not answering and not self.transport.is_closing():
-            response = errors.answer_to(refusal, str((self.scope or {}).get("path", "")), None)
+            response = errors.error_response(refusal, str((self.scope or {}).get("path", "")), None)
             lines = _lines(self.server_state.default_headers, response.raw_headers)
             body = bytes(response.body)
             self.transport.write(b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[refusal.status], lines, body))
@@ -245,7 +245,7 @@ class Door(HttpToolsProtocol):
         if way is None:
             super()._start_asgi_task(cycle, app)
             return
-        self._visit = Visit(cycle)
+        self._visit = RawRequest(cycle)
         self._answering = task = self.loop.create_task(_received(way, self._visit))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
@@ -262,7 +262,7 @@ class Door(HttpToolsProtocol):
             self.cycle.on_response = _nothing  # which held us, and we it
 
 
-async def _received(way: ShortWay, visit: Visit) -> None:
+async def _received(way: FastRoute, visit: RawRequest) -> None:
     try:
         await way(visit)
     except asyncio.CancelledError:
@@ -270,7 +270,7 @@ async def _received(way: ShortWay, visit: Visit) -> None:
             if visit.started:
                 visit.break_off()
             else:
-                send_refusal(visit, RequestRefused("the service stops", status=503, code="stopping", retry_after_s=1.0))
+                send_error(visit, RequestRefused("the service stops", status=503, code="stopping", retry_after_s=1.0))
             raise
     except Exception as error:
         if visit.started:
@@ -280,15 +280,15 @@ async def _received(way: ShortWay, visit: Visit) -> None:
         refusal = errors.refusal_of(error)
         if refusal.code == "internal":
             log.exception("request_failed", path=visit.path)
-        send_refusal(visit, refusal)
+        send_error(visit, refusal)
 
 
-def send_refusal(visit: Visit, refusal: RequestRefused) -> None:
+def send_error(visit: RawRequest, refusal: RequestRefused) -> None:
     """Answer that a request is refused."""
-    send(visit, errors.answer_to(refusal, visit.path, visit.header(_NAME)))
+    send(visit, errors.error_response(refusal, visit.path, visit.header(_NAME)))
 
 
-def send(visit: Visit, response: Response) -> None:
+def send(visit: RawRequest, response: Response) -> None:
     """Answer with what would have been an ASGI response."""
     headers = [(name, value) for name, value in response.raw_headers if name != b"content-length"]
     visit.answer(response.status_code, headers, bytes(response.body))

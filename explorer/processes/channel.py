@@ -13,11 +13,11 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from tuneloop.explorer.capture.control_client import Copied
-from tuneloop.explorer.engines.adapter_names import Renaming
+from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import Split
-from tuneloop.explorer.metrics import Sample
+from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import TuneloopError
 
 log = structlog.get_logger()
@@ -38,7 +38,7 @@ class EngineView(msgspec.Struct, frozen=True):
     state: EngineState
     version: int
     loads: int
-    renaming: Renaming | None = None
+    renaming: ModelRenaming | None = None
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """All engines, and how the requests are divided between them."""
 
     engines: list[EngineView]
-    split: Split | None
+    split: TrafficSplit | None
 
 
 class Writes(Question, frozen=True):
@@ -75,7 +75,7 @@ class Expose(Question, frozen=True):
 class Tried(Question, frozen=True):
     """A worker: this became of the copy of a request."""
 
-    copied: Copied
+    copied: ShadowReply
 
 
 class Failed(Question, frozen=True):
@@ -87,7 +87,7 @@ class Failed(Question, frozen=True):
 class Counted(Question, frozen=True):
     """A worker: this is what I have counted."""
 
-    samples: list[Sample]
+    samples: list[MetricSample]
 
 
 class Learn(Question, frozen=True):
@@ -99,7 +99,7 @@ class Learn(Question, frozen=True):
 class Divide(Question, frozen=True):
     """The control process: divide the requests so from now on."""
 
-    split: Split | None
+    split: TrafficSplit | None
 
 
 class UntilIdle(Question, frozen=True):

@@ -20,8 +20,8 @@ import structlog
 from tuneloop.explorer.capture.control_client import report
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.version_routing import Split
-from tuneloop.explorer.metrics import Sample
+from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     Answering,
     Begin,
@@ -170,7 +170,7 @@ class Workers:
         """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
 
-    async def divide(self, split: Split | None) -> None:
+    async def divide(self, split: TrafficSplit | None) -> None:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
 
@@ -251,7 +251,7 @@ class Workers:
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:
             with suppress(ChannelLost):
-                samples = await worker.ask(Count(), list[Sample], timeout_s=_COUNT_S)
+                samples = await worker.ask(Count(), list[MetricSample], timeout_s=_COUNT_S)
                 if self._running.get(worker.number) is worker:
                     self._upkeep.tally.note(worker.serial, samples)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.capture.control_client import Copied, OnFailure, Task
+from tuneloop.explorer.capture.control_client import OnFailure, ShadowReply, Task
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import Mint, key_path, load_key
 from tuneloop.explorer.capture.retention import Forgetting
@@ -19,11 +19,11 @@ from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Audience, Engine, EngineState, Fleet
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetReplicas
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import Judging
-from tuneloop.explorer.metrics import Metrics, Tally
+from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import keep_running, stay_attached
 from tuneloop.explorer.processes.ledger_gauges import Watch
 from tuneloop.explorer.versions.attestation import Attestation
@@ -52,7 +52,7 @@ class Upkeep:
     fleet: Fleet
     addresses: list[Address]
     metrics: Metrics
-    tally: Tally
+    tally: ProcessTotals
     settings: Settings
     flusher: Flusher
     watch: Watch
@@ -62,7 +62,7 @@ class Upkeep:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
         return await self.flusher.caught_up(timeout_s)
 
-    async def copied(self, copy: Copied) -> None:
+    async def copied(self, copy: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
         self.rollout.copied(copy)
 
@@ -84,7 +84,7 @@ async def open_upkeep(
     stack: AsyncExitStack,
     *,
     on_failure: OnFailure,
-    audience: Audience | None = None,
+    audience: FleetReplicas | None = None,
 ) -> tuple[Upkeep, list[Task]]:
     """Upkeep, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
@@ -100,7 +100,7 @@ async def open_upkeep(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    tally = Tally(metrics.registry)
+    tally = ProcessTotals(metrics.registry)
     rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
     upkeep = Upkeep(
         fleet=fleet,
@@ -148,7 +148,7 @@ def _judging(upkeep: Upkeep, ledger: Ledger, spool: Spool) -> Judging:
 
 
 async def _open_fleet(
-    settings: Settings, ledger: Ledger, stack: AsyncExitStack, audience: Audience | None
+    settings: Settings, ledger: Ledger, stack: AsyncExitStack, audience: FleetReplicas | None
 ) -> tuple[Fleet, list[Address], list[Task]]:
     explorer, base = settings.explorer, settings.model.model_path.absolute()
     urls = explorer.rollout_model.engine_urls

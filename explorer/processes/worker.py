@@ -22,13 +22,13 @@ import structlog
 import uvicorn
 import uvloop
 
-from tuneloop.explorer.app import Road, create_app, open_road, open_spool
-from tuneloop.explorer.capture.control_client import Copied, Task
+from tuneloop.explorer.app import Services, create_app, open_services, open_spool
+from tuneloop.explorer.capture.control_client import ShadowReply, Task
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.explorer.http.server import Door
-from tuneloop.explorer.metrics import Metrics, counted
+from tuneloop.explorer.http.server import FastProtocol
+from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
     Begin,
     Beginning,
@@ -75,7 +75,7 @@ class Remote:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
         return bool(await self._channel.ask(CaughtUp(timeout_s), bool))
 
-    async def copied(self, copy: Copied) -> None:
+    async def copied(self, copy: ShadowReply) -> None:
         """Let those hear of a copy who decide about the version that it went to."""
         with suppress(ChannelLost):
             await self._channel.ask(Tried(copy))
@@ -142,7 +142,7 @@ class Worker:
         app = create_app(settings, ledger, opening=partial(self._open, ledger, beginning), on_failure=self._fail)
         config = uvicorn.Config(
             app,
-            http=Door,
+            http=FastProtocol,
             lifespan="on",
             access_log=False,
             log_level="warning",
@@ -166,10 +166,10 @@ class Worker:
 
     async def _open(
         self, ledger: PatientLedger, beginning: Beginning, stack: AsyncExitStack
-    ) -> tuple[Road, list[Task]]:
+    ) -> tuple[Services, list[Task]]:
         engines = [await self._open_engine(each, stack) for each in beginning.engines]
         self._fleet = Fleet(engines, patience_s=self._settings.explorer.request_timeout)
-        road, tasks = open_road(
+        road, tasks = open_services(
             self._settings,
             ledger,
             spool=self._spool,
@@ -201,7 +201,7 @@ class Worker:
 
     async def _count(self) -> None:
         with suppress(ChannelLost):
-            await self._channel.ask(Counted(counted(self._metrics.registry)))
+            await self._channel.ask(Counted(process_samples(self._metrics.registry)))
 
     async def _answer(self, question: Any) -> object:
         """What the control process asks; none of it before it has been told what is written to."""
@@ -213,7 +213,7 @@ class Worker:
             case UntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
             case Count():
-                return counted(self._metrics.registry)
+                return process_samples(self._metrics.registry)
             case Renew():
                 self._spool.renew()
             case Mind(number, yours):
@@ -230,7 +230,9 @@ class Worker:
             server.servers.remove(minded)
         elif yours and number not in self._minded and not server.should_exit:
             config = server.config
-            door = partial(Door, config=config, server_state=server.server_state, app_state=server.lifespan.state)
+            door = partial(
+                FastProtocol, config=config, server_state=server.server_state, app_state=server.lifespan.state
+            )
             # A copy: a server closes its socket.
             copy = self._sockets[number].dup()
             minded = await asyncio.get_running_loop().create_server(door, sock=copy, backlog=config.backlog)

@@ -8,12 +8,12 @@ from urllib.parse import quote
 import structlog
 
 from tuneloop.explorer.dialects.dialect import RESPONSES
-from tuneloop.explorer.dialects.responses_native import EngineTranscript
+from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.shared.errors import EngineError, SpoolFull
 
 if TYPE_CHECKING:
-    from tuneloop.explorer.proxy.in_flight import Spoken
+    from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 
 log = structlog.get_logger()
 
@@ -24,23 +24,23 @@ _SOON_S, _LATER_S = 0.05, 1.0
 _FAILURES = 3
 
 
-class Background:
+class BackgroundResponses:
     """The replies under way. Each keeps its engine, and its place among the requests that are answered at once."""
 
     def __init__(
         self,
         *,
-        keep: Callable[["Spoken"], Awaitable[None]],
-        leave: Callable[["Spoken"], None],
+        keep: Callable[["ReplyInFlight"], Awaitable[None]],
+        leave: Callable[["ReplyInFlight"], None],
         timeout_s: float,
     ) -> None:
         """`keep` brings one to disk when it is over, `leave` gives back what it held."""
         self._keep = keep
         self._leave = leave
         self._timeout_s = timeout_s
-        self._begun: asyncio.Queue[Spoken] = asyncio.Queue()
+        self._begun: asyncio.Queue[ReplyInFlight] = asyncio.Queue()
 
-    def follow(self, spoken: "Spoken") -> None:
+    def follow(self, spoken: "ReplyInFlight") -> None:
         """Wait for one more, which holds its engine and its place until it is over."""
         self._begun.put_nowait(spoken)
 
@@ -50,9 +50,9 @@ class Background:
             while True:
                 group.create_task(self._until_kept(await self._begun.get()))
 
-    async def _until_kept(self, spoken: "Spoken") -> None:
+    async def _until_kept(self, spoken: "ReplyInFlight") -> None:
         msg_id, transcript = spoken.call.msg_id, spoken.call.teller.transcript
-        assert isinstance(transcript, EngineTranscript)
+        assert isinstance(transcript, NativeResponseTranscript)
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -70,7 +70,7 @@ class Background:
             self._leave(spoken)
 
 
-async def _until_over(engine: Engine, msg_id: str, transcript: EngineTranscript) -> None:
+async def _until_over(engine: Engine, msg_id: str, transcript: NativeResponseTranscript) -> None:
     pause_s, failures = _SOON_S, 0
     while not transcript.choices:
         await asyncio.sleep(pause_s)

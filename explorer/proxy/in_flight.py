@@ -4,14 +4,14 @@ import time
 
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.proxy.request import Call
+from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.experience import Exchange
 
 
-class Spoken:
+class ReplyInFlight:
     """A reply being spoken by an engine, and which weights may have written it."""
 
-    def __init__(self, call: Call, engine: Engine) -> None:
+    def __init__(self, call: Request, engine: Engine) -> None:
         self.call = call
         self.version = engine.version
         self.kept = False

@@ -14,16 +14,16 @@ import structlog
 
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import Mint
-from tuneloop.explorer.dialects.dialect import Dialect, Teller, events
-from tuneloop.explorer.engines.admission import Places
-from tuneloop.explorer.engines.client import Reply
+from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter, events
+from tuneloop.explorer.engines.admission import Admission
+from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.server import Visit
+from tuneloop.explorer.http.server import RawRequest
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy.background_responses import Background
-from tuneloop.explorer.proxy.in_flight import Spoken
-from tuneloop.explorer.proxy.request import Call, Calls
+from tuneloop.explorer.proxy.background_responses import BackgroundResponses
+from tuneloop.explorer.proxy.in_flight import ReplyInFlight
+from tuneloop.explorer.proxy.request import Request, RequestParser
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
 from tuneloop.shared.settings.settings import Settings
 
@@ -53,25 +53,25 @@ class Proxy:
         mint: Mint,
         recorder: Recorder,
         metrics: Metrics,
-        copied: Callable[[Call], None] = lambda call: None,
+        copied: Callable[[Request], None] = lambda call: None,
     ) -> None:
         """`copied` may send copies of a request elsewhere."""
         explorer = settings.explorer
         self._fleet = fleet
-        self._calls = Calls(settings, mint)
+        self._calls = RequestParser(settings, mint)
         self._recorder = recorder
         self._metrics = metrics
         self._copied = copied
         self._timeout_s = explorer.request_timeout
-        self.places = Places(
+        self.places = Admission(
             places=explorer.max_in_flight, waiting=explorer.max_waiting, patience_s=explorer.wait_timeout
         )
-        self.background = Background(keep=self._keep, leave=self._leave, timeout_s=explorer.request_timeout)
+        self.background = BackgroundResponses(keep=self._keep, leave=self._leave, timeout_s=explorer.request_timeout)
 
-    async def answer(self, dialect: Dialect, visit: Visit) -> None:
+    async def answer(self, dialect: Dialect, visit: RawRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
         started = time.monotonic()
-        told = _Told()
+        told = RequestOutcome()
         try:
             call = await self._calls.understood(dialect, visit, started)
             if call.stored:
@@ -91,7 +91,7 @@ class Proxy:
         finally:
             self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
 
-    async def _in_time(self, call: Call, visit: Visit, told: "_Told") -> None:
+    async def _in_time(self, call: Request, visit: RawRequest, told: "RequestOutcome") -> None:
         engine = await self._fleet.take(call.wanted, call.beginnings)  # with its own patience: nobody was asked yet
         version = engine.version
         self._copied(call)
@@ -108,7 +108,7 @@ class Proxy:
             else:
                 visit.end(call.teller.broken("the engine did not answer in time", "engine_timeout"))
 
-    async def _ask(self, engine: Engine, call: Call, visit: Visit, told: "_Told") -> None:
+    async def _ask(self, engine: Engine, call: Request, visit: RawRequest, told: "RequestOutcome") -> None:
         spoken, reply = await self._reply(engine, call)
         told.version = spoken.version
         try:
@@ -137,33 +137,35 @@ class Proxy:
             else:
                 self._fleet.give_back(spoken.engine)
 
-    async def _reply(self, engine: Engine, call: Call) -> tuple["Spoken", Reply]:
+    async def _reply(self, engine: Engine, call: Request) -> tuple["ReplyInFlight", EngineReply]:
         """The engine that answers, and its reply; of another one if this one is ill and has said nothing yet."""
         headers = _headers(call)
-        spoken = Spoken(call, engine)  # before it is asked: a whole reply begins to arrive when it has been sampled
+        spoken = ReplyInFlight(
+            call, engine
+        )  # before it is asked: a whole reply begins to arrive when it has been sampled
         try:
             told = await self._told_by(engine, call, headers)
         except BaseException as error:
             self._failed(spoken, error)
             raise
-        if isinstance(told, Reply):
+        if isinstance(told, EngineReply):
             return spoken, told
         log.warning("asking_another_engine", engine=engine.number, other=told.number, msg_id=call.msg_id)
         self._failed(spoken)
-        spoken = Spoken(call, told)
+        spoken = ReplyInFlight(call, told)
         try:
             return spoken, await told.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
         except BaseException as error:
             self._failed(spoken, error)
             raise
 
-    def _failed(self, spoken: "Spoken", error: BaseException | None = None) -> None:
+    def _failed(self, spoken: "ReplyInFlight", error: BaseException | None = None) -> None:
         """Give back an engine that has not answered; where nobody stopped it, that is the fault of its version."""
         self._fleet.give_back(spoken.engine)
         if not isinstance(error, asyncio.CancelledError):
             self._metrics.replied(spoken.version, "failed")
 
-    async def _told_by(self, engine: Engine, call: Call, headers: Mapping[str, str]) -> Reply | Engine:
+    async def _told_by(self, engine: Engine, call: Request, headers: Mapping[str, str]) -> EngineReply | Engine:
         """An engine's reply, or which one is asked instead of it."""
         try:
             reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
@@ -177,7 +179,7 @@ class Proxy:
         reply.close()
         return other
 
-    async def _stream(self, spoken: "Spoken", visit: Visit, reply: Reply) -> None:
+    async def _stream(self, spoken: "ReplyInFlight", visit: RawRequest, reply: EngineReply) -> None:
         """Send the pieces as the engine says them. All is on disk before the last one, whatever ends it."""
         call, teller, rest = spoken.call, spoken.call.teller, bytearray()
 
@@ -209,7 +211,7 @@ class Proxy:
             await self._keep_the_rest(spoken)
             raise
 
-    async def _keep_the_rest(self, spoken: "Spoken") -> None:
+    async def _keep_the_rest(self, spoken: "ReplyInFlight") -> None:
         """Keep what was said before the client left or the engine broke off; nobody waits for it any more."""
         if spoken.kept:
             return
@@ -221,31 +223,31 @@ class Proxy:
         except SpoolFull as error:
             log.error("reply_lost", msg_id=spoken.call.msg_id, reason=str(error))
 
-    def _leave(self, spoken: "Spoken") -> None:
+    def _leave(self, spoken: "ReplyInFlight") -> None:
         self._fleet.give_back(spoken.engine)
         self.places.give_back()
 
-    async def _keep(self, spoken: "Spoken") -> None:
+    async def _keep(self, spoken: "ReplyInFlight") -> None:
         """Bring the exchange to disk, unless the client asked that it be forgotten."""
         spoken.kept = True
         if spoken.call.stored and spoken.call.teller.transcript.choices:
             await self._recorder.record(spoken.exchange())
 
 
-def _headers(call: Call) -> Mapping[str, str]:
+def _headers(call: Request) -> Mapping[str, str]:
     # vLLM makes its reply's id from this header; the client's own would let it name other people's replies.
     name = call.msg_id.removeprefix(call.dialect.prefix)
     return {"X-Request-Id": name, "Content-Type": "application/json"}
 
 
-def _whole(teller: Teller, reply: bytes) -> bytes:
+def _whole(teller: ReplyWriter, reply: bytes) -> bytes:
     try:
         return teller.whole(reply)
     except _UNREADABLE as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
 
-def _said(teller: Teller, rest: bytearray, block: bytes) -> bytes:
+def _said(teller: ReplyWriter, rest: bytearray, block: bytes) -> bytes:
     """What the client gets of a block of a stream."""
     try:
         return b"".join([teller.event(event) for event in events(rest, block)])
@@ -261,7 +263,7 @@ def _check_refusal(status: int) -> None:
         raise EngineError(f"the engine answered {status}, which is neither a reply nor a refusal")
 
 
-async def _refusal(spoken: Spoken, reply: Reply) -> bytes:
+async def _refusal(spoken: ReplyInFlight, reply: EngineReply) -> bytes:
     """What the engine says of a request that it does not take, in the client's envelope."""
     call, said = spoken.call, await reply.read()
     if reply.status < _ILL and any(name.encode() in said for name in call.added):
@@ -276,7 +278,7 @@ async def _refusal(spoken: Spoken, reply: Reply) -> bytes:
     return orjson.dumps(call.teller.refused(told, reply.status))
 
 
-async def _refusal_of_plain(engine: Engine, call: Call, status: int) -> bytes | None:
+async def _refusal_of_plain(engine: Engine, call: Request, status: int) -> bytes | None:
     """What the engine says of the request without what we added; None if it takes that, or does not say so soon.
 
     Some versions of vLLM quote in a refusal what they were asked, and the client would read there what it never said.
@@ -291,7 +293,7 @@ async def _refusal_of_plain(engine: Engine, call: Call, status: int) -> bytes | 
     return None
 
 
-class _Told:
+class RequestOutcome:
     """What a request came to, for the metrics."""
 
     status = 500

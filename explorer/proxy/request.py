@@ -9,11 +9,11 @@ import orjson
 
 from tuneloop.explorer.capture.reply_id import TENANT, Mint
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
-from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, Teller
+from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
-from tuneloop.explorer.engines.version_routing import Pin, Pins, held_out
+from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
 from tuneloop.explorer.http.bodies import flag, object_of
-from tuneloop.explorer.http.server import Headers, Visit
+from tuneloop.explorer.http.server import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
@@ -22,7 +22,7 @@ from tuneloop.shared.settings.settings import Settings
 _OURS = frozenset({"store", "metadata"})
 
 
-class Call(NamedTuple):
+class Request(NamedTuple):
     """One request, understood. `started` is monotonic, `received_at` seconds since 1970.
 
     `added` names what we ask of the engine beside the client; `plain` makes the request without that.
@@ -43,9 +43,9 @@ class Call(NamedTuple):
     request_id: str
     received_at: float
     started: float
-    teller: Teller
+    teller: ReplyWriter
     beginnings: tuple[int, ...] = ()
-    pin: Pin | None = None
+    pin: VersionPin | None = None
 
     @property
     def key(self) -> str:
@@ -53,7 +53,7 @@ class Call(NamedTuple):
         return _key(self.labels, self.msg_id)
 
     @property
-    def wanted(self) -> str | Pin:
+    def wanted(self) -> str | VersionPin:
         """By what its engine is chosen."""
         return self.pin or self.key
 
@@ -71,13 +71,13 @@ class Call(NamedTuple):
         return headers
 
 
-class Calls:
+class RequestParser:
     """Understands requests under the settings."""
 
     def __init__(self, settings: Settings, mint: Mint) -> None:
         explorer = settings.explorer
         self._mint = mint
-        self._pins = Pins(settings)
+        self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes = explorer.max_body_bytes
@@ -91,7 +91,7 @@ class Calls:
         defaults = vllm.NEUTRAL | {"temperature": settings.model.temperature}
         self._defaults = defaults if explorer.rollout_model.engine_urls else {}
 
-    async def understood(self, dialect: Dialect, visit: Visit, started: float) -> Call:
+    async def understood(self, dialect: Dialect, visit: RawRequest, started: float) -> Request:
         """The call that a request is. Raises RequestRefused if it is none."""
         request = await visit.body(self._max_body_bytes, self._timeout_s)
         body = object_of(request)
@@ -108,13 +108,13 @@ class Calls:
         ignored = tuple(param for param in self._unsafe if asked.get(param) is not None)
         choices = dialect.choices(asked)
         msg_id = self._mint.mint(TENANT, choices, dialect.prefix)
-        if self._held_out and sampling.drop_reason is None and held_out(_key(labels, msg_id), self._held_out):
+        if self._held_out and sampling.drop_reason is None and is_held_out(_key(labels, msg_id), self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
         verbatim = self._verbatim(dialect, asked, msg_id, ignored)
         added = self._added(dialect, asked) if verbatim is None else {}
         upstream = partial(_upstream, orjson.dumps(body) if pin else request, body, asked, _OURS.union(ignored))
-        return Call(
+        return Request(
             dialect=dialect,
             request=request,
             upstream=verbatim or upstream(added),

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 
-from tuneloop.explorer.capture.control_client import Copied
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.transcript import ChatTranscript, TextTranscript, Transcript, Wants
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT, events
-from tuneloop.explorer.engines.client import Reply
+from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy.request import Call
+from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
@@ -28,7 +28,7 @@ _MOST = 8
 _DATA = b"data: "
 
 
-class Copies:
+class Shadow:
     """The copies under way, each of which keeps its engine busy."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Copies:
         fleet: Fleet,
         *,
         refusals: Collection[re.Pattern[str]],
-        told: Callable[[Copied], Awaitable[None]],
+        told: Callable[[ShadowReply], Awaitable[None]],
         metrics: Metrics,
         timeout_s: float,
     ) -> None:
@@ -47,9 +47,9 @@ class Copies:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._under_way = 0
-        self._begun: asyncio.Queue[tuple[Engine, Call]] = asyncio.Queue()
+        self._begun: asyncio.Queue[tuple[Engine, Request]] = asyncio.Queue()
 
-    def offer(self, call: Call) -> None:
+    def offer(self, call: Request) -> None:
         """Copy a request, if it is one of those that are copied."""
         split = self._fleet.split
         if split is None or not split.copies or call.dialect.upstream_path not in {CHAT, TEXT}:
@@ -69,9 +69,9 @@ class Copies:
             while True:
                 group.create_task(self._copy(*await self._begun.get()))
 
-    async def _copy(self, engine: Engine, call: Call) -> None:
+    async def _copy(self, engine: Engine, call: Request) -> None:
         version, loads, started = engine.version, engine.loads, time.monotonic()
-        copied = Copied(version, failed=True)
+        copied = ShadowReply(version, failed=True)
         try:
             async with asyncio.timeout(self._timeout_s):
                 transcript = await _heard(engine, call)
@@ -88,15 +88,15 @@ class Copies:
         if engine.loads == loads:
             await self._told(copied)
 
-    def _whole(self, version: int, seconds: float, transcript: Transcript) -> Copied:
+    def _whole(self, version: int, seconds: float, transcript: Transcript) -> ShadowReply:
         choices = transcript.choices.values()
         texts = ["".join(each.text)[:LONGEST] for each in choices]
         refused = any(pattern.search(text) for pattern in self._refusals for text in texts)
         tokens = sum(len(each.completion_ids) for each in choices)
-        return Copied(version, failed=False, refused=refused, seconds=seconds, tokens=tokens)
+        return ShadowReply(version, failed=False, refused=refused, seconds=seconds, tokens=tokens)
 
 
-async def _heard(engine: Engine, call: Call) -> Transcript | None:
+async def _heard(engine: Engine, call: Request) -> Transcript | None:
     """The reply to a copy; None where the engine does not take the request."""
     name = call.msg_id.removeprefix(call.dialect.prefix)
     headers = {"X-Request-Id": name, "Content-Type": "application/json"}
@@ -114,7 +114,7 @@ async def _heard(engine: Engine, call: Call) -> Transcript | None:
     return transcript
 
 
-async def _hear(transcript: Transcript, reply: Reply, *, streamed: bool) -> None:
+async def _hear(transcript: Transcript, reply: EngineReply, *, streamed: bool) -> None:
     if not streamed:
         transcript.hear(await reply.read())
         return

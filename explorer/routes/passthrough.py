@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.version_routing import Pin, Pins
+from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.shared.errors import EngineError, RequestRefused
 
@@ -28,7 +28,7 @@ def _fleet(request: Request) -> Fleet:
 FleetOf = Annotated[Fleet, Depends(_fleet)]
 
 
-def add_routes(app: FastAPI, pins: Pins, *, max_body_bytes: int) -> None:
+def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     """Add them to the app."""
 
     async def passed(request: Request, fleet: FleetOf) -> Response:
@@ -56,7 +56,7 @@ def add_routes(app: FastAPI, pins: Pins, *, max_body_bytes: int) -> None:
         return list(pins.listed(await _models(fleet), fleet.served))
 
 
-def _of_a_version(body: bytes, pins: Pins) -> tuple[bytes, Pin | None]:
+def _of_a_version(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None]:
     """What the engine gets, and the version that the body names. Raises RequestRefused if that is no number."""
     if not pins.allowed:
         return body, None
@@ -90,7 +90,7 @@ async def _models(fleet: Fleet) -> list[dict[str, Any]]:
     return found
 
 
-async def _asked(fleet: Fleet, method: str, path: str, body: bytes = b"", pin: Pin | None = None) -> Response:
+async def _asked(fleet: Fleet, method: str, path: str, body: bytes = b"", pin: VersionPin | None = None) -> Response:
     """An engine's answer, which it said itself or in an envelope; of one that has the version, where that matters."""
     engine = await fleet.take(pin)
     try:

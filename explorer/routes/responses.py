@@ -18,7 +18,7 @@ from tuneloop.explorer.capture.reply_id import TENANT, Mint
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import UNDER_WAY, as_asked
 from tuneloop.explorer.dialects.responses_request import untranslatable
-from tuneloop.explorer.engines.client import Reply
+from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.proxy.background_responses import path_of
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
@@ -34,7 +34,7 @@ _ENGINE_S = 30.0  # nothing is sampled for these answers, but the engine may be 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 
 
-class Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response as the ledger holds it, and the body that asked for it."""
 
     stored: Stored
@@ -51,7 +51,7 @@ class Kept(NamedTuple):
         return any(each.finish_reason is not None for each in self.stored.choices)
 
 
-class Held(NamedTuple):
+class HeldResponse(NamedTuple):
     """What an engine says of a response that it has."""
 
     engine: Engine
@@ -59,7 +59,7 @@ class Held(NamedTuple):
     told: Json
 
 
-class KeptResponses:
+class StoredResponses:
     """The responses that were given, and those under way."""
 
     def __init__(
@@ -121,15 +121,17 @@ class KeptResponses:
             raise _refused(f"Unknown response_id: {response_id}", 400) from None
         return _rest(reply, first, blocks)
 
-    async def _kept(self, response_id: str) -> Kept | None:
+    async def _kept(self, response_id: str) -> StoredResponse | None:
         named = self._mint.read(response_id, TENANT)
         if named is None or named.msg_id != response_id:
             raise _not_found(response_id)
         stored = await asyncio.to_thread(self._ledger.stored.get, TENANT, response_id, endpoint=RESPONSES)
         body = orjson.loads(stored.request) if stored else None
-        return Kept(stored, body) if stored and isinstance(body, dict) else None  # an imported row may hold anything
+        return (
+            StoredResponse(stored, body) if stored and isinstance(body, dict) else None
+        )  # an imported row may hold anything
 
-    async def _kept_by_now(self, response_id: str) -> Kept:
+    async def _kept_by_now(self, response_id: str) -> StoredResponse:
         """The same, when all has reached the ledger that was acknowledged until now."""
         if not await self._backstage.caught_up(_PATIENCE_S):
             raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")
@@ -138,7 +140,7 @@ class KeptResponses:
             raise _not_found(response_id)
         return kept
 
-    async def _as_recorded(self, response_id: str, held: Held, kept: Kept | None) -> Json:
+    async def _as_recorded(self, response_id: str, held: HeldResponse, kept: StoredResponse | None) -> Json:
         """What an engine says. If the response is over, it should be in the ledger before the client knows."""
         deadline = time.monotonic() + _PATIENCE_S
         while kept is None and held.told.get("status") not in UNDER_WAY and time.monotonic() < deadline:
@@ -148,7 +150,7 @@ class KeptResponses:
                 await asyncio.sleep(_AGAIN_S)
         return as_asked(kept.body, held.told) if kept else held.told
 
-    async def _told_again(self, kept: Kept) -> Json:
+    async def _told_again(self, kept: StoredResponse) -> Json:
         """The response that the ledger has, as it was told; of another one than ours, as much as is known."""
         if not kept.whole:
             raise _not_found(kept.stored.msg_id)
@@ -163,14 +165,14 @@ class KeptResponses:
         reply = {"model": body.get("model") or self._default_model, "usage": usage, "choices": [said]}
         return await self._again(body, reply, kept.stored.msg_id)
 
-    async def _held(self, method: str, response_id: str, more: str = "") -> Held | None:
+    async def _held(self, method: str, response_id: str, more: str = "") -> HeldResponse | None:
         """What the engine says that has the response. Raises EngineError if that cannot be known."""
         engines = [each for each in self._fleet.engines if each.state is not EngineState.DOWN]
         path = path_of(response_id) + more
         said = await asyncio.gather(*(_asked(engine, method, path) for engine in engines), return_exceptions=True)
         lost = None
         for each in said:
-            if isinstance(each, Held):
+            if isinstance(each, HeldResponse):
                 return each
             if isinstance(each, EngineError | TimeoutError):
                 lost = each
@@ -183,7 +185,7 @@ class KeptResponses:
         return None
 
 
-async def _asked(engine: Engine, method: str, path: str) -> Held | None:
+async def _asked(engine: Engine, method: str, path: str) -> HeldResponse | None:
     async with asyncio.timeout(_ENGINE_S):
         reply = await engine.http.ask(method, path)
         try:
@@ -199,10 +201,10 @@ async def _asked(engine: Engine, method: str, path: str) -> Held | None:
     known = isinstance(told, dict) and (reply.status == 200 or isinstance(told.get("error"), dict))
     if not known or reply.status in (401, 403) or reply.status >= 500:
         raise EngineError(f"the engine answered {reply.status}")
-    return Held(engine, reply.status, told)
+    return HeldResponse(engine, reply.status, told)
 
 
-async def _rest(reply: Reply, first: bytes, blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _rest(reply: EngineReply, first: bytes, blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
         if first:
             yield first
@@ -228,12 +230,12 @@ def add_routes(app: FastAPI) -> None:
         return Response(orjson.dumps(await responses.cancelled(response_id)), media_type="application/json")
 
 
-def _responses(request: Request) -> KeptResponses:
-    found: KeptResponses = request.app.state.road.responses
+def _responses(request: Request) -> StoredResponses:
+    found: StoredResponses = request.app.state.road.responses
     return found
 
 
-ResponsesOf = Annotated[KeptResponses, Depends(_responses)]
+ResponsesOf = Annotated[StoredResponses, Depends(_responses)]
 
 
 def _stream_of(query: QueryParams) -> bool:

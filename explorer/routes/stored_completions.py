@@ -42,7 +42,7 @@ _PAIR = re.compile(r"metadata\[(.*)\]", re.DOTALL).fullmatch
 _T = TypeVar("_T")
 
 
-class Bounds(NamedTuple):
+class PageQuery(NamedTuple):
     """Which part of a list is wanted."""
 
     limit: int
@@ -50,7 +50,7 @@ class Bounds(NamedTuple):
     after: str | None
 
 
-class Recorded:
+class CompletionReader:
     """What is on its way to the ledger, waited for before anybody is told that it is not there."""
 
     def __init__(self, request: Request) -> None:
@@ -73,7 +73,7 @@ class Recorded:
         return found
 
 
-RecordedOf = Annotated[Recorded, Depends(Recorded)]
+CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 
 
 def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
@@ -83,48 +83,48 @@ def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
         return completion(stored, default_model=default_model)
 
     @app.get(ENDPOINT)
-    async def listed(request: Request, recorded: RecordedOf) -> Response:
-        bounds, wanted = bounds_of(request.query_params), wanted_of(request.query_params)
+    async def listed(request: Request, recorded: CompletionReaderOf) -> Response:
+        bounds, wanted = parse_page_query(request.query_params), wanted_tags(request.query_params)
         await recorded.caught_up()  # a list may lag behind, so it does not fail for that
         return await asyncio.to_thread(lambda: _list(*_page(ledger, bounds, wanted, told)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
-    async def retrieved(msg_id: str, recorded: RecordedOf) -> Response:
+    async def retrieved(msg_id: str, recorded: CompletionReaderOf) -> Response:
         return _json(told(await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))))
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
-    async def updated(msg_id: str, request: Request, recorded: RecordedOf) -> Response:
-        pairs = pairs_of(await read_object(request, max_bytes=_MAX_BODY_BYTES))
+    async def updated(msg_id: str, request: Request, recorded: CompletionReaderOf) -> Response:
+        pairs = parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES))
         await recorded.find(msg_id, lambda: ledger.stored.change_metadata(TENANT, msg_id, pairs=pairs) or None)
         return _json(told(await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))))
 
     @app.delete(f"{ENDPOINT}/{{msg_id}}")
-    async def deleted(msg_id: str, recorded: RecordedOf) -> Response:
+    async def deleted(msg_id: str, recorded: CompletionReaderOf) -> Response:
         if await recorded.find(msg_id, lambda: ledger.stored.delete(TENANT, msg_id)) is Deletion.LEASED:
             message = f"the trainer is learning from {msg_id!r}; nothing was deleted: try again when it is done"
             raise RequestRefused(message, status=409, code="leased", retry_after_s=_LEASE_S)
         return _json({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
 
     @app.get(f"{ENDPOINT}/{{msg_id}}/messages")
-    async def said(msg_id: str, request: Request, recorded: RecordedOf) -> Response:
-        bounds = bounds_of(request.query_params)
+    async def said(msg_id: str, request: Request, recorded: CompletionReaderOf) -> Response:
+        bounds = parse_page_query(request.query_params)
         stored = await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))
         return _list(*_part(messages(stored), bounds))
 
 
-def bounds_of(query: QueryParams) -> Bounds:
+def parse_page_query(query: QueryParams) -> PageQuery:
     """The part of a list that a query asks for. Raises RequestRefused for what makes no sense."""
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "asc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LIMIT):
         raise RequestRefused(f"limit must be an integer from 1 to {MAX_LIMIT}", code="out_of_range", param="limit")
     if order == "asc":
-        return Bounds(int(limit), "asc", query.get("after"))
+        return PageQuery(int(limit), "asc", query.get("after"))
     if order == "desc":
-        return Bounds(int(limit), "desc", query.get("after"))
+        return PageQuery(int(limit), "desc", query.get("after"))
     raise RequestRefused("order must be asc or desc", code="invalid_value", param="order")
 
 
-def wanted_of(query: QueryParams) -> set[bytes]:
+def wanted_tags(query: QueryParams) -> set[bytes]:
     """The tags of what a query looks for."""
     wanted = {tag_of_model(TENANT, model) for model in query.getlist("model")}
     pairs = []
@@ -139,7 +139,7 @@ def wanted_of(query: QueryParams) -> set[bytes]:
     return wanted.union(pairs)
 
 
-def pairs_of(body: dict[str, Any]) -> dict[str, str]:
+def parse_metadata(body: dict[str, Any]) -> dict[str, str]:
     """The metadata that a body brings; null is none. Raises RequestRefused for what is not OpenAI's."""
     if "metadata" not in body:
         raise RequestRefused("metadata is missing", code="missing_required_parameter", param="metadata")
@@ -171,7 +171,7 @@ def _must_fit(key: str, value: str) -> None:
 
 
 def _page(
-    ledger: Ledger, bounds: Bounds, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
+    ledger: Ledger, bounds: PageQuery, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
     place = _place(ledger, bounds.after)
     page = ledger.stored.page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)
@@ -193,7 +193,7 @@ def _place(ledger: Ledger, after: str | None) -> Place | None:
     return place
 
 
-def _part(found: Sequence[dict[str, Any]], bounds: Bounds) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+def _part(found: Sequence[dict[str, Any]], bounds: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
     """The messages that are wanted, with their ids, and whether there are more."""
     items = [(each["id"], each) for each in (found if bounds.order == "asc" else reversed(found))]
     if bounds.after is not None:

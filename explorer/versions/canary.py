@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import structlog
 
-from tuneloop.explorer.capture.control_client import Copied
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState
-from tuneloop.explorer.engines.version_routing import Split, split_of
-from tuneloop.explorer.metrics import Metrics, Tally
+from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
+from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.comparison import Decision, decide
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, Sample, Share
@@ -35,7 +35,7 @@ class Trial(NamedTuple):
     began: float
 
     @property
-    def split(self) -> Split:
+    def split(self) -> TrafficSplit:
         """How the requests are divided."""
         return split_of(self.mode, self.version.version, self.share)
 
@@ -66,7 +66,7 @@ _BY = "explorer"
 class Rollout:
     """The trial that is under way, if there is one."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, *, tally: Tally, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, *, tally: ProcessTotals, metrics: Metrics) -> None:
         self._rollout = settings.rollout
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
         self._refusals = settings.monitor.drift.refusals_found
@@ -75,7 +75,7 @@ class Rollout:
         self._metrics = metrics
         self._tried: int | None = None
         self._before: Mapping[str, Share] = {}
-        self._copies: deque[Copied] = deque(maxlen=_COPIES)
+        self._copies: deque[ShadowReply] = deque(maxlen=_COPIES)
 
     async def run(self) -> None:
         """Look again and again, for ever."""
@@ -90,7 +90,7 @@ class Rollout:
                 log.exception("rollout_failed")
             await asyncio.sleep(self._interval_s)
 
-    def copied(self, copy: Copied) -> None:
+    def copied(self, copy: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
         if copy.version == self._tried:
             self._copies.append(copy)
@@ -134,7 +134,7 @@ class Rollout:
         log.info("rollout_decided", version=version, action=decision.action, reason=decision.reason)
 
 
-def asked(tally: Tally) -> dict[str, Share]:
+def asked(tally: ProcessTotals) -> dict[str, Share]:
     """How many requests each version's engines were asked, and how many of them failed there, in all processes."""
     whole: dict[str, int] = {}
     failed: dict[str, int] = {}
@@ -148,7 +148,7 @@ def asked(tally: Tally) -> dict[str, Share]:
     return {each: Share(failed.get(each, 0), failed.get(each, 0) + whole.get(each, 0)) for each in whole | failed}
 
 
-def figures_of(copies: Collection[Copied]) -> Figures:
+def figures_of(copies: Collection[ShadowReply]) -> Figures:
     """How a version did that only got copies."""
     whole = [each for each in copies if not each.failed]
     return Figures(
@@ -176,7 +176,9 @@ def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Eng
     return by_preference[: max(count, 0)]
 
 
-def division(engines: Sequence[Engine], now: Split | None, champion: int, trial: Trial | None) -> Split | None:
+def division(
+    engines: Sequence[Engine], now: TrafficSplit | None, champion: int, trial: Trial | None
+) -> TrafficSplit | None:
     """How the requests are to be divided, after `now`.
 
     Engines of a version that is tried no more, and did not become the champion, get nothing as long as they have it.

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.vllm import Control, priority_of
+from tuneloop.explorer.engines.vllm import EngineControl, priority_of
 from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.reply import Reply
@@ -93,7 +93,7 @@ class Asking:
         rows = said["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
         return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
 
-    async def _asked(self, control: Control, task: Task, **how: Any) -> dict[str, Any]:
+    async def _asked(self, control: EngineControl, task: Task, **how: Any) -> dict[str, Any]:
         how |= {"max_tokens": self._most_tokens, **self._priority}
         if isinstance(task.question, str):
             return await control.ask("/v1/completions", prompt=task.question, **how)

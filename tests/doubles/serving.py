@@ -10,10 +10,10 @@ from typing import Any
 
 import uvicorn
 
-from tuneloop.explorer.http.server import Door
+from tuneloop.explorer.http.server import FastProtocol
 
 
-class Resettable(Door):
+class Resettable(FastProtocol):
     """Lets an app get at its connection, which real servers lose and ASGI has no word for."""
 
     def on_message_begin(self) -> None:

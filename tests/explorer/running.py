@@ -18,10 +18,10 @@ from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
 from tests.explorer.whole import create_app
-from tuneloop.explorer.app import Road
+from tuneloop.explorer.app import Services
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.feedback import routes
-from tuneloop.explorer.http.server import ShortWays
+from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
@@ -99,15 +99,15 @@ class RunningExplorer:
     """An explorer that is up, and what a test wants to know of it."""
 
     url: str
-    app: ShortWays
+    app: FastRoutes
     settings: Settings
     ledger: MoodyLedger
     http: httpx.Client
     failures: list[TuneloopError] = field(default_factory=list)
 
     @property
-    def road(self) -> Road:
-        found: Road = self.app.app.state.road
+    def road(self) -> Services:
+        found: Services = self.app.app.state.road
         return found
 
     def openai(self) -> OpenAI:

@@ -23,11 +23,11 @@ from tests.explorer.whole import create_app
 from tuneloop.explorer.capture.recorder import Recorder, Room
 from tuneloop.explorer.capture.reply_id import Mint
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.dialects.dialect import Chat
+from tuneloop.explorer.dialects.dialect import ChatDialect
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.engines.vllm import Control, open_session
-from tuneloop.explorer.http.server import Door, ShortWays
+from tuneloop.explorer.engines.vllm import EngineControl, open_session
+from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.shared.experience import State
@@ -43,13 +43,13 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
     spool, metrics = Spool.open(tmp_path / "spool", sync=False), Metrics()
     http = EngineHttp(url=double.url)
     async with open_session(url=double.url, socket=None, key=None) as session:
-        fleet = Fleet([Engine(0, http, Control(session, model_name="t"))], patience_s=patience_s)
+        fleet = Fleet([Engine(0, http, EngineControl(session, model_name="t"))], patience_s=patience_s)
         recorder = Recorder(spool, Room(spool, max_bytes=1 << 20, max_age_s=60), metrics)
         proxy = Proxy(settings_for(tmp_path), fleet, mint=Mint(b"k" * 32), recorder=recorder, metrics=metrics)
-        app = ShortWays(FastAPI(), {("POST", CHAT): partial(proxy.answer, Chat())})
+        app = FastRoutes(FastAPI(), {("POST", CHAT): partial(proxy.answer, ChatDialect())})
         config = uvicorn.Config(app, log_level="critical", lifespan="off")
         state = ServerState()
-        server = await asyncio.get_running_loop().create_server(lambda: Door(config, state, {}), "127.0.0.1", 0)
+        server = await asyncio.get_running_loop().create_server(lambda: FastProtocol(config, state, {}), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             yield client, fleet

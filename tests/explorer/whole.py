@@ -3,23 +3,23 @@
 from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
-from tuneloop.explorer.app import Road, open_road, open_spool
+from tuneloop.explorer.app import Services, open_services, open_spool
 from tuneloop.explorer.capture.control_client import OnFailure, Task
 from tuneloop.explorer.capture.spool_slots import Slots
-from tuneloop.explorer.http.server import ShortWays
+from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.processes.services import open_upkeep
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
 
-def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> ShortWays:
+def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> FastRoutes:
     """The routes, and in the same process what runs beside them."""
 
-    async def opening(stack: AsyncExitStack) -> tuple[Road, list[Task]]:
+    async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
         spool, slots = open_spool(settings, stack), Slots(settings.spool_dir)
         slots.add(spool)
         upkeep, tasks = await open_upkeep(settings, ledger, slots, stack, on_failure=on_failure)
-        road, more = open_road(
+        road, more = open_services(
             settings, ledger, spool=spool, fleet=upkeep.fleet, metrics=upkeep.metrics, backstage=upkeep
         )
         return road, [*tasks, *more]

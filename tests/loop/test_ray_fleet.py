@@ -125,7 +125,7 @@ async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_c
         for _ in range(6):
             group.create_task(_ask(client, told, over))
         await asyncio.to_thread(wait_for, lambda: told["well"] > 20, timeout_s=120)
-        actor = next(pid for pid in descendants(cluster.pid) if "Seat" in " ".join(command_of(pid)))
+        actor = next(pid for pid in descendants(cluster.pid) if "EngineActor" in " ".join(command_of(pid)))
         os.kill(actor, signal.SIGKILL)
         await asyncio.to_thread(wait_for, lambda: ready() == 3, timeout_s=240, why="the engine did not come back")
         after, so_far = engines(cluster.pid), told["well"]

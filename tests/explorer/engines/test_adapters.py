@@ -13,8 +13,8 @@ from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer import adapters, checkpoints
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.explorer.engines.adapter_names import Renaming
-from tuneloop.explorer.engines.client import RenamedReply, _Connection
+from tuneloop.explorer.engines.adapter_names import ModelRenaming
+from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.vllm import command, environment
 from tuneloop.shared.checkpoint import Probe
@@ -180,7 +180,7 @@ def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path:
 
 
 THEIRS = "tuneloop-adapter-2-abc"
-RENAMING = Renaming(public="ours", adapter=THEIRS)
+RENAMING = ModelRenaming(public="ours", adapter=THEIRS)
 
 
 @pytest.mark.parametrize("model", ["ours", "", None])
@@ -197,7 +197,7 @@ def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
     event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
-    reply, heard = RenamedReply(cast(_Connection, None), RENAMING), bytearray()
+    reply, heard = RenamedEngineReply(cast(_Connection, None), RENAMING), bytearray()
     reply._pour = lambda block: heard.extend(block) is None
     said = event % THEIRS.encode() * 3 + b'{"model":"tuneloop-adapter-1-of-before"}'
     for at in range(0, len(said), size):

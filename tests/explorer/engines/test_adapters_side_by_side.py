@@ -118,7 +118,7 @@ async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, d
     settings = settings_for(tmp_path)
     ledger, host = open_ledger(settings), Engine(0, EngineHttp())
     async with vllm.open_session(url=double.url, socket=None, key=None) as session:
-        second = Engine(1, EngineHttp(), vllm.Control(session, model_name=MODEL))
+        second = Engine(1, EngineHttp(), vllm.EngineControl(session, model_name=MODEL))
         fleet = Fleet([host, second], patience_s=60)
         staying = asyncio.ensure_future(
             stay_attached(second, fleet=fleet, ledger=ledger, health_timeout_s=1.0, host=host)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tuneloop.explorer.engines.admission import Places
+from tuneloop.explorer.engines.admission import Admission
 from tuneloop.shared.errors import RequestRefused
 
 PATIENCE_S = 1000.0
@@ -29,13 +29,13 @@ class Clock(asyncio.SelectorEventLoop):
 class Visitor:
     """Takes a place, keeps it until told to go."""
 
-    def __init__(self, places: Places, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, places: Admission, loop: asyncio.AbstractEventLoop) -> None:
         self.holds = False
         self.refused: RequestRefused | None = None
         self._leave = asyncio.Event()
         self.task = loop.create_task(self._visit(places))
 
-    async def _visit(self, places: Places) -> None:
+    async def _visit(self, places: Admission) -> None:
         try:
             await places.take()
         except RequestRefused as error:
@@ -59,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
     def open(self, places: int, waiting: int) -> None:
         self.loop = Clock()
         self.most, self.most_waiting = places, waiting
-        self.places = Places(places=places, waiting=waiting, patience_s=PATIENCE_S)
+        self.places = Admission(places=places, waiting=waiting, patience_s=PATIENCE_S)
         self.visitors: list[Visitor] = []
 
     def settle(self) -> None:
@@ -144,7 +144,7 @@ TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 async def test_first_come_first_served() -> None:
-    places = Places(places=1, waiting=5, patience_s=10)
+    places = Admission(places=1, waiting=5, patience_s=10)
     order = []
 
     async def visit(number: int) -> None:
@@ -159,7 +159,7 @@ async def test_first_come_first_served() -> None:
 
 @pytest.mark.parametrize("waiting", [0, 2])
 async def test_a_refusal_says_how_many_there_are(waiting: int) -> None:
-    places = Places(places=3, waiting=waiting, patience_s=0.01)
+    places = Admission(places=3, waiting=waiting, patience_s=0.01)
     for _ in range(3):
         await places.take()
     queue = [asyncio.ensure_future(places.take()) for _ in range(waiting)]

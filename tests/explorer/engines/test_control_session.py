@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.engines.vllm import Control, open_session
+from tuneloop.explorer.engines.vllm import EngineControl, open_session
 from tuneloop.shared.errors import EngineError
 
 
@@ -48,7 +48,7 @@ class Listening:
 @asynccontextmanager
 async def controlling(
     folder: Path, listening: Listening, *, key: str | None = None, by_url: str | None = None
-) -> AsyncIterator[Control]:
+) -> AsyncIterator[EngineControl]:
     """The control of what listens on a socket of the file system, or at `by_url` followed by a port."""
     path = str(folder / "socket")
     if by_url is None:
@@ -57,7 +57,7 @@ async def controlling(
         server = await asyncio.start_server(listening, "127.0.0.1", 0)
     url = f"{by_url}:{server.sockets[0].getsockname()[1]}" if by_url else None
     async with server, open_session(url=url, socket=None if by_url else path, key=key) as session:
-        yield Control(session, model_name="m")
+        yield EngineControl(session, model_name="m")
         await session.aclose()
         await asyncio.gather(*filter(None, listening.tasks))
 
@@ -96,7 +96,7 @@ async def test_an_engine_that_is_silent_is_not_waited_for(tmp_path: Path, monkey
 
 async def test_an_engine_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
     async with open_session(url=None, socket=str(tmp_path / "none"), key=None) as session:
-        control = Control(session, model_name="m")
+        control = EngineControl(session, model_name="m")
         assert not await control.healthy()
         with pytest.raises(EngineError, match=r"^/resume: .+"):
             await control.resume()

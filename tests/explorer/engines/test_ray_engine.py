@@ -7,7 +7,7 @@ import msgspec
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.engines.ray_engine import ORDER, Order
+from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -23,7 +23,7 @@ def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> N
     )
     socket = tmp_path / "1.sock"
     command, environment = EngineProcess(settings, Engine(1, EngineHttp()), socket=socket).what(Path("weights"))
-    order = msgspec.json.decode(environment[ORDER], type=Order)
+    order = msgspec.json.decode(environment[SPEC_VARIABLE], type=RayEngineSpec)
     assert command[-1] == "tuneloop.explorer.engines.ray_engine"
     assert (order.ray_address, order.gpus) == ("head:6379", 2)
     assert "CUDA_VISIBLE_DEVICES" not in order.environment

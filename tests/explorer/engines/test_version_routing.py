@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from tuneloop.explorer.engines.fleet import Engine, EngineState, chosen
-from tuneloop.explorer.engines.version_routing import Split, held_out, place, split_of
+from tuneloop.explorer.engines.version_routing import TrafficSplit, bucket_of, is_held_out, split_of
 
 KEYS = [f"default:user-{number}" for number in range(10_000)]
 
@@ -16,63 +16,63 @@ def engine(number: int, version: int, *, in_flight: int = 0, state: EngineState 
     return made
 
 
-def number(engines: Sequence[Engine], split: Split | None, key: str | None) -> int | None:
+def number(engines: Sequence[Engine], split: TrafficSplit | None, key: str | None) -> int | None:
     found = chosen(engines, split, key)
     return found.number if found else None
 
 
-TRIED = next(key for key in KEYS if Split(2, share=0.1).answers(key))
-OTHER = next(key for key in KEYS if not Split(2, share=0.1).answers(key))
+TRIED = next(key for key in KEYS if TrafficSplit(2, share=0.1).answers(key))
+OTHER = next(key for key in KEYS if not TrafficSplit(2, share=0.1).answers(key))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_the_tried_version_gets_its_share_of_the_keys(share: float) -> None:
-    got = sum(Split(3, share=share).answers(key) for key in KEYS)
+    got = sum(TrafficSplit(3, share=share).answers(key) for key in KEYS)
     assert abs(got - share * len(KEYS)) < 5 * math.sqrt(len(KEYS) * share * (1 - share))
 
 
 def test_a_key_stays_where_it_is_and_goes_over_when_the_share_grows() -> None:
-    assert place(2, "default:anna") == 0.39715205203954207
-    assert all(Split(2, share=0.5).answers(key) for key in KEYS if Split(2, share=0.1).answers(key))
+    assert bucket_of(2, "default:anna") == 0.39715205203954207
+    assert all(TrafficSplit(2, share=0.5).answers(key) for key in KEYS if TrafficSplit(2, share=0.1).answers(key))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5])
 def test_a_share_of_the_keys_is_held_out_the_same_each_time(share: float) -> None:
-    found = [held_out(key, share) for key in KEYS]
+    found = [is_held_out(key, share) for key in KEYS]
     assert abs(sum(found) - share * len(KEYS)) <= 5 * math.sqrt(len(KEYS) * share * (1 - share))
-    assert found == [held_out(key, share) for key in KEYS]
-    assert all(held_out(key, 0.5) for key, is_out in zip(KEYS, found, strict=True) if is_out)
+    assert found == [is_held_out(key, share) for key in KEYS]
+    assert all(is_held_out(key, 0.5) for key, is_out in zip(KEYS, found, strict=True) if is_out)
 
 
 def test_a_key_that_is_held_out_stays_so_for_ever() -> None:
-    assert [number for number in range(40) if held_out(KEYS[number], 0.1)] == [11, 30, 37]
+    assert [number for number in range(40) if is_held_out(KEYS[number], 0.1)] == [11, 30, 37]
 
 
 def test_each_version_is_tried_by_other_users() -> None:
-    both = sum(Split(2, share=0.1).answers(key) and Split(3, share=0.1).answers(key) for key in KEYS)
+    both = sum(TrafficSplit(2, share=0.1).answers(key) and TrafficSplit(3, share=0.1).answers(key) for key in KEYS)
     assert both < 200
 
 
 def test_nobody_is_answered_by_a_version_without_a_share() -> None:
-    assert not any(Split(2, share=0.5).withdrawn().answers(key) for key in KEYS)
+    assert not any(TrafficSplit(2, share=0.5).withdrawn().answers(key) for key in KEYS)
     assert not any(split_of("shadow", 2, 1.0).answers(key) for key in KEYS)
     assert all(split_of("shadow", 2, 1.0).copied(key) for key in KEYS)
     assert not any(split_of("canary", 2, 1.0).copied(key) for key in KEYS)
 
 
 def test_keys_of_any_characters_have_a_place() -> None:
-    assert 0 <= place(1, "default:\ud800ü") < 1
+    assert 0 <= bucket_of(1, "default:\ud800ü") < 1
 
 
 def test_the_version_that_is_tried_answers_its_own_and_nobody_else() -> None:
-    engines, split = [engine(0, 1, in_flight=9), engine(1, 2)], Split(2, share=0.1)
+    engines, split = [engine(0, 1, in_flight=9), engine(1, 2)], TrafficSplit(2, share=0.1)
     assert number(engines, split, TRIED) == 1
     assert number(engines, split, OTHER) == 0
     assert number(engines, split, None) == 0
 
 
 def test_the_champion_stands_in_for_the_version_that_is_tried_but_not_the_other_way_round() -> None:
-    split, down = Split(2, share=0.1), EngineState.DOWN
+    split, down = TrafficSplit(2, share=0.1), EngineState.DOWN
     assert number([engine(0, 1), engine(1, 2, state=down)], split, TRIED) == 0
     assert number([engine(0, 1, state=down), engine(1, 2)], split, OTHER) is None
     assert number([engine(0, 1, state=down), engine(1, 2)], split, None) is None
@@ -80,6 +80,6 @@ def test_the_champion_stands_in_for_the_version_that_is_tried_but_not_the_other_
 
 def test_among_engines_of_the_version_the_least_busy_one_answers() -> None:
     engines = [engine(0, 1, in_flight=2), engine(1, 1, in_flight=1), engine(2, 2, in_flight=3), engine(3, 2)]
-    assert number(engines, Split(2, share=0.1), OTHER) == 1
-    assert number(engines, Split(2, share=0.1), TRIED) == 3
+    assert number(engines, TrafficSplit(2, share=0.1), OTHER) == 1
+    assert number(engines, TrafficSplit(2, share=0.1), TRIED) == 3
     assert number(engines, None, OTHER) == 3

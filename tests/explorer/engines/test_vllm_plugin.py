@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tuneloop.explorer.engines.vllm import marks
+from tuneloop.explorer.engines.vllm import engine_variables
 from tuneloop.shared.settings.settings import Settings
 
 _ASK = """
@@ -30,7 +30,7 @@ def test_engines_on_a_cpu_leave_the_processor_while_they_wait(
     values = {"mode": "serve", "model": {"model_path": "m"}, "cluster": {"gpu_per_node": gpus}}
     engine = subprocess.run(
         [sys.executable, "-c", _ASK],
-        env={**os.environ, **marks(Settings.model_validate(values))},
+        env={**os.environ, **engine_variables(Settings.model_validate(values))},
         capture_output=True,
         text=True,
         check=True,

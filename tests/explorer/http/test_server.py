@@ -29,7 +29,7 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.wire import BODY, Told, Wire, asked, chunked, streamed
-from tuneloop.explorer.http.server import Door, ShortWays, Visit
+from tuneloop.explorer.http.server import FastProtocol, FastRoutes, RawRequest
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 MAX_BODY = 1 << 20
@@ -350,16 +350,16 @@ def test_http_client_and_curl_read_whole_and_streamed(shared: RunningExplorer) -
     connection.close()
 
 
-async def read_all(visit: Visit) -> None:
+async def read_all(visit: RawRequest) -> None:
     visit.answer(200, [], b"%d" % len(await visit.body(MAX_BODY, 1)))
 
 
 async def test_connections_hold_nothing_longer_than_they_must() -> None:
-    config, state = uvicorn.Config(ShortWays(None, {("POST", CHAT): read_all}), lifespan="off"), ServerState()
-    doors: weakref.WeakSet[Door] = weakref.WeakSet()
+    config, state = uvicorn.Config(FastRoutes(None, {("POST", CHAT): read_all}), lifespan="off"), ServerState()
+    doors: weakref.WeakSet[FastProtocol] = weakref.WeakSet()
 
-    def door() -> Door:
-        doors.add(made := Door(config, state, {}))
+    def door() -> FastProtocol:
+        doors.add(made := FastProtocol(config, state, {}))
         return made
 
     server = await asyncio.get_running_loop().create_server(door, "127.0.0.1", 0)
@@ -386,17 +386,17 @@ async def test_connections_hold_nothing_longer_than_they_must() -> None:
 begun: list[str] = []
 
 
-async def bug(visit: Visit) -> None:
+async def bug(visit: RawRequest) -> None:
     raise ZeroDivisionError("a secret")
 
 
-async def late_bug(visit: Visit) -> None:
+async def late_bug(visit: RawRequest) -> None:
     visit.start(200, [])
     visit.write(b"said")
     raise ZeroDivisionError("a secret")
 
 
-async def late_end(visit: Visit) -> None:
+async def late_end(visit: RawRequest) -> None:
     visit.start(200, [])
     visit.write(b"said")
     begun.append("late_end")
@@ -404,7 +404,7 @@ async def late_end(visit: Visit) -> None:
     visit.end(b" all")
 
 
-async def never(visit: Visit) -> None:
+async def never(visit: RawRequest) -> None:
     begun.append("never")
     await asyncio.sleep(60)
 
@@ -414,7 +414,7 @@ WAYS |= {("POST", "/v1/messages"): bug}
 
 
 def test_a_bug_is_logged_and_told_without_its_insides() -> None:
-    with capture_logs() as logs, serving(ShortWays(FastAPI(), WAYS)) as url:
+    with capture_logs() as logs, serving(FastRoutes(FastAPI(), WAYS)) as url:
         told = httpx.post(f"{url}/bug", headers={"x-request-id": "mine"}, timeout=60)
         anthropic = httpx.post(f"{url}/v1/messages", timeout=60).json()
     assert (told.status_code, told.json()["error"]["code"]) == (500, "internal")
@@ -425,7 +425,7 @@ def test_a_bug_is_logged_and_told_without_its_insides() -> None:
 
 
 def test_a_bug_in_mid_answer_breaks_it_off() -> None:
-    with capture_logs() as logs, serving(ShortWays(FastAPI(), WAYS)) as url:
+    with capture_logs() as logs, serving(FastRoutes(FastAPI(), WAYS)) as url:
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
             httpx.post(f"{url}/late_bug", timeout=60)
         assert logs[0]["event"] == "answer_broken_off"
@@ -437,7 +437,7 @@ def test_a_server_that_stops_ends_what_it_can_and_tells_the_others() -> None:
     def ask(path: str) -> None:
         told[path] = httpx.post(url + path, timeout=10)
 
-    with serving(ShortWays(FastAPI(), WAYS), drain_s=1) as url:
+    with serving(FastRoutes(FastAPI(), WAYS), drain_s=1) as url:
         asking = [threading.Thread(target=ask, args=(path,)) for path in ("/late_end", "/never")]
         for each in asking:
             each.start()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tuneloop.explorer.capture.control_client import Copied
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import Split
-from tuneloop.explorer.metrics import Sample
+from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     Begin,
     CaughtUp,
@@ -50,7 +50,7 @@ async def talking(one: Answering = silent, other: Answering = silent) -> AsyncIt
 
 
 async def test_questions_are_answered_both_ways_at_once() -> None:
-    samples = [Sample("requests", "requests_total", (("status", "200"),), 3.0)]
+    samples = [MetricSample("requests", "requests_total", (("status", "200"),), 3.0)]
 
     async def counts(question: Any) -> object:
         assert question == Count()
@@ -61,7 +61,7 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
 
     async with talking(counts, waits) as (worker, control):
         told = await asyncio.gather(
-            control.ask(Count(), list[Sample]), worker.ask(CaughtUp(2.0), bool), worker.ask(CaughtUp(0.5), bool)
+            control.ask(Count(), list[MetricSample]), worker.ask(CaughtUp(2.0), bool), worker.ask(CaughtUp(0.5), bool)
         )
     assert told == [samples, True, False]
 
@@ -71,11 +71,11 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
     [
         Begin(),
         Writes("/spool/0"),
-        Divide(Split(3, share=0.1)),
+        Divide(TrafficSplit(3, share=0.1)),
         Divide(None),
-        Tried(Copied(3, failed=False, refused=True, seconds=0.5, tokens=12)),
+        Tried(ShadowReply(3, failed=False, refused=True, seconds=0.5, tokens=12)),
         Expose(),
-        Counted([Sample("a", "a_total", (), 1.0)]),
+        Counted([MetricSample("a", "a_total", (), 1.0)]),
         Learn(EngineView(1, "http://e", None, EngineState.RELOADING, 3, 2)),
         UntilIdle(1),
         Renew(),

@@ -66,7 +66,7 @@ async def running(
             await stack.enter_async_context(session)
             http = EngineHttp(url=double.url)
             stack.push_async_callback(http.close)
-            engines.append(Engine(number, http, vllm.Control(session, model_name=MODEL)))
+            engines.append(Engine(number, http, vllm.EngineControl(session, model_name=MODEL)))
         fleet, processes = Fleet(engines, patience_s=60), [DoubleProcess(each) for each in doubles]
         tasks = [
             asyncio.ensure_future(

@@ -22,7 +22,7 @@ from tests.doubles.engine import CHAT, EngineDouble, EnginePlace, engine_place
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.wire import BODY, Wire, asked, streamed
-from tuneloop.explorer.dialects.dialect import Chat, Teller
+from tuneloop.explorer.dialects.dialect import ChatDialect, ReplyWriter
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.experience import State
 
@@ -429,14 +429,14 @@ def test_a_client_that_never_reads_is_not_waited_for_for_ever(running_explorer: 
 # We fail ourselves.
 
 
-class Buggy(Chat):
+class Buggy(ChatDialect):
     """Chat completions, but with a bug."""
 
-    def teller(self, body: dict[str, Any], msg_id: str, upstream_id: str) -> Teller:
+    def teller(self, body: dict[str, Any], msg_id: str, upstream_id: str) -> ReplyWriter:
         return _BuggyTeller(super().teller(body, msg_id, upstream_id).transcript)
 
 
-class _BuggyTeller(Teller):
+class _BuggyTeller(ReplyWriter):
     def whole(self, reply: bytes) -> bytes:
         raise ZeroDivisionError("a secret")
 

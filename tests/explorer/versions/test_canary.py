@@ -15,8 +15,8 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tests.explorer.versions.test_trial import answered, by_hash, one_explorer, trying
-from tuneloop.explorer.capture.control_client import Copied
-from tuneloop.explorer.metrics import Metrics, Tally, counted
+from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
 from tuneloop.explorer.versions.canary import Rollout, asked, figures_of
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.evaluation.samples import Figures, Share
@@ -133,7 +133,7 @@ def test_what_somebody_promotes_while_it_is_looked_at_is_not_rolled_back(
 
     monkeypatch.setattr(ledger, "figures", looked_at_slowly)
     with pytest.raises(VersionRefused, match="champion by now"):
-        asyncio.run(Rollout(settings, ledger, tally=Tally(metrics.registry), metrics=metrics).turn())
+        asyncio.run(Rollout(settings, ledger, tally=ProcessTotals(metrics.registry), metrics=metrics).turn())
     assert ledger.versions.champion().version == 1
     ledger.close()
 
@@ -225,8 +225,11 @@ def test_a_new_candidate_is_tried_after_one_that_was_rolled_back(
 
 
 def test_figures_of_copies() -> None:
-    copies = [Copied(1, False, refused=True, seconds=2.0, tokens=10), Copied(1, False, seconds=4.0, tokens=20)]
-    found = figures_of([*copies, Copied(1, True)])
+    copies = [
+        ShadowReply(1, False, refused=True, seconds=2.0, tokens=10),
+        ShadowReply(1, False, seconds=4.0, tokens=20),
+    ]
+    found = figures_of([*copies, ShadowReply(1, True)])
     assert (found.failures, found.refusals) == (Share(1, 3), Share(1, 2))
     assert (found.length.mean, found.latency.mean) == (15.0, pytest.approx(0.2))
 
@@ -236,6 +239,6 @@ def test_what_engines_refuse_counts_for_nothing_and_workers_are_added_up() -> No
     for outcome in ("whole", "failed", "refused"):
         worker.replied(3, outcome)
     control.replied(3, "whole")
-    tally = Tally(control.registry)
-    tally.note(0, counted(worker.registry))
+    tally = ProcessTotals(control.registry)
+    tally.note(0, process_samples(worker.registry))
     assert asked(tally) == {"3": Share(1, 3)}

@@ -13,7 +13,7 @@ from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.explorer.versions.test_gate import events
 from tests.explorer.versions.test_reload import until, until_ready, version
 from tests.factories import exchange, experience, feedback
-from tuneloop.explorer.engines.version_routing import held_out
+from tuneloop.explorer.engines.version_routing import is_held_out
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.shared.evaluation.off_policy import LEAST_SIZE
@@ -45,7 +45,7 @@ def test_a_user_is_held_out_as_a_whole_and_never_trained_on(tmp_path: Path, doub
     gate = GateSettings.model_validate({"replay": {"share": 0.5}})
     settings = settings_for(tmp_path, [double.url]).model_copy(update={"gate": gate})
     users = [f"user-{number}" for number in range(8)]
-    out = {user for user in users if held_out(f"default:{user}", 0.5)}
+    out = {user for user in users if is_held_out(f"default:{user}", 0.5)}
     assert 0 < len(out) < len(users)
     with explorer_running(settings) as explorer:
         said = [
@@ -69,7 +69,7 @@ def test_a_user_is_held_out_as_a_whole_and_never_trained_on(tmp_path: Path, doub
 def test_the_key_is_the_user_or_else_the_task(
     tmp_path: Path, double: EngineDouble, asked: dict[str, Any], key: str
 ) -> None:
-    share = 0.5 if held_out(key, 0.5) else 0.0
+    share = 0.5 if is_held_out(key, 0.5) else 0.0
     settings = settings_with(tmp_path, [double], share=share)
     with explorer_running(settings.model_copy(update={"gate": settings.gate.model_copy(update={"mode": "off"})})) as it:
         it.chat(**asked)
@@ -85,7 +85,7 @@ def test_without_a_key_each_reply_is_held_out_by_itself_and_who_opts_out_is_not(
             explorer.chat()
         explorer.chat(metadata={"train": False})
         *kept, last = explorer.exchanges()
-        expected = [HELD_OUT if held_out(f"default:{each.msg_id}", 0.5) else None for each in kept]
+        expected = [HELD_OUT if is_held_out(f"default:{each.msg_id}", 0.5) else None for each in kept]
         assert [each.experiences[0].drop_reason for each in kept] == expected
         assert set(expected) == {HELD_OUT, None}
         assert last.experiences[0].drop_reason == "opt_out"

@@ -14,7 +14,7 @@ from tests.explorer.engines.test_version_routing import engine
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.explorer.versions.canary import Trial, division, to_try_on
 from tuneloop.shared.experience import VersionState
 
@@ -55,7 +55,7 @@ def answered(explorer: RunningExplorer, **but: Any) -> dict[str, int]:
 
 
 def by_hash(version: int = 1) -> dict[str, int]:
-    split = Split(version, share=SHARE)
+    split = TrafficSplit(version, share=SHARE)
     return {user: version if split.answers(f"default:{user}") else 0 for user in USERS}
 
 
@@ -78,15 +78,17 @@ def test_about_its_share_of_the_engines_but_one_stays_with_the_champion() -> Non
 
 
 def test_what_is_tried_no_more_gets_nothing_as_long_as_an_engine_has_it() -> None:
-    split = Split(2, share=0.1)
-    assert division([engine(0, 1), engine(1, 2)], split, 1, None) == Split(2)
-    assert division([engine(0, 1), engine(1, 2, state=EngineState.RELOADING)], split, 1, None) == Split(2)
+    split = TrafficSplit(2, share=0.1)
+    assert division([engine(0, 1), engine(1, 2)], split, 1, None) == TrafficSplit(2)
+    assert division([engine(0, 1), engine(1, 2, state=EngineState.RELOADING)], split, 1, None) == TrafficSplit(2)
     assert division([engine(0, 1), engine(1, 2)], split, 2, None) is None
     assert division([engine(0, 1), engine(1, 2, state=EngineState.DOWN)], split, 1, None) is None
     assert division([engine(0, 1)], None, 1, None) is None
     tried: Any = engine(9, 3)  # all that is asked of a version is its number
-    assert division([engine(0, 1), engine(1, 2)], split, 1, Trial(tried, "ab", 0.5, 0.0)) == Split(2)
-    assert division([engine(0, 1), engine(1, 1)], Split(2), 1, Trial(tried, "ab", 0.5, 0.0)) == Split(3, share=0.5)
+    assert division([engine(0, 1), engine(1, 2)], split, 1, Trial(tried, "ab", 0.5, 0.0)) == TrafficSplit(2)
+    assert division([engine(0, 1), engine(1, 1)], TrafficSplit(2), 1, Trial(tried, "ab", 0.5, 0.0)) == TrafficSplit(
+        3, share=0.5
+    )
 
 
 @pytest.mark.parametrize("mode", ["canary", "ab"])

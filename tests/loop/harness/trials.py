@@ -14,7 +14,7 @@ from sqlalchemy import Select
 from tests.doubles.postgres import PostgresServer
 from tests.loop.harness.regulars import USERS, Failure, Regulars
 from tests.loop.harness.services import Service, wait_for
-from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
@@ -95,7 +95,7 @@ class Stage:
 
     def assert_it_got_its_share_and_no_more(self, version: int, began: float, ended: float) -> None:
         """From `began` to `ended` it answered the users whom the hash gives it, always, and nobody else."""
-        split = Split(version, share=self.service.settings.rollout.tried_share)
+        split = TrafficSplit(version, share=self.service.settings.rollout.tried_share)
         met = [each for each in self.users.since(began) if each.heard < ended]
         assert [each for each in met if (each.version == version) != split.answers(f"default:{each.user}")] == []
         assert len(met) > len(USERS) / 2

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.loop.harness.services import GPUS, Service, command_of, descendants, ledger_of, wait_for, write_settings
 from tests.trainer.factories import sample
-from tuneloop.explorer.engines.version_routing import Split
+from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -66,7 +66,7 @@ def promote(service: Service, ledger: Ledger, version: int) -> None:
 
 def someone(version: int, *, tried: bool) -> str:
     """A user whom the version answers while it is tried, or one whom it does not."""
-    split = Split(version, share=0.5)
+    split = TrafficSplit(version, share=0.5)
     return next(user for user in map(str, range(100)) if split.answers(f"default:{user}") is tried)
 
 

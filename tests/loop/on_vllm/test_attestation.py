@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from tests.loop.harness.bare_engine import MODEL
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import make_model
-from tuneloop.explorer.engines.vllm import Control, Findings, open_session
+from tuneloop.explorer.engines.vllm import EngineControl, ProbeFindings, open_session
 from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe
 
 pytestmark = pytest.mark.vllm
 
 ROW = [(37 * i * i + 11 * i) % 250 for i in range(PROBE_LENGTH)]
 
-Told = Callable[[Callable[[Control], Awaitable[Any]]], Any]
+Told = Callable[[Callable[[EngineControl], Awaitable[Any]]], Any]
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +48,17 @@ def told(bare_engine: httpx.Client) -> Told:
     """Has an engine's Control do something."""
     socket = bare_engine._transport._pool._uds  # type: ignore[attr-defined]
 
-    def tell(what: Callable[[Control], Awaitable[Any]]) -> Any:
+    def tell(what: Callable[[EngineControl], Awaitable[Any]]) -> Any:
         async def whole() -> Any:
             async with open_session(url=None, socket=socket, key=None) as session:
-                return await what(Control(session, model_name=MODEL, tolerance=1e-3))
+                return await what(EngineControl(session, model_name=MODEL, tolerance=1e-3))
 
         return asyncio.run(whole())
 
     return tell
 
 
-async def _loaded(control: Control, folder: Path | None, *, forgets: bool = True) -> None:
+async def _loaded(control: EngineControl, folder: Path | None, *, forgets: bool = True) -> None:
     """A reload; None: all of it but the loading."""
     await control.pause("keep")
     if folder is not None:
@@ -69,17 +69,17 @@ async def _loaded(control: Control, folder: Path | None, *, forgets: bool = True
 
 
 @pytest.fixture
-def findings(told: Told, model: Path, probe: Probe) -> Callable[..., Findings]:
+def findings(told: Told, model: Path, probe: Probe) -> Callable[..., ProbeFindings]:
     """What the probe of the new weights finds after a reload from the old ones that went in some way."""
 
-    def found(folder: Path | None, *, forgets: bool = True) -> Findings:
-        async def whole(control: Control) -> Findings:
+    def found(folder: Path | None, *, forgets: bool = True) -> ProbeFindings:
+        async def whole(control: EngineControl) -> ProbeFindings:
             await _loaded(control, model)
             await control.remember(probe)
             await _loaded(control, folder, forgets=forgets)
             return await control.examine(probe)
 
-        findings: Findings = told(whole)
+        findings: ProbeFindings = told(whole)
         return findings
 
     return found
@@ -98,7 +98,7 @@ def as_it_was(bare_engine: httpx.Client, model: Path) -> Any:
         bare_engine.post(path, json=body).raise_for_status()
 
 
-def test_a_right_engine_gets_through(findings: Callable[..., Findings], new: Path) -> None:
+def test_a_right_engine_gets_through(findings: Callable[..., ProbeFindings], new: Path) -> None:
     found = findings(new)
     assert found.complaint is None
     assert found.weights < 1e-4
@@ -107,7 +107,7 @@ def test_a_right_engine_gets_through(findings: Callable[..., Findings], new: Pat
 
 @pytest.mark.parametrize("cause", ["skipped", "old_path", "half_old"])
 def test_wrong_weights_are_found_out(
-    findings: Callable[..., Findings], model: Path, half_old: Path, cause: str
+    findings: Callable[..., ProbeFindings], model: Path, half_old: Path, cause: str
 ) -> None:
     """`model` is the base too: the old path read again and the base model answering are the same here."""
     found = findings({"skipped": None, "old_path": model, "half_old": half_old}[cause])
@@ -117,7 +117,7 @@ def test_wrong_weights_are_found_out(
 
 
 def test_a_prefix_cache_that_outlived_its_weights_is_found_out_again_and_again(
-    findings: Callable[..., Findings], told: Told, new: Path, probe: Probe
+    findings: Callable[..., ProbeFindings], told: Told, new: Path, probe: Probe
 ) -> None:
     for found in (findings(new, forgets=False), told(lambda control: control.examine(probe))):
         assert found.weights < 1e-4
@@ -126,7 +126,7 @@ def test_a_prefix_cache_that_outlived_its_weights_is_found_out_again_and_again(
 
 
 def test_what_an_engine_says_of_a_text_tells_its_weights(told: Told, model: Path, new: Path) -> None:
-    async def whole(control: Control) -> list[str | None]:
+    async def whole(control: EngineControl) -> list[str | None]:
         await _loaded(control, model)
         base = await control.describe()
         assert len(base.prompt_ids) == PROBE_LENGTH

@@ -10,7 +10,7 @@ import pytest
 
 from tests.loop.harness.bare_engine import MODEL
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.vllm import Control, open_session
+from tuneloop.explorer.engines.vllm import EngineControl, open_session
 from tuneloop.explorer.versions.engine_queries import Asking
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.settings.settings import Settings
@@ -35,7 +35,7 @@ def test_the_engine_and_the_trainer_find_them_alike_up_to_the_longest(bare_engin
 
     async def asked() -> tuple[int, list[float]]:
         async with open_session(url=None, socket=socket, key=None) as session:
-            engine = Engine(0, cast("Any", None), Control(session, model_name=MODEL))
+            engine = Engine(0, cast("Any", None), EngineControl(session, model_name=MODEL))
             told = await Asking(settings, []).likelihoods(engine, replies, at_once=4)
             return await engine.control.longest(), told
 

@@ -49,7 +49,7 @@ class Ours:
         metrics = Metrics()
         self._ledger = Ledger(database.connect(url))
         self._spool = Spool.open(folder, sync=sync)
-        self._flusher = Flusher(self._spool, self._ledger, quarantined=_refused, failed=_failed)
+        self._flusher = Flusher(self._spool, self._ledger.recording, quarantined=_refused, failed=_failed)
         room = Room(self._spool, max_bytes=_SPOOL_BYTES, max_age_s=_DRAINED_S)
         self._recorder = Recorder(self._spool, room, metrics)
         self._pool = pool

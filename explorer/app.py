@@ -83,7 +83,7 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     errors.install_error_handlers(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
-    stored_completions.add_routes(app, ledger, default_model=settings.served_model_name)
+    stored_completions.add_routes(app, ledger.stored, default_model=settings.served_model_name)
     responses.add_routes(app)
     admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
@@ -163,7 +163,7 @@ def open_services(
     explorer = settings.explorer
     room = Room(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
     mint, recorder = Mint(load_key(key_path(settings))), Recorder(spool, room, metrics)
-    conversations = Conversations(mint, backstage=backstage, ledger=ledger)
+    conversations = Conversations(mint, backstage=backstage, reports=ledger.reports)
     copies = Shadow(
         fleet,
         refusals=settings.monitor.drift.refusals_found,
@@ -183,7 +183,7 @@ def open_services(
     )
     kept = StoredResponses(
         mint=mint,
-        ledger=ledger,
+        stored=ledger.stored,
         backstage=backstage,
         fleet=fleet,
         again=responses.again,

@@ -108,7 +108,7 @@ class TrainingLoop:
         self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         with _ended(self._ledger, self._epoch), heartbeat:
-            self._class = Classroom(self._settings, self._ledger, self._stop)
+            self._class = Classroom(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._complete:
                 try:
@@ -271,10 +271,10 @@ class TrainingLoop:
     def _publish(self) -> None:
         started = time.perf_counter()
         publication = Publication(self._settings, self._store, self._learner, epoch=self._epoch, parent=self._version)
-        self._version = publication.register(self._ledger, self._unpublished)
+        self._version = publication.register(self._ledger.training, self._unpublished)
         self._unpublished.clear()
         self._unpublished_steps = 0
-        prune(self._store, self._ledger, keep=self._settings.trainer.max_checkpoints_to_keep)
+        prune(self._store, self._ledger.versions, keep=self._settings.trainer.max_checkpoints_to_keep)
         took = time.perf_counter() - started
         self._curves.add(self._learner.steps, {"time/save_checkpoint": took})
         _log.info("version_published", version=self._version, step=self._learner.steps, seconds=round(took, 3))

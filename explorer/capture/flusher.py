@@ -15,7 +15,7 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Slot, Slots
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Record, decode
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.spool_format import Position, segments, slots
 
 log = structlog.get_logger()
@@ -58,13 +58,13 @@ class Flusher:
     def __init__(
         self,
         slots: Slots,
-        ledger: Ledger,
+        recording: Recording,
         *,
         quarantined: Callable[[], None],
         failed: Callable[[TuneloopError], None],
     ) -> None:
         self._slots = slots
-        self._ledger = ledger
+        self._recording = recording
         self._quarantined = quarantined
         self._failed = failed
         self._stop = threading.Event()
@@ -214,7 +214,7 @@ class Flusher:
         pause = _SHORTEST_PAUSE_S
         while True:
             try:
-                self._ledger.recording.record(records)
+                self._recording.record(records)
             except LedgerUnavailable as error:
                 if pause == _SHORTEST_PAUSE_S:
                     log.warning("database_away", reason=_reason(error))

@@ -13,9 +13,8 @@ from tuneloop.explorer.capture.spool_erasure import clear, kept_files
 from tuneloop.explorer.capture.spool_slots import Slot, Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.erasures import Person
-from tuneloop.shared.ledger.recording.retention import PURGEABLE, bounds_of
+from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import slots
 
@@ -33,7 +32,7 @@ class Forgetting:
     def __init__(
         self,
         settings: Settings,
-        ledger: Ledger,
+        retention: Retention,
         spools: Slots,
         *,
         metrics: Metrics,
@@ -41,7 +40,7 @@ class Forgetting:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bounds = bounds_of(settings.retention)
-        self._ledger = ledger
+        self._retention = retention
         self._slots = spools
         self._purged = {state: metrics.purged.labels(state.value) for state in PURGEABLE}
         self._interval_s = interval_s
@@ -79,7 +78,7 @@ class Forgetting:
             slot.renew()
 
     def _erase(self) -> None:
-        erased = self._ledger.retention.erasures()
+        erased = self._retention.erasures()
         if erased != self._erased:
             for slot in self._slots.ours:
                 slot.renew()
@@ -104,7 +103,7 @@ class Forgetting:
             pass  # its own process does it
 
     def _purge(self) -> None:
-        for state, count in self._ledger.retention.purge(self._bounds).experiences.items():
+        for state, count in self._retention.purge(self._bounds).experiences.items():
             self._purged[state].inc(count)
             if count:
                 log.info("experiences_purged", state=state.value, count=count)

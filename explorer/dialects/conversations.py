@@ -10,7 +10,7 @@ from tuneloop.explorer.capture.control_client import Backstage
 from tuneloop.explorer.capture.reply_id import TENANT, Mint
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.reports import Reports
 
 #: Longer conversations are refused: each response in them is looked up.
 LONGEST = 1000
@@ -21,10 +21,10 @@ _PATIENCE_S = 5.0
 class Conversations:
     """The conversations that ended in a response of ours."""
 
-    def __init__(self, mint: Mint, *, backstage: Backstage, ledger: Ledger) -> None:
+    def __init__(self, mint: Mint, *, backstage: Backstage, reports: Reports) -> None:
         self._mint = mint
         self._backstage = backstage
-        self._ledger = ledger
+        self._reports = reports
 
     async def of(self, response_id: str) -> Sequence[dict[str, Any]]:
         """The chat messages up to the response, and what it said. Raises RequestRefused if it was not kept.
@@ -39,7 +39,7 @@ class Conversations:
         name: object = response_id
         while isinstance(name, str):
             named = self._mint.read(name, TENANT)
-            said = self._ledger.reports.reply(TENANT, named.msg_id) if named else None
+            said = self._reports.reply(TENANT, named.msg_id) if named else None
             if said is None and named and not all_there:
                 raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")
             if said is None:

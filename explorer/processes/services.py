@@ -89,13 +89,13 @@ async def open_upkeep(
     """Upkeep, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
     own = _own_spool(settings, slots, stack)
-    flusher = Flusher(slots, ledger, quarantined=metrics.quarantined.inc, failed=on_failure)
+    flusher = Flusher(slots, ledger.recording, quarantined=metrics.quarantined.inc, failed=on_failure)
     flusher.start()
     stack.push_async_callback(asyncio.to_thread, flusher.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
     watch = Watch(ledger, metrics, settings, interval_s=interval_s)
     stack.callback(watch.close)
-    forgetting = Forgetting(settings, ledger, slots, metrics=metrics, interval_s=interval_s)
+    forgetting = Forgetting(settings, ledger.retention, slots, metrics=metrics, interval_s=interval_s)
     fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
@@ -142,7 +142,7 @@ def _judging(upkeep: Upkeep, ledger: Ledger, spool: Spool) -> Judging:
         ledger,
         spool,
         metrics=upkeep.metrics,
-        conversation=Conversations(mint, backstage=upkeep, ledger=ledger).of,
+        conversation=Conversations(mint, backstage=upkeep, reports=ledger.reports).of,
         caught_up=upkeep.caught_up,
     )
 

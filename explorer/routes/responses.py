@@ -22,8 +22,8 @@ from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.proxy.background_responses import path_of
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.completion_object import Stored
+from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 
 Json = dict[str, Any]
 
@@ -66,14 +66,14 @@ class StoredResponses:
         self,
         *,
         mint: Mint,
-        ledger: Ledger,
+        stored: StoredCompletions,
         backstage: Backstage,
         fleet: Fleet,
         again: Callable[[Json, Json, str], Awaitable[Json]],
         default_model: str,
     ) -> None:
         self._mint = mint
-        self._ledger = ledger
+        self._stored = stored
         self._backstage = backstage
         self._fleet = fleet
         self._again = again
@@ -125,7 +125,7 @@ class StoredResponses:
         named = self._mint.read(response_id, TENANT)
         if named is None or named.msg_id != response_id:
             raise _not_found(response_id)
-        stored = await asyncio.to_thread(self._ledger.stored.get, TENANT, response_id, endpoint=RESPONSES)
+        stored = await asyncio.to_thread(self._stored.get, TENANT, response_id, endpoint=RESPONSES)
         body = orjson.loads(stored.request) if stored else None
         return (
             StoredResponse(stored, body) if stored and isinstance(body, dict) else None

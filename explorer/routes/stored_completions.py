@@ -14,7 +14,6 @@ from tuneloop.explorer.capture.control_client import Backstage
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.completion_object import (
     MAX_KEY,
     MAX_PAIRS,
@@ -26,7 +25,7 @@ from tuneloop.shared.ledger.recording.completion_object import (
     tag_of_model,
     tag_of_pair,
 )
-from tuneloop.shared.ledger.recording.stored_completions import LOOKED_AT, Deletion
+from tuneloop.shared.ledger.recording.stored_completions import LOOKED_AT, Deletion, StoredCompletions
 from tuneloop.shared.ledger.recording.tags import ENDPOINT, Place
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
@@ -76,7 +75,7 @@ class CompletionReader:
 CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 
 
-def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
+def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: str) -> None:
     """Add the routes to the app. `default_model` answered the requests that named none."""
 
     def told(stored: Stored) -> StoredCompletion:
@@ -86,21 +85,21 @@ def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
     async def listed(request: Request, recorded: CompletionReaderOf) -> Response:
         bounds, wanted = parse_page_query(request.query_params), wanted_tags(request.query_params)
         await recorded.caught_up()  # a list may lag behind, so it does not fail for that
-        return await asyncio.to_thread(lambda: _list(*_page(ledger, bounds, wanted, told)))
+        return await asyncio.to_thread(lambda: _list(*_page(completions, bounds, wanted, told)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
     async def retrieved(msg_id: str, recorded: CompletionReaderOf) -> Response:
-        return _json(told(await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))))
+        return _json(told(await recorded.find(msg_id, lambda: completions.get(TENANT, msg_id))))
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
     async def updated(msg_id: str, request: Request, recorded: CompletionReaderOf) -> Response:
         pairs = parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES))
-        await recorded.find(msg_id, lambda: ledger.stored.change_metadata(TENANT, msg_id, pairs=pairs) or None)
-        return _json(told(await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))))
+        await recorded.find(msg_id, lambda: completions.change_metadata(TENANT, msg_id, pairs=pairs) or None)
+        return _json(told(await recorded.find(msg_id, lambda: completions.get(TENANT, msg_id))))
 
     @app.delete(f"{ENDPOINT}/{{msg_id}}")
     async def deleted(msg_id: str, recorded: CompletionReaderOf) -> Response:
-        if await recorded.find(msg_id, lambda: ledger.stored.delete(TENANT, msg_id)) is Deletion.LEASED:
+        if await recorded.find(msg_id, lambda: completions.delete(TENANT, msg_id)) is Deletion.LEASED:
             message = f"the trainer is learning from {msg_id!r}; nothing was deleted: try again when it is done"
             raise RequestRefused(message, status=409, code="leased", retry_after_s=_LEASE_S)
         return _json({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
@@ -108,7 +107,7 @@ def add_routes(app: FastAPI, ledger: Ledger, *, default_model: str) -> None:
     @app.get(f"{ENDPOINT}/{{msg_id}}/messages")
     async def said(msg_id: str, request: Request, recorded: CompletionReaderOf) -> Response:
         bounds = parse_page_query(request.query_params)
-        stored = await recorded.find(msg_id, lambda: ledger.stored.get(TENANT, msg_id))
+        stored = await recorded.find(msg_id, lambda: completions.get(TENANT, msg_id))
         return _list(*_part(messages(stored), bounds))
 
 
@@ -173,8 +172,8 @@ def _must_fit(key: str, value: str) -> None:
 def _page(
     ledger: Ledger, bounds: PageQuery, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
-    place = _place(ledger, bounds.after)
-    page = ledger.stored.page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)
+    place = _place(completions, bounds.after)
+    page = completions.page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)
     if page is None:
         message = (
             f"more than {LOOKED_AT} stored completions have each of these, and none of the next {LOOKED_AT} has all of "
@@ -184,10 +183,10 @@ def _page(
     return [(each.msg_id, told(each)) for each in page.found], page.more
 
 
-def _place(ledger: Ledger, after: str | None) -> Place | None:
+def _place(completions: StoredCompletions, after: str | None) -> Place | None:
     if after is None:
         return None
-    place = ledger.stored.place_of(TENANT, after)
+    place = completions.place_of(TENANT, after)
     if place is None:
         raise _unknown_after(after)
     return place

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from tuneloop.shared.checkpoint import CheckpointStore, File, Manifest, Probe
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import VersionState
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.training.training import Training
+from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
@@ -28,13 +29,13 @@ class Publication:
         self._settings, self._store, self._learner = settings, store, learner
         self._epoch, self._parent = epoch, parent
 
-    def register(self, ledger: Ledger, ids: Collection[int]) -> int:
+    def register(self, training: Training, ids: Collection[int]) -> int:
         """Publish and register the next version, made of the rows `ids`, and return its number.
 
         Raises EnvironmentRefused if the disk does not take it.
         """
         # Before the long work: a stale trainer stops here, a database that is away is noticed.
-        ledger.training.extend(self._epoch)
+        training.extend(self._epoch)
         staging: Path | None = None
         try:
             staging = self._store.stage(self._epoch)
@@ -42,7 +43,7 @@ class Publication:
             snapshot.save(self._learner, staging, base=self._settings.model.model_path)
             probe = snapshot.probe(self._learner, self._settings)
             sealed, files = staging, self._store.seal(staging)
-            return ledger.training.register(
+            return training.register(
                 self._epoch,
                 ids,
                 step=self._learner.steps,
@@ -77,20 +78,20 @@ class Publication:
         )
 
 
-def prune(store: CheckpointStore, ledger: Ledger, *, keep: int) -> None:
+def prune(store: CheckpointStore, versions: Versions, *, keep: int) -> None:
     """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
 
     `keep` 0 means all of them. What a rollback would go back to stays too, if there is such a version. A disk that
     refuses is no reason to stop training.
     """
-    versions = ledger.versions.all()
-    numbers = [version.version for version in versions]
+    registered = versions.all()
+    numbers = [each.version for each in registered]
     last = numbers[-keep:] if keep else numbers
     may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
-    needed = {each.version for each in versions if each.pinned or each.state in may_serve}
+    needed = {each.version for each in registered if each.pinned or each.state in may_serve}
     # The number after the newest may be a checkpoint that a newer trainer is just registering.
-    before = ledger.versions.champion_before() or 0
-    spared = {*last, *needed, ledger.versions.newest().version, before, numbers[-1] + 1}
+    before = versions.champion_before() or 0
+    spared = {*last, *needed, versions.newest().version, before, numbers[-1] + 1}
     try:
         gone = store.prune(spared)
     except OSError as error:

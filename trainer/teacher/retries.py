@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.endpoint import RemoteTeacher
@@ -33,10 +32,10 @@ class Classroom:
     others were. `_alarmed`: whether the alarm is open; None: the trainer before this one may have left it so.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, again_s: float = _AGAIN_S) -> None:
+    def __init__(self, settings: Settings, alarms: Alarms, stop: Stop, *, again_s: float = _AGAIN_S) -> None:
         self.teacher = _opened(settings, stop)
         self._replies = settings.algorithm.distill.mode == "replies"
-        self._ledger, self._stop, self._again_s = ledger, stop, again_s
+        self._alarms, self._stop, self._again_s = alarms, stop, again_s
         self._missed = 0
         self._failures: dict[int, int] = {}
         self._alarmed: bool | None = None
@@ -71,7 +70,7 @@ class Classroom:
     def attended(self) -> None:
         """A batch has been learnt: the teacher, if there is one, answered. Raises LedgerUnavailable."""
         if self._alarmed is not False:
-            self._ledger.alarms.clear(_AWAY)
+            self._alarms.clear(_AWAY)
             self._alarmed = False
         if self._missed:
             _log.info("teacher_back")
@@ -86,7 +85,7 @@ class Classroom:
         self._missed += 1
         if self._missed >= _ALARMING and not self._alarmed:
             reason = f"the teacher was asked {self._missed} times and has not answered for a batch: {error}"
-            if self._ledger.alarms.raise_alarm(Alarm(name=_AWAY, reason=f"{reason}; training waits for it")):
+            if self._alarms.raise_alarm(Alarm(name=_AWAY, reason=f"{reason}; training waits for it")):
                 _log.error("alarm_raised", alarm=_AWAY, reason=reason)
             self._alarmed = True
 

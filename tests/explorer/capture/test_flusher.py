@@ -48,9 +48,9 @@ def slots_of(own: Spool) -> Slots:
 
 
 @contextmanager
-def flushing(own: Spool, ledger: object, slots: Slots | None = None) -> Iterator[tuple[Flusher, list[int]]]:
+def flushing(own: Spool, recording: object, slots: Slots | None = None) -> Iterator[tuple[Flusher, list[int]]]:
     set_aside: list[int] = []
-    flusher = Flusher(slots or slots_of(own), ledger, quarantined=lambda: set_aside.append(1), failed=pytest.fail)  # type: ignore[arg-type]
+    flusher = Flusher(slots or slots_of(own), recording, quarantined=lambda: set_aside.append(1), failed=pytest.fail)  # type: ignore[arg-type]
     flusher.start()
     try:
         yield flusher, set_aside
@@ -166,7 +166,7 @@ async def test_bytes_that_are_no_record_go_aside(own: Spool) -> None:
 async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: Ledger) -> None:
     said = exchange()
     mangled = exchange(experiences=(experience(logprobs=b"\0\0"),))
-    with flushing(own, ledger) as (flusher, set_aside):
+    with flushing(own, ledger.recording) as (flusher, set_aside):
         await append(own, said, mangled, feedback(msg_id=said.msg_id))
         assert await flusher.caught_up(60)
     assert ledger.reports.counts()[State.REWARDED] == 1

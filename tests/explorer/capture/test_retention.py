@@ -56,7 +56,7 @@ def slots(own: Spool) -> Slots:
 
 @pytest.fixture
 def flusher(slots: Slots, ledger: Ledger) -> Iterator[Flusher]:
-    found = Flusher(slots, ledger, quarantined=lambda: None, failed=pytest.fail)  # type: ignore[arg-type]
+    found = Flusher(slots, ledger.recording, quarantined=lambda: None, failed=pytest.fail)  # type: ignore[arg-type]
     found.start()
     yield found
     found.stop()
@@ -69,7 +69,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def forgetting(settings: Settings, ledger: Ledger, slots: Slots, clock: Clock) -> Forgetting:
-    return Forgetting(settings, ledger, slots, metrics=Metrics(), interval_s=0.1, clock=clock)
+    return Forgetting(settings, ledger.retention, slots, metrics=Metrics(), interval_s=0.1, clock=clock)
 
 
 def holding(folder: Path, words: bytes = b"goldfinch") -> set[str]:

@@ -110,7 +110,7 @@ class OnVllm(Stage):
         if scrambled:
             scramble(learner)
         epoch = self.ledger.training.take_epoch("by hand")
-        return Publication(settings, store, learner, epoch=epoch, parent=parent).register(self.ledger, [])
+        return Publication(settings, store, learner, epoch=epoch, parent=parent).register(self.ledger.training, [])
 
     def distances(self, version: int) -> list[float]:
         """How far each engine is from a version's checkpoint, read by transformers: nats a token."""

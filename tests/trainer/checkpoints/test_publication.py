@@ -37,7 +37,7 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
     rows = ledger.training.lease(epoch, 4, BatchPolicy())
     publication = Publication(chosen, store(chosen.job_dir), snapshot.load(chosen, None), epoch=epoch, parent=0)
     with pytest.raises(EnvironmentRefused, match=r"^checkpoint_root_dir: cannot write a checkpoint"):
-        publication.register(ledger, [row.id for row in rows])
+        publication.register(ledger.training, [row.id for row in rows])
     assert [each.version for each in ledger.versions.all()] == [0]
     assert not list(chosen.job_dir.glob(".staging*"))
     assert not list(chosen.job_dir.glob("global_step_*"))
@@ -63,7 +63,7 @@ def test_all_but_the_last_go_when_they_are_retired(settings, ledger):
     ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 6)
     ledger.versions.promote(6)
-    prune(store, ledger, keep=2)
+    prune(store, ledger.versions, keep=2)
     assert _there(store) == [5, 6]
 
 
@@ -73,7 +73,7 @@ def test_what_a_rollback_would_go_back_to_stays(settings, ledger):
     _published(ledger, store, 6)
     for version in (2, 6):
         ledger.versions.promote(version)
-    prune(store, ledger, keep=1)
+    prune(store, ledger.versions, keep=1)
     assert _there(store) == [2, 6]
     assert ledger.versions.roll_back(6, by="ann", reason="worse") == 2
     assert store.path(ledger.versions.champion().version).exists()
@@ -87,7 +87,7 @@ def test_the_canary_stays_however_old(settings, ledger):
     ledger.versions.begin_canary(4, by="explorer", reason="a tenth")
     for version in (5, 6):
         ledger.versions.reject(version, "its probe differs")
-    prune(store, ledger, keep=1)
+    prune(store, ledger.versions, keep=1)
     assert _there(store) == [1, 4, 6]
 
 
@@ -99,7 +99,7 @@ def test_what_is_pinned_stays_however_old(settings, ledger):
     ledger.versions.pin(1, instead_of=1, by="ann", reason="the show")
     for version in (2, 3, 4):
         ledger.versions.reject(version, "its probe differs")
-    prune(store, ledger, keep=1)
+    prune(store, ledger.versions, keep=1)
     assert _there(store) == [1, 4]
 
 
@@ -110,7 +110,7 @@ def test_the_champion_and_the_candidates_stay_however_old(settings, ledger):
     ledger.versions.promote(2)
     for version in (5, 6):
         ledger.versions.reject(version, "its probe differs")
-    prune(store, ledger, keep=1)
+    prune(store, ledger.versions, keep=1)
     assert _there(store) == [2, 3, 4, 6]
 
 
@@ -119,7 +119,7 @@ def test_keeping_0_keeps_all(settings, ledger):
     ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 4)
     ledger.versions.promote(4)
-    prune(store, ledger, keep=0)
+    prune(store, ledger.versions, keep=0)
     assert _there(store) == [1, 2, 3, 4]
 
 
@@ -128,5 +128,5 @@ def test_a_checkpoint_that_is_just_being_registered_is_let_alone(settings, ledge
     ledger.versions.ensure_base(settings().model.model_path)
     _published(ledger, store, 2)
     store.path(3).mkdir()
-    prune(store, ledger, keep=1)
+    prune(store, ledger.versions, keep=1)
     assert 3 in _there(store)

@@ -34,7 +34,7 @@ def classroom(double, settings, ledger):
         stop = Event()
         distill = {"teacher_url": double.url, "teacher_model": "big", "mode": mode, "timeout": 0.5}
         chosen = settings(algorithm={"algorithm_type": "distill", "distill": distill}, model={"max_response_tokens": 9})
-        made = Classroom(chosen, ledger, stop, again_s=0.01)
+        made = Classroom(chosen, ledger.alarms, stop, again_s=0.01)
         made.teacher = RemoteTeacher(chosen, stop, pauses_s=(0.01,))
         return made
 

@@ -170,7 +170,7 @@ def _must_fit(key: str, value: str) -> None:
 
 
 def _page(
-    ledger: Ledger, bounds: PageQuery, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
+    completions: StoredCompletions, bounds: PageQuery, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
     place = _place(completions, bounds.after)
     page = completions.page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)

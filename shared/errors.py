@@ -7,6 +7,10 @@ TuneloopError
 │       └── DatabaseAway    the database cannot be reached; that may pass
 ├── RequestRefused          a client's request is wrong or cannot be served now
 ├── FileRefused             a file that a command was given cannot be read or written
+├── SpoolFull               the local spool has reached its bound
+├── EngineError             an engine answered wrongly or not at all
+│   └── EngineUnreachable   its connection failed or ended before it answered anything
+├── ChannelLost             the other process of the explorer is gone, or does not answer
 ├── LedgerError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
@@ -15,9 +19,13 @@ TuneloopError
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
 ├── NotEvaluated            a version cannot be evaluated at the moment
-├── EngineError             an engine answered wrongly or not at all
-└── SpoolFull               the local spool has reached its bound
+├── NotFinite               a training step has a loss or gradient that is not finite; no weight has changed
+├── TeacherAway             the teacher of `distill` does not answer at the moment
+└── SamplesRefused          the teacher will never answer for some samples
 """
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 
 class TuneloopError(Exception):
@@ -73,6 +81,22 @@ class FileRefused(TuneloopError):
     """A file cannot be read or written; the message lists its mistakes, one a line."""
 
 
+class SpoolFull(TuneloopError):
+    """The local spool has reached its bound."""
+
+
+class EngineError(TuneloopError):
+    """An engine answered wrongly or not at all."""
+
+
+class EngineUnreachable(EngineError):
+    """An engine's connection failed or ended before anything was answered."""
+
+
+class ChannelLost(TuneloopError):
+    """The other process, worker or control process, is gone or does not answer."""
+
+
 class LedgerError(TuneloopError):
     """The ledger refused a step."""
 
@@ -105,13 +129,24 @@ class NotEvaluated(TuneloopError):
     """A version cannot be evaluated at the moment, for a reason that says nothing of the version."""
 
 
-class EngineError(TuneloopError):
-    """An engine answered wrongly or not at all."""
+class NotFinite(TuneloopError):
+    """A loss or gradient was not finite; the learner is as it was before the step."""
 
 
-class EngineUnreachable(EngineError):
-    """An engine's connection failed or ended before anything was answered."""
+class TeacherAway(TuneloopError):
+    """The teacher does not answer at the moment; that may pass. Nothing has been learnt.
+
+    `failed`, by the reason: the ids of the samples that it did not answer for, if it answered for others; else empty.
+    """
+
+    def __init__(self, reason: str, failed: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
+        super().__init__(reason)
+        self.failed = failed
 
 
-class SpoolFull(TuneloopError):
-    """The local spool has reached its bound."""
+class SamplesRefused(TuneloopError):
+    """The teacher has no answer for some samples, and never will: `refused` are their ids, by the reason."""
+
+    def __init__(self, refused: Mapping[str, Sequence[int]]) -> None:
+        super().__init__("; ".join(refused))
+        self.refused = refused

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.errors import NotFinite, TuneloopError
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -29,10 +29,6 @@ from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.teacher.teacher import Teacher
-
-
-class NotFinite(TuneloopError):
-    """A loss or gradient was not finite; the learner is as it was before the step."""
 
 
 class Learner:

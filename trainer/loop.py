@@ -16,7 +16,16 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.checkpoint import CheckpointStore, check_files, read_manifest
-from tuneloop.shared.errors import CheckpointRejected, DatabaseAway, EnvironmentRefused, LeaseLost, LedgerUnavailable
+from tuneloop.shared.errors import (
+    CheckpointRejected,
+    DatabaseAway,
+    EnvironmentRefused,
+    LeaseLost,
+    LedgerUnavailable,
+    NotFinite,
+    SamplesRefused,
+    TeacherAway,
+)
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.facts import uncounted
@@ -31,12 +40,11 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication, prune
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
-from tuneloop.trainer.learner import Learner, NotFinite
+from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.teacher.retries import Classroom
-from tuneloop.trainer.teacher.teacher import NotTaught, TeacherAway
+from tuneloop.trainer.teacher.retries import TeacherRetries
 
 _log = structlog.get_logger()
 
@@ -108,7 +116,7 @@ class TrainingLoop:
         self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         with _ended(self._ledger, self._epoch), heartbeat:
-            self._class = Classroom(self._settings, self._ledger.alarms, self._stop)
+            self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._complete:
                 try:
@@ -169,7 +177,7 @@ class TrainingLoop:
         if newest.version:
             _require_whole(newest)
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
-        self._learner.teacher = self._class.teacher
+        self._learner.teacher = self._teacher.teacher
         snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
         self._unpublished.clear()
@@ -208,9 +216,9 @@ class TrainingLoop:
         waited = time.perf_counter() - self._waiting_since
         try:
             version = None if self._unpublished_steps else self._version
-            learnt = self._learner.step(self._class.taught(batch), version=version)
-        except (TeacherAway, NotTaught) as error:
-            self._held = self._class.dismissed(batch, error, drop=self._drop)
+            learnt = self._learner.step(self._teacher.label(batch), version=version)
+        except (TeacherAway, SamplesRefused) as error:
+            self._held = self._teacher.requeue(batch, error, drop=self._drop)
             return False
         except NotFinite as error:
             self._drop(batch, f"the step was not finite: {error}")
@@ -222,7 +230,7 @@ class TrainingLoop:
             self._waiting_since = time.perf_counter()
         self._unpublished += [sample.id for sample in batch]
         self._unpublished_steps += 1
-        self._class.attended()
+        self._teacher.succeeded()
         self._found_finite()
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
         if learnt.get("critic/advantages/zero") == 1:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 import orjson
 
 from tuneloop.cli.data import files
@@ -30,6 +29,7 @@ from tuneloop.shared.experience import (
     Record,
     State,
     pack_ids,
+    pack_logprobs,
 )
 from tuneloop.shared.ledger.ledger import Ledger
 
@@ -126,7 +126,7 @@ class Exported(msgspec.Struct, kw_only=True):
             choice=self.choice,
             prompt_ids=pack_ids(self.prompt_ids),
             completion_ids=pack_ids(self.completion_ids),
-            logprobs=np.asarray(logprobs, "<f4").tobytes(),
+            logprobs=pack_logprobs(logprobs),
             version_min=self.version_min,
             version_max=self.version_max,
             temperature=self.temperature,

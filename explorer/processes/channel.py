@@ -18,15 +18,11 @@ from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
-from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.errors import ChannelLost
 
 log = structlog.get_logger()
 
 _LENGTH = struct.Struct("<I")
-
-
-class ChannelLost(TuneloopError):
-    """The other process is gone, or does not answer."""
 
 
 class EngineView(msgspec.Struct, frozen=True):

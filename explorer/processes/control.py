@@ -28,7 +28,6 @@ from tuneloop.explorer.processes.channel import (
     Beginning,
     CaughtUp,
     Channel,
-    ChannelLost,
     Count,
     Counted,
     Divide,
@@ -46,7 +45,7 @@ from tuneloop.explorer.processes.channel import (
 )
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import Upkeep, open_upkeep
-from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
+from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, TuneloopError
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()

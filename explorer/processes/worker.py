@@ -34,7 +34,6 @@ from tuneloop.explorer.processes.channel import (
     Beginning,
     CaughtUp,
     Channel,
-    ChannelLost,
     Count,
     Counted,
     Divide,
@@ -50,7 +49,7 @@ from tuneloop.explorer.processes.channel import (
     Writes,
 )
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
-from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.errors import ChannelLost, TuneloopError
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.settings import Settings
 

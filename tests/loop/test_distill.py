@@ -17,7 +17,7 @@ from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import free_port, make_model, wait_for, write_settings
 from tests.trainer.factories import sample
 from tuneloop.explorer.engines import vllm
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
@@ -25,7 +25,6 @@ from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.teacher.endpoint import RemoteTeacher
-from tuneloop.trainer.teacher.teacher import NotTaught
 
 pytestmark = pytest.mark.vllm
 
@@ -147,14 +146,18 @@ def test_its_replies_can_be_had_and_what_does_not_fit_is_refused(settings: Setti
     for number in range(8):  # Untrained, it may speak to its limit, which is refused.
         try:
             taught += teacher.reply([sample(number, prompt_ids=PROMPT)])
-        except NotTaught as error:
+        except SamplesRefused as error:
             reasons |= error.refused.keys()
     assert reasons <= {"the teacher's reply was cut off at 16 tokens"}
     assert all(each.completion_ids[-1] == tokenizer().eos_token_id for each in taught)
     long = sample(9, prompt_ids=np.resize(PROMPT, 600))
-    with pytest.raises(NotTaught, match="the teacher refuses it: This model's maximum context length is 512 tokens"):
+    with pytest.raises(
+        SamplesRefused, match="the teacher refuses it: This model's maximum context length is 512 tokens"
+    ):
         teacher.reply([long])
-    with pytest.raises(NotTaught, match="the teacher refuses it: This model's maximum context length is 512 tokens"):
+    with pytest.raises(
+        SamplesRefused, match="the teacher refuses it: This model's maximum context length is 512 tokens"
+    ):
         teacher.score([TokenSequence.alone(long)])
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.trainer.factories import sample
+from tuneloop.shared.errors import NotFinite
 from tuneloop.trainer.batches.batch import collate as collate_sequences
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.learner import NotFinite
 
 BATCH = [sample(i) for i in range(12)]
 

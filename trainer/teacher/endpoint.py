@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.teacher.teacher import CUT_OFF, MOST_TOKENS, NO_NUMBER, NotTaught, TeacherAway, with_replies
+from tuneloop.trainer.teacher.teacher import CUT_OFF, MOST_TOKENS, NO_NUMBER, with_replies
 
 #: So many requests are under way at a time.
 _AT_ONCE = 8
@@ -115,19 +115,19 @@ class RemoteTeacher:
         read: Callable[[int, dict[str, Any]], _Read],
     ) -> list[_Read]:
         """What `read` makes of the answers, in the order of the requests, each of which is about some `calls`."""
-        refused: defaultdict[str, list[Sample]] = defaultdict(list)
-        failed: defaultdict[str, list[Sample]] = defaultdict(list)
+        refused: defaultdict[str, list[int]] = defaultdict(list)
+        failed: defaultdict[str, list[int]] = defaultdict(list)
         found: list[_Read] = []
         for turn, heard in sorted(self._all(bodies).items()):
             if isinstance(heard, tuple) and heard[0] in _REFUSED:
-                refused[f"the teacher refuses it: {_message(heard[1])}"] += calls[turn]
+                refused[f"the teacher refuses it: {_message(heard[1])}"] += [each.id for each in calls[turn]]
                 continue
             try:
                 found.append(read(turn, self._fine(heard)))
             except TeacherAway as error:
-                failed[str(error)] += calls[turn]
+                failed[str(error)] += [each.id for each in calls[turn]]
         if refused:
-            raise NotTaught(dict(refused))
+            raise SamplesRefused(dict(refused))
         if failed:
             raise TeacherAway(next(iter(failed)), dict(failed) if found else {})
         return found

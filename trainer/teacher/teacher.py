@@ -4,10 +4,9 @@ It has the tokenizer of the model that is trained: what it is asked about are to
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches
@@ -30,27 +29,8 @@ CUT_OFF = "the teacher's reply was cut off at {} tokens"
 NO_NUMBER = "the teacher's log-probability of a token is no number"
 
 
-class TeacherAway(TuneloopError):
-    """The teacher does not answer at the moment; that may pass. Nothing has been learnt.
-
-    `failed`, by the reason: the samples that it has not answered, if it has answered others; empty if it answered none.
-    """
-
-    def __init__(self, reason: str, failed: Mapping[str, list[Sample]] = MappingProxyType({})) -> None:
-        super().__init__(reason)
-        self.failed = failed
-
-
-class NotTaught(TuneloopError):
-    """The teacher has no answer to some samples, and never will: `refused`, by the reason."""
-
-    def __init__(self, refused: dict[str, list[Sample]]) -> None:
-        super().__init__("; ".join(refused))
-        self.refused = refused
-
-
 class Teacher(Protocol):
-    """What is asked of a teacher. Both raise TeacherAway or NotTaught."""
+    """What is asked of a teacher. Both raise TeacherAway or SamplesRefused."""
 
     def check(self) -> None:
         """Raise EnvironmentRefused if it cannot be a teacher of this model, TeacherAway if it cannot be asked."""
@@ -110,7 +90,9 @@ class LocalTeacher:
         if strange_B.all():
             raise TeacherAway(NO_NUMBER)
         if strange_B.any():
-            raise NotTaught({NO_NUMBER: [call for at in strange_B.nonzero()[:, 0] for call in sequences[at].calls]})
+            raise SamplesRefused(
+                {NO_NUMBER: [call.id for at in strange_B.nonzero()[:, 0] for call in sequences[at].calls]}
+            )
         return all_BR
 
     @torch.no_grad()
@@ -155,22 +137,22 @@ class LocalTeacher:
 
     def _must_know(self, samples: Iterable[Sample]) -> None:
         known = self._actor.vocabulary
-        strange = [s for s in samples if max(s.prompt_ids.max(), s.completion_ids.max(initial=0)) >= known]
+        strange = [s.id for s in samples if max(s.prompt_ids.max(), s.completion_ids.max(initial=0)) >= known]
         if strange:
-            raise NotTaught({f"a token is outside the teacher's vocabulary of {known}": strange})
+            raise SamplesRefused({f"a token is outside the teacher's vocabulary of {known}": strange})
 
 
 def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], *, known: int) -> list[Sample]:
-    """The samples with other replies; raises NotTaught if one is a reason instead of ids of the `known` tokens."""
-    refused: defaultdict[str, list[Sample]] = defaultdict(list)
+    """The samples with other replies; raises SamplesRefused if one is a reason instead of ids of the `known` tokens."""
+    refused: defaultdict[str, list[int]] = defaultdict(list)
     taught = []
     for sample, said in zip(samples, replies, strict=True):
         if isinstance(said, str):
-            refused[said].append(sample)
+            refused[said].append(sample.id)
         elif not all(0 <= token < known for token in said):
-            refused[f"the teacher's reply has a token beyond the tokenizer's {known}"].append(sample)
+            refused[f"the teacher's reply has a token beyond the tokenizer's {known}"].append(sample.id)
         else:
             taught.append(saying(sample, said))
     if refused:
-        raise NotTaught(dict(refused))
+        raise SamplesRefused(dict(refused))
     return taught

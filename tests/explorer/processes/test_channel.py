@@ -16,7 +16,6 @@ from tuneloop.explorer.processes.channel import (
     Begin,
     CaughtUp,
     Channel,
-    ChannelLost,
     Count,
     Counted,
     Divide,
@@ -28,6 +27,7 @@ from tuneloop.explorer.processes.channel import (
     UntilIdle,
     Writes,
 )
+from tuneloop.shared.errors import ChannelLost
 
 Answering = Callable[[Any], Awaitable[Any]]
 

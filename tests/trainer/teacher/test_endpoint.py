@@ -12,10 +12,9 @@ from tests.doubles.serving import serving
 from tests.doubles.teacher import TeacherDouble, logprob_of, teaching
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.teacher.endpoint import RemoteTeacher
-from tuneloop.trainer.teacher.teacher import NotTaught, TeacherAway
 
 
 @pytest.fixture
@@ -195,11 +194,11 @@ def test_a_sequence_too_long_for_the_teacher_is_refused_with_its_calls(remote, d
     sequences = _sequences()
     long = {each.calls[0].id for each in sequences if len(each.ids) > 12}
     assert 0 < len(long) < 20
-    with pytest.raises(NotTaught) as caught:
+    with pytest.raises(SamplesRefused) as caught:
         teacher.score(sequences)
-    [(reason, samples)] = caught.value.refused.items()
+    [(reason, ids)] = caught.value.refused.items()
     assert reason == "the teacher refuses it: This model's maximum context length is 12 tokens."
-    assert {each.id for each in samples} == long
+    assert set(ids) == long
 
 
 def test_at_most_eight_are_asked_at_a_time(remote, double):
@@ -247,7 +246,7 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
 
 def test_a_reply_that_was_cut_off_is_not_learnt(remote, double):
     double.ends = "length"
-    with pytest.raises(NotTaught, match="the teacher's reply was cut off at 9 tokens"):
+    with pytest.raises(SamplesRefused, match="the teacher's reply was cut off at 9 tokens"):
         remote().reply([sample(0)])
 
 
@@ -256,7 +255,7 @@ def test_ids_that_are_none_are_not_taken(remote, double, says):
     teacher = remote()
     teacher.check()
     double.says = says
-    with pytest.raises((TeacherAway, NotTaught)):
+    with pytest.raises((TeacherAway, SamplesRefused)):
         teacher.reply([sample(0)])
 
 
@@ -267,6 +266,6 @@ def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):
     short, long = (
         msgspec.structs.replace(sample(i), prompt_ids=np.arange(n, dtype=np.int32)) for i, n in ((0, 3), (1, 4))
     )
-    with pytest.raises(NotTaught) as caught:
+    with pytest.raises(SamplesRefused) as caught:
         teacher.reply([short, long])
-    assert [each.id for each in next(iter(caught.value.refused.values()))] == [1]
+    assert next(iter(caught.value.refused.values())) == [1]

@@ -1,4 +1,4 @@
-"""The classroom: a teacher that is away is waited for, and rows that it can never answer are not."""
+"""The trainer waits for a teacher that is away, and drops samples that the teacher can never answer for."""
 
 from collections.abc import Iterator
 from threading import Event
@@ -8,14 +8,14 @@ import pytest
 
 from tests.doubles.teacher import TeacherDouble, teaching
 from tests.trainer.factories import commit, sample
+from tuneloop.shared.errors import SamplesRefused, TeacherAway
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.teacher.endpoint import RemoteTeacher
-from tuneloop.trainer.teacher.retries import Classroom
-from tuneloop.trainer.teacher.teacher import NotTaught, TeacherAway
+from tuneloop.trainer.teacher.retries import TeacherRetries
 
 POISON = 255
 
@@ -27,14 +27,14 @@ def double(base) -> Iterator[TeacherDouble]:
 
 
 @pytest.fixture
-def classroom(double, settings, ledger):
+def retries(double, settings, ledger):
     """Makes one with a teacher, and a trainer, of little patience."""
 
     def make(mode="reverse_kl"):
         stop = Event()
         distill = {"teacher_url": double.url, "teacher_model": "big", "mode": mode, "timeout": 0.5}
         chosen = settings(algorithm={"algorithm_type": "distill", "distill": distill}, model={"max_response_tokens": 9})
-        made = Classroom(chosen, ledger.alarms, stop, again_s=0.01)
+        made = TeacherRetries(chosen, ledger.alarms, stop, retry_s=0.01)
         made.teacher = RemoteTeacher(chosen, stop, pauses_s=(0.01,))
         return made
 
@@ -45,22 +45,22 @@ def _poison(number):
     return sample(number, prompt_ids=np.array([POISON, 3], np.int32))
 
 
-class Lesson:
+class Attempts:
     """What the loop does with a batch; `dropped` are ids by the reason."""
 
-    def __init__(self, classroom, batch):
-        self._classroom = classroom
+    def __init__(self, retries, batch):
+        self._retries = retries
         self.batch, self.dropped = batch, {}
 
-    def tried(self):
+    def next(self):
         """Whether it was learnt."""
         try:
-            taught = self._classroom.taught(self.batch)
-            self._classroom.teacher.score([TokenSequence.alone(each) for each in taught])
-        except (TeacherAway, NotTaught) as error:
-            self.batch = self._classroom.dismissed(self.batch, error, drop=self._drop)
+            labelled = self._retries.label(self.batch)
+            self._retries.teacher.score([TokenSequence.alone(each) for each in labelled])
+        except (TeacherAway, SamplesRefused) as error:
+            self.batch = self._retries.requeue(self.batch, error, drop=self._drop)
             return False
-        self._classroom.attended()
+        self._retries.succeeded()
         return True
 
     @property
@@ -73,75 +73,75 @@ class Lesson:
 
 @pytest.mark.parametrize("mode", ["reverse_kl", "replies"])
 @pytest.mark.parametrize(("chokes", "said"), [("error", "500: out of range float values"), ("silence", "timed out")])
-def test_a_row_that_the_teacher_fails_on_is_dropped_after_three_tries(classroom, double, mode, chokes, said):
+def test_a_row_that_the_teacher_fails_on_is_dropped_after_three_tries(retries, double, mode, chokes, said):
     double.poison, double.chokes = {POISON}, chokes
-    lesson = Lesson(classroom(mode), [_poison(0), *(sample(i) for i in range(1, 12))])
-    assert [lesson.tried() for _ in range(2)] == [False, False]
-    assert (len(lesson.batch), lesson.dropped) == (12, {})
-    assert not lesson.tried()
-    [(reason, ids)] = lesson.dropped.items()
-    assert reason.startswith("the teacher answers others, but failed 3 times in a row on this: ")
+    attempts = Attempts(retries(mode), [_poison(0), *(sample(i) for i in range(1, 12))])
+    assert [attempts.next() for _ in range(2)] == [False, False]
+    assert (len(attempts.batch), attempts.dropped) == (12, {})
+    assert not attempts.next()
+    [(reason, ids)] = attempts.dropped.items()
+    assert reason.startswith("the teacher answers for other samples, but failed 3 times in a row on this one: ")
     assert said in reason
-    assert (ids, lesson.ids) == ([0], list(range(1, 12)))
-    assert lesson.tried()
+    assert (ids, attempts.ids) == ([0], list(range(1, 12)))
+    assert attempts.next()
 
 
-def test_more_bad_rows_than_are_asked_at_once_do_not_hide_those_behind_them(classroom, double):
+def test_more_bad_rows_than_are_asked_at_once_do_not_hide_those_behind_them(retries, double):
     double.poison = {POISON}
-    lesson = Lesson(classroom(), [*(_poison(i) for i in range(8)), *(sample(i) for i in range(8, 16))])
+    attempts = Attempts(retries(), [*(_poison(i) for i in range(8)), *(sample(i) for i in range(8, 16))])
     for _ in range(99):
-        if lesson.tried():
+        if attempts.next():
             break
-    assert lesson.ids == list(range(8, 16))
+    assert attempts.ids == list(range(8, 16))
 
 
-def test_only_failures_in_a_row_count(classroom, double):
-    lesson = Lesson(classroom(), [_poison(0), *(sample(i) for i in range(1, 4))])
+def test_only_failures_in_a_row_count(retries, double):
+    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
     for poison in ({POISON}, {POISON}, set(), {POISON}, {POISON}):
         double.poison = poison
-        lesson.tried()
-    assert (lesson.ids, lesson.dropped) == ([0, 1, 2, 3], {})
+        attempts.next()
+    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})
 
 
-def test_a_teacher_that_answers_nothing_costs_no_row_and_is_an_alarm(classroom, double, ledger):
-    lesson = Lesson(classroom(), [sample(i) for i in range(12)])
-    assert lesson.tried()
+def test_a_teacher_that_answers_nothing_costs_no_row_and_is_an_alarm(retries, double, ledger):
+    attempts = Attempts(retries(), [sample(i) for i in range(12)])
+    assert attempts.next()
     double.down = True
-    assert not any(lesson.tried() for _ in range(9))
+    assert not any(attempts.next() for _ in range(9))
     assert ledger.alarms.all() == []
-    assert not any(lesson.tried() for _ in range(3))
+    assert not any(attempts.next() for _ in range(3))
     [alarm] = ledger.alarms.all()
     assert (alarm.name, alarm.holds) == ("teacher_away", False)
-    assert "asked 10 times" in alarm.reason
+    assert "failed to answer for a batch 10 times" in alarm.reason
     assert "503: the engine is asleep" in alarm.reason
     double.down = False
-    assert lesson.tried()
-    assert (len(lesson.batch), lesson.dropped, ledger.alarms.all()) == (12, {}, [])
+    assert attempts.next()
+    assert (len(attempts.batch), attempts.dropped, ledger.alarms.all()) == (12, {}, [])
 
 
-def test_a_row_fails_alone_only_while_the_teacher_answers_others(classroom, double):
+def test_a_row_fails_alone_only_while_the_teacher_answers_others(retries, double):
     """It went away between two tries on which it had failed on the row, and that row is not blamed for it."""
     double.poison = {POISON}
-    lesson = Lesson(classroom(), [_poison(0), *(sample(i) for i in range(1, 4))])
-    assert not any(lesson.tried() for _ in range(2))
+    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
+    assert not any(attempts.next() for _ in range(2))
     double.down = True
-    assert not any(lesson.tried() for _ in range(5))
-    assert (lesson.ids, lesson.dropped) == ([0, 1, 2, 3], {})
+    assert not any(attempts.next() for _ in range(5))
+    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})
 
 
-def test_an_alarm_that_somebody_cleared_is_not_raised_again_before_the_teacher_was_there(classroom, double, ledger):
-    lesson = Lesson(classroom(), [sample(0)])
+def test_an_alarm_that_somebody_cleared_is_not_raised_again_before_the_teacher_was_there(retries, double, ledger):
+    attempts = Attempts(retries(), [sample(0)])
     double.down = True
     for _ in range(10):
-        lesson.tried()
+        attempts.next()
     assert ledger.alarms.clear("teacher_away")
-    lesson.tried()
+    attempts.next()
     assert ledger.alarms.all() == []
     double.down = False
-    assert lesson.tried()
+    assert attempts.next()
     double.down = True
     for _ in range(10):
-        lesson.tried()
+        attempts.next()
     assert [alarm.name for alarm in ledger.alarms.all()] == ["teacher_away"]
 
 
@@ -162,5 +162,5 @@ def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, doubl
     run(settings(algorithm=algorithm, trainer={"total_steps": 2}), Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 1}
     [aside] = ledger.reports.facts(BatchPolicy(), aside=5).aside
-    assert aside.reason.endswith("on this: the teacher's log-probability of a token is no number")
+    assert aside.reason.endswith("on this one: the teacher's log-probability of a token is no number")
     assert ledger.reports.imbalance() == []

@@ -38,6 +38,7 @@ class EngineProcess:
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "tuneloop.explorer.engines.guard",
                 *command,
@@ -74,7 +75,7 @@ class EngineProcess:
             environment=vllm.engine_variables(settings),
         )
         environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(order).decode()}
-        return [sys.executable, "-m", "tuneloop.explorer.engines.ray_engine"], environment
+        return [sys.executable, "-P", "-m", "tuneloop.explorer.engines.ray_engine"], environment
 
     async def _healthy(self) -> None:
         assert self._process is not None

@@ -122,7 +122,7 @@ class EngineActor:
         Path(what.log).parent.mkdir(parents=True, exist_ok=True)
         with Path(what.log).open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tuneloop.explorer.engines.guard", sys.executable, *command],
+                [sys.executable, "-P", "-m", "tuneloop.explorer.engines.guard", sys.executable, *command],
                 # It closes with the actor, by whatever death, and then the guard ends the engine.
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -182,6 +182,9 @@ async def run(order: RayEngineSpec) -> int:
 def main() -> int:
     """Run the engine that is ordered."""
     order = msgspec.json.decode(os.environ.pop(SPEC_VARIABLE), type=RayEngineSpec)
+    # Ray's workers import from the folder in which their driver was started before they import from anywhere else: that
+    # must be one of ours, with nothing to import in it.
+    os.chdir(Path(order.socket).parent)
     try:
         return asyncio.run(run(order))
     except asyncio.CancelledError:

@@ -94,6 +94,7 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     }
     return [
         sys.executable,
+        "-P",
         "-m",
         "vllm.entrypoints.openai.api_server",
         *(part for option, value in options.items() if value is not None for part in (option, str(value))),
@@ -125,6 +126,8 @@ def engine_variables(settings: Settings) -> dict[str, str]:
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM starts modules of its own with `python -m`: none of them may come from the folder we were started in.
+        "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
         # Longer than we keep an idle connection: the engine never closes one that is just being used.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",

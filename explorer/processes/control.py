@@ -83,7 +83,7 @@ class WorkerProcess:
         arguments = [inherited[0], self.number, *inherited[1:]]
         with theirs:
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
+                *(sys.executable, "-P", "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
                 stdin=DEVNULL,
                 pass_fds=inherited,
                 # Ctrl-C is for us, who let the workers end what they have begun.

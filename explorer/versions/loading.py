@@ -34,6 +34,7 @@ async def verified(version: Version, base: Path) -> Probe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",
         "-m",
         "tuneloop.explorer.versions.verifier",
         str(version.path),

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks import learning, learning_offline, learning_ours
-from benchmarks.learning_curves import mean_of, panels
-from benchmarks.learning_offline import Row, pairs
-from benchmarks.learning_plan import SEEDS, Wanted, everything
-from benchmarks.learning_play import Player
-from benchmarks.learning_report import draw, tables
+from benchmarks.learning.curves import mean_of, panels
+from benchmarks.learning.offline import Row, pairs
+from benchmarks.learning.plan import SEEDS, Wanted, everything
+from benchmarks.learning.play import Player
+from benchmarks.learning.report import draw, tables
 from examples.sums.model import save
 from examples.tasks.methods import METHODS
 from examples.tasks.start import TASKS

@@ -14,6 +14,8 @@ import openai
 import pytest
 import yaml
 
+from tests.install.foreign import Foreign
+from tests.install.foreign import foreign as foreign
 from tests.loop.harness.agent import PATIENCE
 from tests.loop.harness.services import (
     GPUS,
@@ -77,15 +79,19 @@ def _address(log: Path) -> str:
 
 
 @pytest.fixture
-def explorer(tmp_path: Path, model: Path, ray: "tuple[str, subprocess.Popen[bytes]]") -> Iterator[Service]:
+def explorer(
+    tmp_path: Path, model: Path, ray: "tuple[str, subprocess.Popen[bytes]]", foreign: Foreign
+) -> Iterator[Service]:
     path = write_settings(tmp_path, model, cluster={"node_num": 2, "ray_address": ray[0]}, mode="serve")
     values = yaml.safe_load(path.read_text())
     values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True}
     values["model"]["served_model_name"] = NAME
     path.write_text(yaml.safe_dump(values))
-    service = Service(path, "explorer")
+    # Ray's workers import from the folder of the process that asked for them.
+    service = Service(path, "explorer", cwd=foreign.folder)
     yield service
     assert service.stop() == 0
+    assert foreign.imported() == []
 
 
 async def _ask(client: openai.AsyncOpenAI, told: Counter[str], over: asyncio.Event) -> None:

@@ -1,14 +1,20 @@
-"""What is ordered of a Ray cluster."""
+"""What is ordered of a Ray cluster, and the tunnel that carries an engine's socket from another machine."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
+from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec, open_far_end, open_near_end
 from tuneloop.shared.settings.settings import Settings
+
+SECRET = b"s" * 32
 
 
 def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> None:
@@ -29,3 +35,69 @@ def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> N
     assert "CUDA_VISIBLE_DEVICES" not in order.environment
     assert order.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert order.command.count(str(socket)) == order.command.count("weights") == 1
+
+
+async def _engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Says everything twice."""
+    while said := await reader.read(1 << 16):
+        writer.write(said * 2)
+        await writer.drain()
+    writer.close()
+
+
+async def _all_closed() -> None:
+    """Wait until nobody carries anything any more."""
+    while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 - they are tasks of the servers
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def far_end(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(await asyncio.start_unix_server(_engine, tmp_path / "engine"))
+        server = await open_far_end(tmp_path / "engine", SECRET, "127.0.0.1")
+        await stack.enter_async_context(server)
+        yield server.sockets[0].getsockname()[:2]
+
+
+async def test_all_that_is_said_goes_there_and_back(tmp_path: Path, far_end: tuple[str, int]) -> None:
+    async with await open_near_end(tmp_path / "near", SECRET, far_end):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        for size in (1, 100, 1 << 20):
+            writer.write(b"x" * size)
+            assert await reader.readexactly(2 * size) == b"x" * 2 * size
+        writer.close()
+        await _all_closed()
+
+
+@pytest.mark.parametrize("said", [b"\0" * 32, b"GET /pause HTTP/1.1\r\nHost: engine\r\n\r\n"])
+async def test_who_does_not_know_the_secret_is_told_nothing(far_end: tuple[str, int], said: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*far_end)
+    assert len(await reader.readexactly(32)) == 32
+    writer.write(said[:32])
+    assert await reader.read() == b""
+    writer.close()
+    await _all_closed()
+
+
+async def test_a_proof_is_good_for_one_connection(tmp_path: Path, far_end: tuple[str, int]) -> None:
+    async with await open_near_end(tmp_path / "near", b"another secret", far_end):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        assert await reader.read() == b""
+        writer.close()
+        await _all_closed()
+    nonces = set()
+    for _ in range(2):
+        reader, writer = await asyncio.open_connection(*far_end)
+        nonces.add(await reader.readexactly(32))
+        writer.close()
+    assert len(nonces) == 2
+    await _all_closed()
+
+
+async def test_where_the_far_end_is_gone_a_connection_ends(tmp_path: Path) -> None:
+    async with await open_near_end(tmp_path / "near", SECRET, ("127.0.0.1", 9)):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        assert await reader.read() == b""
+        writer.close()
+        await _all_closed()

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,8 @@ _PATIENCE = 3
 
 _PR_SET_PDEATHSIG = 1
 
-_COMMANDS = {"both": (str(Path(sys.executable).with_name("tuneloop")), "run")}
+_RUN = (str(Path(sys.executable).with_name("tuneloop")), "run")
+_COMMANDS = {"both": _RUN, "run": _RUN}
 
 
 def free_port() -> int:
@@ -96,25 +97,39 @@ def _stop_with_the_tests() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def started(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+def started(
+    command: Sequence[str], log: Path, *, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
     """A process group of its own, which does not outlive the tests."""
     with log.open("ab") as output:
         return subprocess.Popen(
-            command, stdout=output, stderr=output, start_new_session=True, preexec_fn=_stop_with_the_tests
+            command,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_stop_with_the_tests,
         )
 
 
 class Service:
     """A service, or both under their supervisor, as a process."""
 
-    def __init__(self, config: Path, what: str) -> None:
-        """Start the `explorer`, the `trainer`, or `both`."""
+    def __init__(
+        self,
+        config: Path,
+        what: str,
+        *,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the `explorer`, the `trainer`, or with `run` what the settings' `mode` says; `both` is `run`, too."""
         self.settings: Settings = load_settings(config)
         self.url = f"http://127.0.0.1:{self.settings.explorer.proxy_port}"
         self.log = config.parent / f"{what}.log"
-        self.process = started(
-            [*_COMMANDS.get(what, (sys.executable, "-P", "-m", f"tuneloop.{what}")), "--config", str(config)], self.log
-        )
+        command = _COMMANDS.get(what, (sys.executable, "-P", "-m", f"tuneloop.{what}"))
+        self.process = started([*command, "--config", str(config)], self.log, cwd=cwd, environment=environment)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S

@@ -1,10 +1,10 @@
 """TRL's trainers on the sums, from the same start weights, with the same batch, budget and learning rate.
 
     python -m venv FOLDER && FOLDER/bin/pip install trl==1.16.0 torch transformers openai httpx
-    FOLDER/bin/python -m benchmarks.learning_trl grpo --seed 0 --start FOLDER/start/sums-0
+    FOLDER/bin/python -m benchmarks.learning.trl grpo --seed 0 --start FOLDER/start/sums-0
 
 An environment of its own, because nothing of it is needed to run tuneloop. GRPO and RLOO sample for themselves; DPO,
-KTO and SFT learn from the replies of `benchmarks.learning_offline`, as our methods of these names do there.
+KTO and SFT learn from the replies of `benchmarks.learning.offline`, as our methods of these names do there.
 Prints one JSON object.
 """
 
@@ -34,8 +34,8 @@ from trl import (
     SFTTrainer,
 )
 
-from benchmarks.learning_offline import Row, pairs, rows
-from benchmarks.learning_play import EVALUATED, Player
+from benchmarks.learning.offline import Row, pairs, rows
+from benchmarks.learning.play import EVALUATED, Player
 from examples.sums.task import Sum, judge
 from examples.tasks.dialogue import forever
 from examples.tasks.methods import BATCH, BETAS, GROUP, LR

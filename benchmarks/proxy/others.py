@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import yaml
 from sqlalchemy import make_url
 
-from benchmarks.proxy_load import running, wait_for_file
-from benchmarks.proxy_migrations import migrate
-from benchmarks.proxy_systems import MODEL, Kind, Place, System, rows, started
+from benchmarks.proxy.load import running, wait_for_file
+from benchmarks.proxy.migrations import migrate
+from benchmarks.proxy.systems import MODEL, Kind, Place, System, rows, started
 
 LITELLM = "1.106.2"
 TENSORZERO = "2026.6.0"
@@ -94,7 +94,7 @@ api_base = "{place.upstream}/v1/"
 model_name = "{MODEL}"
 api_key_location = "none"
 """)
-    command: list[str | Path] = [programs / "python", Path(__file__).parent / "proxy_tensorzero.py", config, address]
+    command: list[str | Path] = [programs / "python", Path(__file__).parent / "tensorzero_gateway.py", config, address]
     if place.database:
         migrate(place.database, next(programs.parent.glob("lib/*/site-packages/tensorzero/*.so")))
         # Its driver finds the folder of the socket only in the URL of a host.
@@ -131,8 +131,8 @@ def trinity(kind: Kind, place: Place) -> Iterator[System]:
         subprocess.run(command, check=True)
         (packages / "installed").touch()
     database = place.database or f"sqlite:///{place.folder}/history.db"
-    program = (sys.executable, "-m", "benchmarks.proxy_trinity")
-    root = Path(__file__).parent.parent
+    program = (sys.executable, "-m", "benchmarks.proxy.trinity")
+    root = Path(__file__).parents[2]
     with started((*program, packages, place.upstream, str(place.port), database), place, "/health", cwd=root) as pid:
         recorded = rows(database, "proxy_history")
         yield System(name=kind.name, port=place.port, pids=(pid,), recorded=recorded, slow=True)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.proxy_load import SHORT, reports, request_body, rss_mb
-from benchmarks.proxy_rounds import Subject, drain
+from benchmarks.proxy.load import SHORT, reports, request_body, rss_mb
+from benchmarks.proxy.rounds import Subject, drain
 
 _MOST_S = 10.0
 _CONNECTIONS = 32

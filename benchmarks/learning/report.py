@@ -1,4 +1,4 @@
-"""What came of the runs of benchmarks/learning.py: tables in Markdown, and curves."""
+"""What came of the runs of benchmarks/learning/__main__.py: tables in Markdown, and curves."""
 
 import re
 from collections import defaultdict
@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.learning_curves import Curve, panels
-from benchmarks.learning_plan import BUDGET, CALCULATOR, TOOLS, TRL_OFFLINE, TRL_ONLINE
+from benchmarks.learning.curves import Curve, panels
+from benchmarks.learning.plan import BUDGET, CALCULATOR, TOOLS, TRL_OFFLINE, TRL_ONLINE
 
 Line = Mapping[str, Any]
 

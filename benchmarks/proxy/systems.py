@@ -1,4 +1,4 @@
-"""What runs in the proxies' benchmark, and how ours and nginx are started; `proxy_others.py` starts the others."""
+"""What runs in the proxies' benchmark, and how ours and nginx are started; `others.py` starts the others."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ import yaml
 from sqlalchemy import text
 
 from benchmarks.databases import PostgresDatabases, connected
-from benchmarks.proxy_load import running, wait_until_ready
+from benchmarks.proxy.load import running, wait_until_ready
 from tests.doubles import postgres
 
 MODEL = "tiny"
@@ -28,7 +28,7 @@ class Place:
     port: int
     upstream: str
     #: The checkout of ours that is measured.
-    source: Path = Path(__file__).parent.parent
+    source: Path = Path(__file__).parents[2]
     database: str | None = None
 
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.proxy [--systems nginx tuneloop …] [--rounds 3] [--seconds 2] [--work FOLDER]
 
-The upstream replays recorded bytes of vLLM (`proxy_load.py`, `replay.c`): 1 000 prompt ids, 64 or 512 tokens. Measured:
+The upstream replays recorded bytes of vLLM (`load.py`, `replay.c`): 1 000 prompt ids, 64 or 512 tokens. Measured:
 (a) CPU: user and system time of all of the proxy's processes per request, under a closed loop of 32 connections, until
     it is at rest again, less what it burns when idle. "database" is what its database server takes beside that;
 (b) latency: p50 and p99 of the whole round trip, one request at a time; "added" is that less the direct one;
@@ -27,12 +27,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.proxy_kinds import KINDS
-from benchmarks.proxy_load import built, running, wait_until_ready
-from benchmarks.proxy_rounds import Plan, Subject, one_round, warm_up
-from benchmarks.proxy_soak import many, soak
-from benchmarks.proxy_systems import Kind, Place, postgres_server, tuneloop
-from benchmarks.proxy_table import report, table
+from benchmarks.proxy.kinds import KINDS
+from benchmarks.proxy.load import built, running, wait_until_ready
+from benchmarks.proxy.rounds import Plan, Subject, one_round, warm_up
+from benchmarks.proxy.soak import many, soak
+from benchmarks.proxy.systems import Kind, Place, postgres_server, tuneloop
+from benchmarks.proxy.table import report, table
 
 _PORT = 21_900
 
@@ -106,7 +106,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=0, help="ask each so often instead")
     parser.add_argument("--work", type=Path, default=Path("~/.cache/tuneloop-bench").expanduser())
     parser.add_argument(
-        "--source", type=Path, default=Path(__file__).parent.parent, help="the checkout of ours to measure"
+        "--source", type=Path, default=Path(__file__).parents[2], help="the checkout of ours to measure"
     )
     return parser.parse_args()
 

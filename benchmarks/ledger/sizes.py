@@ -3,11 +3,11 @@
 import os
 from typing import Any
 
-from benchmarks import peer_recorder
 from benchmarks.databases import Databases, payload
-from benchmarks.load import PROMPT_TOKENS, Reply, replies
-from benchmarks.peer_recorder import Peer
-from benchmarks.recording import DIFFERENT, exchange, named
+from benchmarks.ledger import peer_recorder
+from benchmarks.ledger.load import PROMPT_TOKENS, Reply, replies
+from benchmarks.ledger.peer_recorder import Peer
+from benchmarks.ledger.recording import DIFFERENT, exchange, named
 from tuneloop.explorer.capture.reply_id import Mint
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database

@@ -1,6 +1,6 @@
 """How long writers to SQLite that never rest wait for each other: by the ledger's lock, and by SQLite's own alone.
 
-    .venv/bin/python -m benchmarks.waits [--writers 6] [--seconds 25] [--rounds 2]
+    .venv/bin/python -m benchmarks.ledger.waits [--writers 6] [--seconds 25] [--rounds 2]
 
 Each writer is a process that inserts a row of 2 kB, one transaction after the other (synchronous=FULL). A wait is the
 time from wanting to write to having written.
@@ -43,7 +43,7 @@ class Writer(Transactions):
 
 def main() -> int:
     """Measure in turns and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.waits", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger.waits", description=__doc__)
     parser.add_argument("--writers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--rounds", type=int, default=2)

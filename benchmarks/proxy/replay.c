@@ -1,6 +1,6 @@
 // The upstream of the proxies' benchmark: answers chat completions with recorded bytes of vLLM, at next to no cost.
 //
-//     cc -O2 -o replay benchmarks/replay.c
+//     cc -O2 -o replay benchmarks/proxy/replay.c
 //     replay FOLDER PORT [CHUNKS_PER_SECOND [PROCESSES [SOCKET]]]
 //
 // FOLDER holds {whole,stream}_{plain,captured}_{64,512}, in which "chatcmpl-recorded" stands for the reply's id. A request

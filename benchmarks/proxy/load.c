@@ -1,6 +1,6 @@
 // The load of the proxies' benchmark: one request, over and over, on many keep-alive connections of one thread.
 //
-//     cc -O2 -o load benchmarks/load.c
+//     cc -O2 -o load benchmarks/proxy/load.c
 //     load -p PORT -b BODY [-u PATH] [-c CONNECTIONS] [-s SECONDS | -n REQUESTS] [-r PER_SECOND | -w WAIT_US]
 //          [-g STAGGER_US] [-e REPORT_SECONDS] [-m REPORT_REQUESTS]
 //

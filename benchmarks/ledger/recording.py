@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import load
 from benchmarks.databases import Databases
-from benchmarks.load import Plan, Reply, Round, Side, percentile_ms, replies
-from benchmarks.peer_recorder import Peer
+from benchmarks.ledger import load
+from benchmarks.ledger.load import Plan, Reply, Round, Side, percentile_ms, replies
+from benchmarks.ledger.peer_recorder import Peer
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.recorder import Recorder, Room
 from tuneloop.explorer.capture.reply_id import Mint

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.proxy_load import LONG, SHORT
-from benchmarks.proxy_rounds import Subject
+from benchmarks.proxy.load import LONG, SHORT
+from benchmarks.proxy.rounds import Subject
 
 _COSTS = (f"cpu_{SHORT}", f"cpu_{LONG}", f"with_database_{SHORT}", "chunk", "added_p50")
 _RIVAL = "TensorZero"

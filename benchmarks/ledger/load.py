@@ -17,7 +17,7 @@ PROMPT_TOKENS = 1000
 
 _VOCABULARY = 151_936
 _LETTERS_PER_TOKEN = 4
-_DOCS = Path(__file__).parent.parent / "docs"
+_DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Reply(NamedTuple):

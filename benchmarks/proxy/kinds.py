@@ -1,6 +1,6 @@
 """The proxies that are compared."""
 
-from benchmarks.proxy_others import (
+from benchmarks.proxy.others import (
     LITELLM,
     TENSORZERO,
     TRINITY,
@@ -10,7 +10,7 @@ from benchmarks.proxy_others import (
     trinity,
     vllm_router,
 )
-from benchmarks.proxy_systems import Kind, direct, nginx, tuneloop
+from benchmarks.proxy.systems import Kind, direct, nginx, tuneloop
 
 KINDS = (
     Kind(name="direct", start=direct),

@@ -1,6 +1,6 @@
 """Runs the proxy of trinity-rft 0.6.0 as it is shipped: its app, its service and its recorder, in front of one engine.
 
-    python -m benchmarks.proxy_trinity FOLDER UPSTREAM PORT DATABASE_URL
+    python -m benchmarks.proxy.trinity FOLDER UPSTREAM PORT DATABASE_URL
 
 FOLDER is filled as `peer_recorder.py` says. What its service asks of the rest of Trinity is stood in for: two classes
 that it names in type hints, an explorer with the settings, and an engine that has an address and the version 0.
@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from benchmarks.peer_recorder import open_folder
+from benchmarks.ledger.peer_recorder import open_folder
 
 _TIMEOUT_S = 3600.0
 

@@ -8,7 +8,7 @@
 (b) claims: the trainer's claim of a batch with few and with many committed rows waiting;
 (c) bytes: what an exchange with one experience takes, of values and on disk.
 
-benchmarks/peer_recorder.py says how to fill the peer's FOLDER. Without `--database` a PostgreSQL server of its own is
+peer_recorder.py says how to fill the peer's FOLDER. Without `--database` a PostgreSQL server of its own is
 started, with its fsync on. All files lie in /tmp, so that both databases and the spool have one disk to share.
 """
 
@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import claims, recording, sizes
 from benchmarks.databases import Databases, PostgresDatabases, SqliteFiles
-from benchmarks.load import Plan
-from benchmarks.peer_recorder import open_folder
+from benchmarks.ledger import claims, recording, sizes
+from benchmarks.ledger.load import Plan
+from benchmarks.ledger.peer_recorder import open_folder
 from tests.doubles import postgres
 
 PARTS = ("recording", "claims", "bytes")

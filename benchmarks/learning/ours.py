@@ -17,9 +17,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from benchmarks.learning_offline import Row, rows, write
-from benchmarks.learning_plan import Wanted
-from benchmarks.learning_play import Player, Run
+from benchmarks.learning.offline import Row, rows, write
+from benchmarks.learning.plan import Wanted
+from benchmarks.learning.play import Player, Run
 from examples.tasks.dialogue import Task, forever, written
 from examples.tasks.methods import BATCH, GROUP, METHODS
 from examples.tasks.rating import Rater

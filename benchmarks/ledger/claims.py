@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import Engine, update
 
 from benchmarks.databases import Databases, connected
-from benchmarks.load import replies
-from benchmarks.recording import DIFFERENT, exchange
+from benchmarks.ledger.load import replies
+from benchmarks.ledger.recording import DIFFERENT, exchange
 from tests.factories import fill
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger

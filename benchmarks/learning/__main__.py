@@ -10,7 +10,7 @@
     .venv/bin/python -m benchmarks.learning report --out FOLDER [--curves docs/methods]
 
 Every run prints one line and is kept as a JSON line in FOLDER/runs/NAME.json; a run that is there is not made again, so
-`all` goes on where it was stopped. How TRL's environment is made, benchmarks/learning_trl.py says. `loop` wants a quiet
+`all` goes on where it was stopped. How TRL's environment is made, benchmarks/learning/trl.py says. `loop` wants a quiet
 machine: 100 to 200 s a run there.
 """
 
@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning_plan import BUDGET, TRL_OFFLINE, Wanted, everything
-from benchmarks.learning_report import draw, tables
+from benchmarks.learning.plan import BUDGET, TRL_OFFLINE, Wanted, everything
+from benchmarks.learning.report import draw, tables
 from examples.tasks.methods import METHODS
 from examples.tasks.start import TASKS, start, teacher
 
@@ -65,7 +65,9 @@ def summary(line: Mapping[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("ours", "loop", "trl", "all", "report"))
     parser.add_argument("methods", nargs="*")
     parser.add_argument("--task", choices=TASKS, default="sums")
@@ -111,21 +113,21 @@ def _run(wanted: Wanted, out: Path, trl: Path | None) -> dict[str, Any]:
     if wanted.place == "loop":
         return _loop(wanted, out)
     # Torch takes seconds.
-    from benchmarks import learning_ours
+    from benchmarks.learning import ours
 
     task, base = TASKS[wanted.task], start(out, wanted.task, wanted.seed)
     replies = out / "start" / f"{wanted.task}-{wanted.seed}.jsonl"
     if wanted.offline or (wanted.place == "trl" and wanted.method in TRL_OFFLINE):
-        learning_ours.write_replies(replies, task, base, seed=wanted.seed, samples=wanted.samples)
+        ours.write_replies(replies, task, base, seed=wanted.seed, samples=wanted.samples)
     if wanted.place == "trl":
         return _trl(wanted, base, replies, trl)
-    return learning_ours.learn(wanted, task, base, replies if wanted.offline else None)
+    return ours.learn(wanted, task, base, replies if wanted.offline else None)
 
 
 def _trl(wanted: Wanted, base: Path, replies: Path, trl: Path | None) -> dict[str, Any]:
     if trl is None:
         raise RunFailed("--trl: name the python of an environment that holds trl")
-    command = [trl, "-m", "benchmarks.learning_trl", wanted.method, "--seed", wanted.seed, "--start", base]
+    command = [trl, "-m", "benchmarks.learning.trl", wanted.method, "--seed", wanted.seed, "--start", base]
     command += ["--samples", wanted.samples, "--offline", replies]
     for each in wanted.changes:
         name, value = each.split("=", 1)

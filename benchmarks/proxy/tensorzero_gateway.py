@@ -1,6 +1,6 @@
 """Runs the gateway that the wheel of tensorzero carries, for the proxies' benchmark; in an environment with that wheel.
 
-    python proxy_tensorzero.py CONFIG ADDRESS [POSTGRES_URL]
+    python tensorzero_gateway.py CONFIG ADDRESS [POSTGRES_URL]
 
 It listens on a port of its own choice, and says in the file ADDRESS which.
 """

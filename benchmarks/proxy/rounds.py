@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.proxy_load import LONG, SHORT, cpu_s, load, loads, request_body, rss_mb
-from benchmarks.proxy_systems import System
+from benchmarks.proxy.load import LONG, SHORT, cpu_s, load, loads, request_body, rss_mb
+from benchmarks.proxy.systems import System
 
 _LOOK_S = 0.25
 _QUIET_LOOKS = 3

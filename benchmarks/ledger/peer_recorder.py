@@ -21,7 +21,7 @@ from typing import Any
 
 from sqlalchemy.exc import SAWarning
 
-from benchmarks.load import Reply
+from benchmarks.ledger.load import Reply
 
 TABLES = ("proxy_history", "proxy_history_blob")
 

@@ -1,0 +1,34 @@
+"""What is installed: every package of ours, below one import name."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sources import PACKAGES, ROOT
+
+
+def setuptools_of(folder: Path) -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return table
+
+
+def packages_below(*folders: str) -> set[str]:
+    """Every folder with Python files, by its import name."""
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py") if "build" not in file.parts)
+    return {".".join(("tuneloop", *file.parent.relative_to(ROOT).parts)) for file in files}
+
+
+def test_every_package_is_installed() -> None:
+    assert set(setuptools_of(ROOT)["packages"]) == packages_below(*(each for each in PACKAGES if each != "runner"))
+    assert set(setuptools_of(ROOT / "runner")["packages"]) == packages_below("runner")
+
+
+def test_every_package_has_its_folder() -> None:
+    assert setuptools_of(ROOT)["package-dir"] == {f"tuneloop.{each}": each for each in PACKAGES if each != "runner"}
+    assert setuptools_of(ROOT / "runner")["package-dir"] == {"tuneloop.runner": "."}
+
+
+def test_the_name_itself_is_no_package_of_ours() -> None:
+    """With a `tuneloop/__init__.py` in one distribution, the other's packages could not be imported."""
+    assert not (ROOT / "tuneloop").exists()
+    assert "tuneloop" not in setuptools_of(ROOT)["packages"] + setuptools_of(ROOT / "runner")["packages"]

@@ -1,0 +1,157 @@
+"""Modules: few to a folder, one meaning for each name, and no import circle."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import grimp
+import pytest
+from sources import PACKAGES, ROOT, SOURCES, classes
+
+MODULES_IN_A_FOLDER = 12
+
+#: What a module's name means in every folder that has a module of that name.
+MEANINGS = {
+    "__main__": "the command that starts the service",
+    "alarms": "the alarms of the training",
+    "attestation": "the periodic proof of the weights that an engine holds",
+    "comparison": "figures of two versions side by side",
+    "doctor": "whether the ledger balances, and why nothing is trained",
+    "drift": "whether the newest replies differ from earlier ones",
+    "endpoint": "a model behind OpenAI's API that is asked over HTTP",
+    "errors": "exceptions of ours",
+    "evaluation": "a candidate's figures on the gate's tasks",
+    "events": "events as rows or records that are written once",
+    "export": "what is written into files for other programs",
+    "gate": "the rule that admits a candidate, and who applies it",
+    "groups": "replies that are compared with each other: those of a task, a run or a preference",
+    "judge": "a language model that gives a reply a score",
+    "judging": "what is judged, and by which rule",
+    "metrics": "figures that a service reports",
+    "off_policy": "what can be concluded from replies that another version sampled",
+    "request": "a client's request as it was parsed",
+    "retention": "what is deleted, and when",
+    "rewards": "rewards made from feedback",
+    "stored_completions": "OpenAI's stored chat completions",
+    "training": "what the trainer does with the rows it leases",
+    "versions": "the states of the versions, and what decides about them",
+}
+
+
+def too_full(folders: Mapping[str, int]) -> dict[str, int]:
+    return {folder: count for folder, count in folders.items() if count > MODULES_IN_A_FOLDER}
+
+
+def modules() -> dict[str, int]:
+    """How many modules each folder has."""
+    found: dict[str, int] = defaultdict(int)
+    for top in (*PACKAGES, "tests", "benchmarks", "examples"):
+        for file in (ROOT / top).rglob("*.py"):
+            if file.name != "__init__.py" and "build" not in file.parts:
+                found[str(file.parent.relative_to(ROOT))] += 1
+    return found
+
+
+def test_no_folder_has_more_than_twelve_modules() -> None:
+    assert too_full(modules()) == {}
+
+
+def shared_names(paths: Iterator[Path]) -> set[str]:
+    """The names of modules that stand in several folders."""
+    folders: dict[str, set[Path]] = defaultdict(set)
+    for path in paths:
+        folders[path.stem].add(path.parent)
+    return {name for name, where in folders.items() if len(where) > 1 and name != "__init__"}
+
+
+def test_a_module_name_means_the_same_in_every_folder() -> None:
+    """A new name in several folders? Give it the one meaning that it has in all of them, or another name."""
+    assert shared_names(source.path for source in SOURCES) == set(MEANINGS)
+
+
+def public_classes() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for source, node in classes():
+        if not node.name.startswith("_"):
+            found[node.name].append(str(source.path))
+    return found
+
+
+#: Still to be told apart.
+NOT_YET_UNIQUE = {
+    *(
+        "Calls",
+        "Choice",
+        "Cleared",
+        "Decision",
+        "Event",
+        "Examination",
+        "Exported",
+        "Judging",
+        "Known",
+        "Message",
+        "Page",
+    ),
+    *("Place", "Reply", "Report", "Said", "Sample", "Score", "Spoken", "Standing", "Verdict"),
+}
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    twice = {name: where for name, where in public_classes().items() if len(where) > 1}
+    assert {name: where for name, where in twice.items() if name not in NOT_YET_UNIQUE} == {}
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
+    """Every set of modules of which each imports each other one, directly or not (Tarjan's algorithm).
+
+    >>> circles({"a": {"b"}, "b": {"c"}, "c": {"b"}})
+    [{'b', 'c'}]
+    """
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        path.append(module)
+        for other in sorted(imports.get(module, ())):
+            if other not in number:
+                visit(other)
+            if other in path:
+                low[module] = min(low[module], low[other])
+        if low[module] == number[module]:
+            at = path.index(module)
+            circle = set(path[at:])
+            del path[at:]
+            if len(circle) > 1:
+                found.append(circle)
+
+    for module in sorted(imports):
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Under TYPE_CHECKING and inside functions too: who cannot be understood alone is not one module of two."""
+    graph = grimp.build_graph(
+        *(f"tuneloop.{package}" for package in PACKAGES), exclude_type_checking_imports=False, cache_dir=None
+    )
+    assert len(graph.modules) >= len([source for source in SOURCES if source.text.strip()])
+    assert circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
+
+
+def test_imports_of_every_kind_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle" / "__init__.py").touch()
+    (tmp_path / "circle" / "a.py").write_text("def late():\n    import circle.b")
+    (tmp_path / "circle" / "b.py").write_text("import typing\nif typing.TYPE_CHECKING:\n    import circle.a")
+    monkeypatch.syspath_prepend(tmp_path)
+    graph = grimp.build_graph("circle", exclude_type_checking_imports=False, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert circles(imports) == [{"circle.a", "circle.b"}]
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"a"}}) == [{"a", "b", "c"}]

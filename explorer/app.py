@@ -12,9 +12,9 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tuneloop.explorer.capture.control_client import Backstage, OnFailure, Task, report
-from tuneloop.explorer.capture.recorder import Recorder, Room
-from tuneloop.explorer.capture.reply_id import Mint, key_path, load_key
+from tuneloop.explorer.capture.control_client import ControlClient, OnFailure, Task, report
+from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
@@ -31,7 +31,7 @@ from tuneloop.explorer.dialects.dialect import (
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
-from tuneloop.explorer.feedback.routes import FeedbackDesk
+from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.server import FastRoute, FastRoutes, RawRequest
 from tuneloop.explorer.metrics import Metrics
@@ -52,10 +52,10 @@ class Services:
     proxy: Proxy
     dialects: Mapping[str, Dialect]
     responses: StoredResponses
-    desk: FeedbackDesk
+    feedback: FeedbackRoutes
     fleet: Fleet
-    backstage: Backstage
-    room: Room
+    control_client: ControlClient
+    limits: SpoolLimits
     spool: Spool
 
 
@@ -118,11 +118,11 @@ def _add_routes(app: FastAPI) -> None:
     @app.post("/feedback")
     async def feedback(request: Request, road: ServicesOf) -> Response:
         # Not JSONResponse: a hundred thousand outcomes would take it a second, in which streams stand still.
-        return Response(orjson.dumps(await road.desk.feedback(request)), media_type="application/json")
+        return Response(orjson.dumps(await road.feedback.feedback(request)), media_type="application/json")
 
     @app.post("/commit")
     async def commit(request: Request, road: ServicesOf) -> Response:
-        return JSONResponse(await road.desk.commit(request))
+        return JSONResponse(await road.feedback.commit(request))
 
     @app.get("/health")
     @app.get("/health/live")
@@ -136,14 +136,14 @@ def _add_routes(app: FastAPI) -> None:
 
     @app.get("/metrics")
     async def metrics(road: ServicesOf) -> Response:
-        return Response(await road.backstage.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await road.control_client.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _why_not_ready(road: Services) -> str | None:
     if not road.fleet.ready:
         return "no engine is ready"
     try:
-        road.room.admit()
+        road.limits.admit()
     except SpoolFull as error:
         return str(error)
     return None
@@ -157,21 +157,21 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
 
 
 def open_services(
-    settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, backstage: Backstage
+    settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
     """What the routes hand over to, and what it must run."""
     explorer = settings.explorer
-    room = Room(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
-    mint, recorder = Mint(load_key(key_path(settings))), Recorder(spool, room, metrics)
-    conversations = Conversations(mint, backstage=backstage, reports=ledger.reports)
+    limits = SpoolLimits(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
+    signer, recorder = ReplyIdSigner(load_key(key_path(settings))), Recorder(spool, limits, metrics)
+    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     copies = Shadow(
         fleet,
         refusals=settings.monitor.drift.refusals_found,
-        told=backstage.copied,
+        told=control_client.report_shadow_reply,
         metrics=metrics,
         timeout_s=explorer.request_timeout,
     )
-    proxy = Proxy(settings, fleet, mint=mint, recorder=recorder, metrics=metrics, copied=copies.offer)
+    proxy = Proxy(settings, fleet, signer=signer, recorder=recorder, metrics=metrics, copied=copies.offer)
     metrics.in_flight.set_function(lambda: proxy.places.taken)
     metrics.waiting.set_function(lambda: proxy.places.waiting)
     asked = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
@@ -182,9 +182,9 @@ def open_services(
         beyond=NativeResponsesDialect(conversations.of, defaults=asked),
     )
     kept = StoredResponses(
-        mint=mint,
+        signer=signer,
         stored=ledger.stored,
-        backstage=backstage,
+        control_client=control_client,
         fleet=fleet,
         again=responses.again,
         default_model=settings.served_model_name,
@@ -193,10 +193,12 @@ def open_services(
         proxy=proxy,
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
         responses=kept,
-        desk=FeedbackDesk(mint=mint, recorder=recorder, backstage=backstage, ledger=ledger, metrics=metrics),
+        feedback=FeedbackRoutes(
+            signer=signer, recorder=recorder, control_client=control_client, ledger=ledger, metrics=metrics
+        ),
         fleet=fleet,
-        backstage=backstage,
-        room=room,
+        control_client=control_client,
+        limits=limits,
         spool=spool,
     )
-    return road, [room.run(), proxy.background.run(), copies.run()]
+    return road, [limits.run(), proxy.background.run(), copies.run()]

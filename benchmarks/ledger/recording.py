@@ -21,8 +21,8 @@ from benchmarks.ledger import load
 from benchmarks.ledger.load import Plan, Reply, Round, Side, percentile_ms, replies
 from benchmarks.ledger.peer_recorder import Peer
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.recorder import Recorder, Room
-from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import TuneloopError
@@ -50,19 +50,19 @@ class Ours:
         self._ledger = Ledger(database.connect(url))
         self._spool = Spool.open(folder, sync=sync)
         self._flusher = Flusher(self._spool, self._ledger.recording, quarantined=_refused, failed=_failed)
-        room = Room(self._spool, max_bytes=_SPOOL_BYTES, max_age_s=_DRAINED_S)
-        self._recorder = Recorder(self._spool, room, metrics)
+        limits = SpoolLimits(self._spool, max_bytes=_SPOOL_BYTES, max_age_s=_DRAINED_S)
+        self._recorder = Recorder(self._spool, limits, metrics)
         self._pool = pool
-        self._mint = Mint(os.urandom(32))
+        self._signer = ReplyIdSigner(os.urandom(32))
         self._flusher.start()
 
     async def record(self, number: int) -> None:
         """Return when the exchange is in the spool."""
-        await self._recorder.record(named(self._pool[number % len(self._pool)], self._mint))
+        await self._recorder.record(named(self._pool[number % len(self._pool)], self._signer))
 
     async def stored(self) -> None:
         """Return when the flusher has caught up."""
-        if not await self._flusher.caught_up(self._recorder.end, _DRAINED_S):
+        if not await self._flusher.wait_until_flushed(self._recorder.end, _DRAINED_S):
             raise TimeoutError("the ledger has not caught up with the spool")
 
     def close(self) -> None:
@@ -98,9 +98,9 @@ def exchange(reply: Reply) -> Exchange:
     )
 
 
-def named(made: Exchange, mint: Mint) -> Exchange:
+def named(made: Exchange, signer: ReplyIdSigner) -> Exchange:
     """The exchange under a name of its own."""
-    return msgspec.structs.replace(made, msg_id=mint.mint(_TENANT, 1))
+    return msgspec.structs.replace(made, msg_id=signer.mint(_TENANT, 1))
 
 
 async def measure(databases: Databases, completion_tokens: int, plan: Plan, *, peer: bool) -> list[dict[str, Any]]:

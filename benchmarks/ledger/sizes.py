@@ -8,7 +8,7 @@ from benchmarks.ledger import peer_recorder
 from benchmarks.ledger.load import PROMPT_TOKENS, Reply, replies
 from benchmarks.ledger.peer_recorder import Peer
 from benchmarks.ledger.recording import DIFFERENT, exchange, named
-from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 
@@ -41,14 +41,16 @@ async def measure(databases: Databases, completion_tokens: int, *, peer: bool) -
 
 
 def _ours(databases: Databases, answers: list[Reply]) -> tuple[str, float, float]:
-    mint = Mint(os.urandom(32))
+    signer = ReplyIdSigner(os.urandom(32))
     pool = [exchange(answer) for answer in answers]
     with databases.fresh() as url:
         database.upgrade(url)
         ledger = Ledger(database.connect(url))
         empty = databases.grown(url)
         for start in range(0, ROWS, _GROUP):
-            ledger.recording.record([named(pool[number % len(pool)], mint) for number in range(start, start + _GROUP)])
+            ledger.recording.record(
+                [named(pool[number % len(pool)], signer) for number in range(start, start + _GROUP)]
+            )
         ledger.close()
         return "tuneloop", payload(url, _TABLES) / ROWS, (databases.grown(url) - empty) / ROWS
 

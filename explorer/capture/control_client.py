@@ -27,13 +27,13 @@ OnFailure = Callable[[TuneloopError], None]
 Task = Coroutine[Any, Any, None]
 
 
-class Backstage(Protocol):
+class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def caught_up(self, timeout_s: float) -> bool:
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
 
-    async def copied(self, copy: ShadowReply) -> None:
+    async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Hear what became of the copy of a request, for those who decide about the version that it went to."""
 
     async def exposition(self) -> bytes:

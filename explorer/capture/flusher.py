@@ -90,7 +90,7 @@ class Flusher:
         """Whether the database did not take what it was last given."""
         return self._away
 
-    async def caught_up(self, timeout_s: float) -> bool:
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database; False if that is away, or it is not by then."""
         ends = [(slot, slot.end) for slot in self._slots.ours]
         waiter = _Waiter(ends, asyncio.get_running_loop().create_future())

@@ -30,7 +30,7 @@ class _Waits(NamedTuple):
     since: float
 
 
-class Room:
+class SpoolLimits:
     """What all slots below one root hold together: several processes, dead ones too, share the bound.
 
     `admit` is asked for every request and reads nothing: our own bytes are counted as they are written, what others
@@ -119,14 +119,14 @@ class Room:
 class Recorder:
     """The spool, as the routes see it."""
 
-    def __init__(self, spool: Spool, room: Room, metrics: Metrics) -> None:
+    def __init__(self, spool: Spool, limits: SpoolLimits, metrics: Metrics) -> None:
         self._spool = spool
-        self._room = room
+        self._limits = limits
         self._metrics = metrics
 
     def admit(self) -> None:
         """Raise SpoolFull if a request should not even start, because its reply could not be kept."""
-        self._room.admit()
+        self._limits.admit()
 
     async def record(self, exchange: Exchange) -> None:
         """Bring an exchange to disk; it gets there even if the request's own task is cancelled meanwhile."""
@@ -136,5 +136,5 @@ class Recorder:
 
     async def take(self, events: Sequence[Feedback]) -> Position:
         """Bring feedback to disk, all of it or none."""
-        self._room.admit()
+        self._limits.admit()
         return await self._spool.append([encode(event) for event in events])

@@ -34,14 +34,14 @@ _TWO_DIGITS = [high + low for high in _DIGITS for low in _DIGITS]
 _WELL_FORMED = re.compile(f"[0-9a-v]{{{_SIGNED}}}").fullmatch
 
 
-class ReplyName(NamedTuple):
+class ParsedReplyId(NamedTuple):
     """A msg_id that is ours, and the choice it names; None means all."""
 
     msg_id: str
     choice: int | None
 
 
-class Mint:
+class ReplyIdSigner:
     """Mints and recognises msg_ids under one key."""
 
     def __init__(self, key: bytes) -> None:
@@ -52,7 +52,7 @@ class Mint:
         name = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(9) + bytes([choices])
         return prefix + _base32(name + self._mac(name, tenant, prefix))
 
-    def read(self, text: str, tenant: str) -> ReplyName | None:
+    def parse(self, text: str, tenant: str) -> ParsedReplyId | None:
         """What `text` names, or None if we never minted it for this tenant."""
         msg_id, colon, choice = text.partition(":")
         prefix = next((each for each in PREFIXES if msg_id.startswith(each)), "")
@@ -66,10 +66,10 @@ class Mint:
             return None
         msg_id = prefix + signed
         if not colon:
-            return ReplyName(msg_id, None)
+            return ParsedReplyId(msg_id, None)
         if not (choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < name[-1]):
             return None
-        return ReplyName(msg_id, int(choice))
+        return ParsedReplyId(msg_id, int(choice))
 
     def _mac(self, name: bytes, tenant: str, prefix: str) -> bytes:
         whose = f"{tenant}\0{prefix}" if prefix != PREFIX else tenant

@@ -26,7 +26,7 @@ PURGE_S = 3600.0
 SEGMENT_S = 300.0
 
 
-class Forgetting:
+class SpoolRetention:
     """Looks now and then whom to forget, and what."""
 
     def __init__(

@@ -82,7 +82,7 @@ _text_logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 
 
 @dataclass(slots=True)
-class Choice:
+class CapturedChoice:
     """What has been heard of one choice so far."""
 
     prompt_ids: bytes | None = None
@@ -102,7 +102,7 @@ class Choice:
             self.logprobs += logprobs
 
 
-class Wants(NamedTuple):
+class RequestedFields(NamedTuple):
     """What the client itself asked for, of what we ask for always."""
 
     logprobs: bool = False
@@ -112,24 +112,24 @@ class Wants(NamedTuple):
 class Transcript(ABC):
     """One reply being heard, named `msg_id`."""
 
-    def __init__(self, msg_id: str, wants: Wants) -> None:
-        self.choices: dict[int, Choice] = {}
+    def __init__(self, msg_id: str, wants: RequestedFields) -> None:
+        self.choices: dict[int, CapturedChoice] = {}
         self.broken = False
         self._msg_id = msg_id
         self._wants = wants
 
-    def hear(self, piece: bytes) -> bytes | None:
+    def feed(self, piece: bytes) -> bytes | None:
         """Take down one piece of JSON; what the client gets of it, None for what it would never have got.
 
         Raises EngineError if the piece cannot be read.
         """
         try:
-            return self._hear(piece)
+            return self._feed(piece)
         except (msgspec.DecodeError, orjson.JSONDecodeError, OverflowError) as error:
             raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
     @abstractmethod
-    def _hear(self, piece: bytes) -> bytes | None:
+    def _feed(self, piece: bytes) -> bytes | None:
         """The same."""
 
     @property
@@ -161,7 +161,7 @@ class Transcript(ABC):
             )
         return tuple(found)
 
-    def _why_not_trainable(self, choice: Choice, ids: bytes | None) -> str | None:
+    def _why_not_trainable(self, choice: CapturedChoice, ids: bytes | None) -> str | None:
         if self.broken or choice.finish_reason in {None, "abort", "error"}:
             return "cut_off"
         if choice.unreadable or choice.prompt_ids is None or ids is None:
@@ -195,7 +195,7 @@ class Transcript(ABC):
 class ChatTranscript(Transcript):
     """The reply to a chat completion."""
 
-    def _hear(self, piece: bytes) -> bytes | None:
+    def _feed(self, piece: bytes) -> bytes | None:
         told = _chat_pieces.decode(piece)
         if told.error != _ABSENT:
             self.broken = True
@@ -204,7 +204,7 @@ class ChatTranscript(Transcript):
         ours: list[tuple[bytes, msgspec.Raw]] = []
         theirs = 0
         for choice in told.choices:
-            theirs += self._hear_choice(choice, prompt_ids)
+            theirs += self._feed_choice(choice, prompt_ids)
             if not self._wants.logprobs:
                 ours.append((b'"logprobs":', choice.logprobs))
             if not self._wants.token_ids:
@@ -215,16 +215,16 @@ class ChatTranscript(Transcript):
             ours.append((b'"prompt_token_ids":', told.prompt_token_ids))
         return self._view(piece, told.id, ours)
 
-    def _hear_choice(self, told: _ChatChoice, prompt_ids: bytes | None) -> bool:
+    def _feed_choice(self, told: _ChatChoice, prompt_ids: bytes | None) -> bool:
         """Take down one choice; False if the client would not have got this piece of it."""
-        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, Choice())
+        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, CapturedChoice())
         choice.prompt_ids = prompt_ids if prompt_ids is not None else choice.prompt_ids
         streamed = told.message == _ABSENT
         if said := _said.decode(told.delta if streamed else told.message):
             if said.content:
                 choice.text.append(said.content)
             if said.tool_calls:
-                _hear_tool_calls(choice.tool_calls, said.tool_calls)
+                _add_tool_calls(choice.tool_calls, said.tool_calls)
         choice.finish_reason = told.finish_reason or choice.finish_reason
         try:
             found = _chat_logprobs.decode(told.logprobs)
@@ -238,14 +238,14 @@ class ChatTranscript(Transcript):
 class TextTranscript(Transcript):
     """The reply to a completion of text."""
 
-    def _hear(self, piece: bytes) -> bytes | None:
+    def _feed(self, piece: bytes) -> bytes | None:
         told = _text_pieces.decode(piece)
         if told.error != _ABSENT:
             self.broken = True
             return piece
         ours: list[tuple[bytes, msgspec.Raw]] = []
         for choice in told.choices:
-            self._hear_choice(choice)
+            self._feed_choice(choice)
             if not self._wants.logprobs:
                 ours.append((b'"logprobs":', choice.logprobs))
             if not self._wants.token_ids:
@@ -253,8 +253,8 @@ class TextTranscript(Transcript):
                 ours.append((b'"prompt_token_ids":', choice.prompt_token_ids))
         return self._view(piece, told.id, ours)
 
-    def _hear_choice(self, told: _TextChoice) -> None:
-        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, Choice())
+    def _feed_choice(self, told: _TextChoice) -> None:
+        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, CapturedChoice())
         if (prompt_ids := _prompt_ids(told.prompt_token_ids)) is not None:
             choice.prompt_ids = prompt_ids
         if told.text:
@@ -312,7 +312,7 @@ def _forget(told: dict[str, Any], key: str, *, unless: bool) -> None:
         told[key] = None
 
 
-def _hear_tool_calls(calls: dict[int, dict[str, Any]], told: Iterable[dict[str, Any]]) -> None:
+def _add_tool_calls(calls: dict[int, dict[str, Any]], told: Iterable[dict[str, Any]]) -> None:
     """Take down tool calls, or what a piece adds to them: names and ids come once, arguments in portions."""
     for position, piece in enumerate(told):
         index = piece.get("index")

@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from tuneloop.explorer.capture.control_client import Backstage
-from tuneloop.explorer.capture.reply_id import TENANT, Mint
+from tuneloop.explorer.capture.control_client import ControlClient
+from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
@@ -21,9 +21,9 @@ _PATIENCE_S = 5.0
 class Conversations:
     """The conversations that ended in a response of ours."""
 
-    def __init__(self, mint: Mint, *, backstage: Backstage, reports: Reports) -> None:
-        self._mint = mint
-        self._backstage = backstage
+    def __init__(self, signer: ReplyIdSigner, *, control_client: ControlClient, reports: Reports) -> None:
+        self._signer = signer
+        self._control_client = control_client
         self._reports = reports
 
     async def of(self, response_id: str) -> Sequence[dict[str, Any]]:
@@ -31,14 +31,14 @@ class Conversations:
 
         Raises LedgerUnavailable while that cannot be known: it may be on its way to a database that is away.
         """
-        all_there = await self._backstage.caught_up(_PATIENCE_S)
+        all_there = await self._control_client.wait_until_flushed(_PATIENCE_S)
         return await asyncio.to_thread(self._read, response_id, all_there=all_there)
 
     def _read(self, response_id: str, *, all_there: bool) -> list[dict[str, Any]]:
         turns: list[tuple[dict[str, Any], dict[str, Any]]] = []
         name: object = response_id
         while isinstance(name, str):
-            named = self._mint.read(name, TENANT)
+            named = self._signer.parse(name, TENANT)
             said = self._reports.reply(TENANT, named.msg_id) if named else None
             if said is None and named and not all_there:
                 raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from tuneloop.explorer.capture.reply_id import MAX_CHOICES, minted_at
-from tuneloop.explorer.capture.transcript import ChatTranscript, TextTranscript, Transcript, Wants
+from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
@@ -35,7 +35,7 @@ class ReplyWriter:
 
     def whole(self, reply: bytes) -> bytes:
         """The body that the client gets. Raises EngineError if the reply cannot be read."""
-        return self.transcript.hear(reply) or b""
+        return self.transcript.feed(reply) or b""
 
     def event(self, event: bytes) -> bytes:
         """What a server-sent event (without its blank line) becomes; empty if the client would not have got it."""
@@ -47,7 +47,7 @@ class ReplyWriter:
         return event + b"\n\n" if event.startswith(b":") else b""  # a comment keeps the connection alive
 
     def _piece(self, data: bytes) -> bytes:
-        told = self.transcript.hear(data)
+        told = self.transcript.feed(data)
         return b"" if told is None else b"data: %b\n\n" % told
 
     @property
@@ -123,7 +123,7 @@ class ChatDialect(Dialect):
 
     def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        wants = Wants(body.get("logprobs") is True, body.get("return_token_ids") is True)
+        wants = RequestedFields(body.get("logprobs") is True, body.get("return_token_ids") is True)
         return ReplyWriter(ChatTranscript(msg_id, wants))
 
 
@@ -153,7 +153,7 @@ class TextDialect(Dialect):
         """See Dialect."""
         # Nothing is captured of an echo, which has the prompt's token ids whether or not they are asked for.
         echo = bool(body.get("echo"))
-        wants = Wants(echo or body.get("logprobs") is not None, echo or body.get("return_token_ids") is True)
+        wants = RequestedFields(echo or body.get("logprobs") is not None, echo or body.get("return_token_ids") is True)
         return ReplyWriter(TextTranscript(msg_id, wants))
 
 
@@ -165,7 +165,7 @@ class _TranslatedWriter(ReplyWriter):
         return orjson.dumps(self._reply(orjson.loads(super().whole(reply))))
 
     def _piece(self, data: bytes) -> bytes:
-        told = self.transcript.hear(data)
+        told = self.transcript.feed(data)
         return b"" if told is None else self._chunk(orjson.loads(told))
 
     def _reply(self, reply: Json) -> Json:
@@ -177,7 +177,7 @@ class _TranslatedWriter(ReplyWriter):
 
 class _MessageWriter(_TranslatedWriter):
     def __init__(self, msg_id: str, upstream_id: str) -> None:
-        super().__init__(ChatTranscript(upstream_id, Wants()))
+        super().__init__(ChatTranscript(upstream_id, RequestedFields()))
         self._msg_id = msg_id
         self._stream = MessageStream(msg_id=msg_id)
 
@@ -216,7 +216,7 @@ class MessagesDialect(Dialect):
 
 class _ResponseWriter(_TranslatedWriter):
     def __init__(self, body: Json, msg_id: str, upstream_id: str, context: int | None) -> None:
-        super().__init__(ChatTranscript(upstream_id, Wants(logprobs=responses_request.wants_logprobs(body))))
+        super().__init__(ChatTranscript(upstream_id, RequestedFields(logprobs=responses_request.wants_logprobs(body))))
         self._body = body
         self._named: dict[str, Any] = {"response_id": msg_id, "created_at": int(minted_at(msg_id)), "context": context}
         self._stream = ResponseStream(body, **self._named)

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from tuneloop.explorer.capture.transcript import Choice, Transcript, Wants
+from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReplyWriter
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.ledger.recording.completion_object import shown
@@ -27,13 +27,13 @@ class NativeResponseTranscript(Transcript):
     """A response that an engine tells as it is. There is no choice of one that is still under way."""
 
     def __init__(self, msg_id: str, body: Json, *, background: bool) -> None:
-        super().__init__(msg_id, Wants())
+        super().__init__(msg_id, RequestedFields())
         self._body = body
         self._background = background
         #: The response as it was told last.
         self.told: Json = {"id": msg_id, "object": "response", "output": []}
 
-    def _hear(self, piece: bytes) -> bytes:
+    def _feed(self, piece: bytes) -> bytes:
         try:
             return orjson.dumps(self.settle(orjson.loads(piece)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -50,12 +50,12 @@ class NativeResponseTranscript(Transcript):
     def hear_words(self, words: str) -> None:
         """Take down a part of the text, for the case that no more comes."""
         if not self._background:
-            self.choices.setdefault(0, Choice()).text.append(words)
+            self.choices.setdefault(0, CapturedChoice()).text.append(words)
 
     def lose(self) -> None:
         """Nothing more will be heard of it."""
         self.broken = True
-        self.choices.setdefault(0, Choice())
+        self.choices.setdefault(0, CapturedChoice())
 
 
 class NativeReplyWriter(ReplyWriter):
@@ -194,12 +194,12 @@ def _part(part: Json) -> Json:
     return {"type": "input_text", "text": part["text"]}
 
 
-def _choice(response: Json) -> Choice:
+def _choice(response: Json) -> CapturedChoice:
     output = response["output"]
     spoken = [part for item in output if item["type"] == "message" for part in item["content"]]
     calls = [item for item in output if item["type"] == "function_call"]
     over = "tool_calls" if calls else "stop"
-    return Choice(
+    return CapturedChoice(
         text=[part["text"] for part in spoken if part["type"] == "output_text"],
         tool_calls={number: _call(item) for number, item in enumerate(calls)},
         finish_reason={"completed": over, "incomplete": "length"}.get(response["status"]),

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import orjson
 
-from tuneloop.explorer.capture.reply_id import Mint, ReplyName
-from tuneloop.explorer.feedback.request import Remark, Saying
+from tuneloop.explorer.capture.reply_id import ParsedReplyId, ReplyIdSigner
+from tuneloop.explorer.feedback.request import Entry, Signal
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Feedback, Kind
 
 
-class Heard(NamedTuple):
+class FeedbackEvent(NamedTuple):
     """An event, and what it is about in the client's words; `event` None: about no reply of ours."""
 
     about: str
@@ -23,38 +23,40 @@ class Heard(NamedTuple):
     event: Feedback | None
 
 
-class Hearing:
-    """One call. Its ids are read by `mint` as the tenant's."""
+class EventFactory:
+    """One call. Its ids are read by `signer` as the tenant's."""
 
-    def __init__(self, mint: Mint, tenant: str) -> None:
-        self._mint = mint
+    def __init__(self, signer: ReplyIdSigner, tenant: str) -> None:
+        self._signer = signer
         self._tenant = tenant
         self._call_id = uuid.uuid4().hex
         self._now = time.time()
         self._numbers = itertools.count()
 
-    def hear(self, remarks: Sequence[Remark]) -> list[Heard]:
+    def hear(self, remarks: Sequence[Entry]) -> list[FeedbackEvent]:
         """What the remarks say, in their order. Of two names of one reply both have the same event."""
         return [each for number, remark in enumerate(remarks) for each in self._heard(remark, number)]
 
-    def _heard(self, remark: Remark, number: int) -> Iterator[Heard]:
+    def _heard(self, remark: Entry, number: int) -> Iterator[FeedbackEvent]:
         if remark.msg_ids is None:
             for saying in remark.sayings:
-                yield Heard(f"{remark.task_id}/{remark.run_id}", saying.kind, self._event(remark, saying, number))
+                yield FeedbackEvent(
+                    f"{remark.task_id}/{remark.run_id}", saying.kind, self._event(remark, saying, number)
+                )
             return
-        other = self._mint.read(remark.preferred_over, self._tenant) if remark.preferred_over else None
-        events: dict[ReplyName, list[Feedback | None]] = {}
+        other = self._signer.parse(remark.preferred_over, self._tenant) if remark.preferred_over else None
+        events: dict[ParsedReplyId, list[Feedback | None]] = {}
         for about in dict.fromkeys(remark.msg_ids):
-            reply = self._mint.read(about, self._tenant)
+            reply = self._signer.parse(about, self._tenant)
             if reply is not None and reply not in events:
                 _must_differ(reply, other)
                 events[reply] = [self._about(remark, saying, number, reply, other) for saying in remark.sayings]
             said = events[reply] if reply is not None else [None] * len(remark.sayings)
             for saying, event in zip(remark.sayings, said, strict=True):
-                yield Heard(about, saying.kind, event)
+                yield FeedbackEvent(about, saying.kind, event)
 
     def _about(
-        self, remark: Remark, saying: Saying, number: int, reply: ReplyName, other: ReplyName | None
+        self, remark: Entry, saying: Signal, number: int, reply: ParsedReplyId, other: ParsedReplyId | None
     ) -> Feedback | None:
         if saying.kind is not Kind.PREFERENCE:
             return self._event(remark, saying, number, reply)
@@ -62,11 +64,11 @@ class Hearing:
 
     def _event(
         self,
-        remark: Remark,
-        saying: Saying,
+        remark: Entry,
+        saying: Signal,
         number: int,
-        reply: ReplyName | None = None,
-        other: ReplyName | None = None,
+        reply: ParsedReplyId | None = None,
+        other: ParsedReplyId | None = None,
     ) -> Feedback:
         return Feedback(
             event_id=self._event_id(remark, saying, number, reply),
@@ -87,7 +89,7 @@ class Hearing:
             occurred_at=remark.occurred_at,
         )
 
-    def _event_id(self, remark: Remark, saying: Saying, number: int, reply: ReplyName | None) -> str:
+    def _event_id(self, remark: Entry, saying: Signal, number: int, reply: ParsedReplyId | None) -> str:
         """The entry's place in its call counts, too: two entries under one key are not the same for that."""
         if remark.key is None:
             return f"{self._call_id}-{next(self._numbers)}"
@@ -95,6 +97,6 @@ class Hearing:
         return hashlib.sha256(orjson.dumps([*same, remark.source, saying.metric, saying.kind])).hexdigest()
 
 
-def _must_differ(reply: ReplyName, other: ReplyName | None) -> None:
+def _must_differ(reply: ParsedReplyId, other: ParsedReplyId | None) -> None:
     if other is not None and reply.msg_id == other.msg_id and (None in (reply.choice, other.choice) or reply == other):
         raise RequestRefused("a reply cannot be preferred over itself", code="invalid_value", param="preferred_over")

@@ -43,17 +43,17 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
 _MAX_COMMENT = 4000
 
 
-class Candidate(NamedTuple):
+class UnjudgedReply(NamedTuple):
     """A reply to be judged, and the id of the event that its verdict's total will be."""
 
     reply: Standing
     event_id: str
 
 
-class Judging:
+class JudgeLoop:
     """Looks for replies to judge, has them judged, and brings the verdicts to disk.
 
-    `caught_up` waits until all that is on disk is in the database.
+    `wait_until_flushed` waits until all that is on disk is in the database.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Judging:
         *,
         metrics: Metrics,
         conversation: Conversation,
-        caught_up: Callable[[float], Awaitable[bool]],
+        wait_until_flushed: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._settings = settings
         self._judge = judge_of(settings)
@@ -72,7 +72,7 @@ class Judging:
         self._spool = spool
         self._metrics = metrics
         self._conversation = conversation
-        self._caught_up = caught_up
+        self._caught_up = wait_until_flushed
         self._last = 0
         self._sweep_at = 0.0
         self._failed: set[int] = set()
@@ -122,7 +122,7 @@ class Judging:
         self._sweep_at = now + SWEEP_S
         return True
 
-    def _next(self) -> tuple[Sequence[Candidate], int]:
+    def _next(self) -> tuple[Sequence[UnjudgedReply], int]:
         """The next replies to judge, and the id up to which that are all."""
         now, last, found = time.time(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
@@ -132,7 +132,7 @@ class Judging:
                 break
             last = reply.id
             if wanted:
-                found.append(Candidate(reply, event_id(self._settings.source, reply, METRIC)))
+                found.append(UnjudgedReply(reply, event_id(self._settings.source, reply, METRIC)))
         there = self._ledger.judging.existing_events([each.event_id for each in found])
         left = [each for each in found if each.event_id not in there]
         return left[:most], left[most].reply.id - 1 if len(left) > most else last
@@ -149,7 +149,7 @@ class Judging:
             and in_share(reply.msg_id, settings.share)
         )
 
-    async def _judged(self, candidate: Candidate, said: Said | None) -> float | None:
+    async def _judged(self, candidate: UnjudgedReply, said: Said | None) -> float | None:
         """Judge one; None if that is settled, else for how many seconds at least the judge is not to be asked."""
         if said is None:
             return None  # deleted meanwhile
@@ -175,7 +175,7 @@ class Judging:
         self._metrics.judge_tokens.labels("completion").inc(verdict.completion_tokens)
         return None
 
-    def _count(self, outcome: str, candidate: Candidate, error: Exception) -> None:
+    def _count(self, outcome: str, candidate: UnjudgedReply, error: Exception) -> None:
         self._metrics.judged.labels(outcome).inc()
         # Not all that an error says: it may quote what a user wrote.
         reason = error.reason if isinstance(error, JudgeError) else type(error).__name__
@@ -227,7 +227,7 @@ def event_id(source: str, reply: Standing, metric: str) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def events_of(source: str, candidate: Candidate, verdict: Verdict) -> list[Feedback]:
+def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[Feedback]:
     """The verdict as feedback: its total and each criterion, from 0 to 1, and its reason as a comment."""
     reply, now = candidate.reply, time.time()
     common = {

@@ -19,7 +19,7 @@ _SAYS = ("reward", "value", "label", "comment", "demonstration", "preferred_over
 _ABOUT = ("msg_ids", "task_id", "run_id")
 
 
-class Saying(NamedTuple):
+class Signal(NamedTuple):
     """One thing that is said; it becomes one event for each reply it is said of."""
 
     kind: Kind
@@ -28,13 +28,13 @@ class Saying(NamedTuple):
     text: str | None = None
 
 
-class Remark(NamedTuple):
+class Entry(NamedTuple):
     """An entry of a feedback body: what is said, of what, and by whom.
 
     `msg_ids` are as the client wrote them; None: the remark is about all of `task_id` and `run_id`.
     """
 
-    sayings: tuple[Saying, ...]
+    sayings: tuple[Signal, ...]
     msg_ids: tuple[str, ...] | None
     preferred_over: str | None
     task_id: str | None
@@ -44,7 +44,7 @@ class Remark(NamedTuple):
     key: str | None
 
 
-def remarks_of(body: dict[str, Any], key_header: str | None) -> list[Remark]:
+def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
     """The entries of a body, of which there is one unless it has a list under `feedback`."""
     key = _key(body, key_header)
     entries = body.get("feedback")
@@ -66,7 +66,7 @@ def remarks_of(body: dict[str, Any], key_header: str | None) -> list[Remark]:
     return remarks
 
 
-def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[Remark]:
+def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[Entry]:
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise wrong_type("feedback", "a list of at least one object")
     if misplaced := [param for param in (*_ABOUT, *_SAYS) if body.get(param) is not None]:
@@ -84,7 +84,7 @@ def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[
             raise RequestRefused(f"{place}: {error}", status=error.status, code=error.code, param=param) from None
 
 
-def _remark(entry: dict[str, Any], key: str | None) -> Remark:
+def _remark(entry: dict[str, Any], key: str | None) -> Entry:
     task_id, run_id = text_or_number(entry, "task_id"), text_or_number(entry, "run_id")
     msg_ids = _msg_ids(entry, whole_run=None not in (task_id, run_id))
     sayings = tuple(_sayings(entry))
@@ -93,7 +93,7 @@ def _remark(entry: dict[str, Any], key: str | None) -> Remark:
         raise RequestRefused(
             "preferred_over compares two replies: msg_ids must name exactly one", code="invalid_value", param="msg_ids"
         )
-    return Remark(
+    return Entry(
         sayings=sayings,
         msg_ids=msg_ids,
         preferred_over=preferred_over,
@@ -123,7 +123,7 @@ def _msg_ids(entry: dict[str, Any], *, whole_run: bool) -> tuple[str, ...] | Non
     return tuple(ids)
 
 
-def _sayings(entry: dict[str, Any]) -> Sequence[Saying]:
+def _sayings(entry: dict[str, Any]) -> Sequence[Signal]:
     """What an entry says. `metric` names what its first part is about; the others keep their own."""
     said = list(_said(entry))
     if not said:
@@ -143,39 +143,39 @@ def _sayings(entry: dict[str, Any]) -> Sequence[Saying]:
     return said
 
 
-def _said(entry: dict[str, Any]) -> Iterator[Saying]:
+def _said(entry: dict[str, Any]) -> Iterator[Signal]:
     if flag(entry, "retract"):
-        yield Saying(Kind.RETRACTION, "reward")
+        yield Signal(Kind.RETRACTION, "reward")
     rating = _rating(entry)
     if rating is not None:
         yield rating
     if label := name(entry, "label"):
         if rating is not None and rating.kind is Kind.LABEL:
             raise RequestRefused("value is a label already: leave out label", code="invalid_value", param="label")
-        yield Saying(Kind.LABEL, "reward" if rating is None else "label", text=label)
+        yield Signal(Kind.LABEL, "reward" if rating is None else "label", text=label)
     if name(entry, "preferred_over"):
-        yield Saying(Kind.PREFERENCE, "preference")
+        yield Signal(Kind.PREFERENCE, "preference")
     if answer := _demonstration(entry):
-        yield Saying(Kind.DEMONSTRATION, "demonstration", text=answer)
+        yield Signal(Kind.DEMONSTRATION, "demonstration", text=answer)
     if comment := words(entry, "comment"):
-        yield Saying(Kind.COMMENT, "comment", text=comment)
+        yield Signal(Kind.COMMENT, "comment", text=comment)
 
 
-def _rating(entry: dict[str, Any]) -> Saying | None:
+def _rating(entry: dict[str, Any]) -> Signal | None:
     """The number, the thumb or the label of `reward` or `value`."""
     if entry.get("reward") is not None:
         if entry.get("value") is not None:
             raise RequestRefused("reward and value are two names of one thing: write one", code="invalid_value")
-        return Saying(Kind.NUMBER, "reward", value=finite(entry["reward"], "reward", bound=MAX_REWARD))
+        return Signal(Kind.NUMBER, "reward", value=finite(entry["reward"], "reward", bound=MAX_REWARD))
     match entry.get("value"):
         case None | "":
             return None
         case bool(thumb):
-            return Saying(Kind.BOOLEAN, "reward", value=float(thumb))
+            return Signal(Kind.BOOLEAN, "reward", value=float(thumb))
         case str():
-            return Saying(Kind.LABEL, "reward", text=name(entry, "value"))
+            return Signal(Kind.LABEL, "reward", text=name(entry, "value"))
         case number if isinstance(number, int | float):
-            return Saying(Kind.NUMBER, "reward", value=finite(number, "value", bound=MAX_REWARD))
+            return Signal(Kind.NUMBER, "reward", value=finite(number, "value", bound=MAX_REWARD))
     raise wrong_type("value", "a number, a boolean or a string")
 
 
@@ -200,7 +200,7 @@ def _key(body: dict[str, Any], header: str | None) -> str | None:
     return key or of_header
 
 
-def _characters(remark: Remark) -> int:
+def _characters(remark: Entry) -> int:
     names = (remark.task_id, remark.run_id, remark.source)
     each = sum(len(text or "") for text in names) * len(remark.sayings)
     each += sum(len(saying.metric) + len(saying.text or "") for saying in remark.sayings)

@@ -8,11 +8,11 @@ from functools import partial
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.capture.control_client import Backstage
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import TENANT, Mint
-from tuneloop.explorer.feedback.events import Heard, Hearing
-from tuneloop.explorer.feedback.request import remarks_of
+from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
+from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
+from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import moment, read_object, text_or_number
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -31,15 +31,21 @@ _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not kno
 _COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
 
 
-class FeedbackDesk:
+class FeedbackRoutes:
     """The feedback and commit routes."""
 
     def __init__(
-        self, *, mint: Mint, recorder: Recorder, backstage: Backstage, ledger: Ledger, metrics: Metrics
+        self,
+        *,
+        signer: ReplyIdSigner,
+        recorder: Recorder,
+        control_client: ControlClient,
+        ledger: Ledger,
+        metrics: Metrics,
     ) -> None:
-        self._mint = mint
+        self._signer = signer
         self._recorder = recorder
-        self._backstage = backstage
+        self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
 
@@ -71,7 +77,7 @@ class FeedbackDesk:
         task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
         until = moment(body, "time_threshold")
         try:
-            if not await self._backstage.caught_up(_COMMIT_PATIENCE_S):
+            if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
                 raise LedgerUnavailable(
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
@@ -82,14 +88,14 @@ class FeedbackDesk:
             raise
         return {"status": "success", "committed": committed}
 
-    def _hear(self, body: dict[str, object], key: str | None) -> list[Heard]:
-        return Hearing(self._mint, TENANT).hear(remarks_of(body, key))
+    def _hear(self, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
+        return EventFactory(self._signer, TENANT).hear(parse_entries(body, key))
 
     async def _store(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
         """Bring events to disk, and say what became of each as far as that is known soon."""
         await self._recorder.take(events)
         ids = [event.event_id for event in events]
-        if await self._backstage.caught_up(_PATIENCE_S):
+        if await self._control_client.wait_until_flushed(_PATIENCE_S):
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     return await asyncio.to_thread(self._outcomes, events)
@@ -103,7 +109,7 @@ class FeedbackDesk:
         return told | dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
 
 
-def _answer(heard: Sequence[Heard], told: Sequence[Outcome]) -> dict[str, object]:
+def _answer(heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
     """The outcome by what the client named, and how many there are of each."""
     outcomes: dict[str, Outcome] = {}
     for each, outcome in zip(heard, told, strict=True):

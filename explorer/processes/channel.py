@@ -37,11 +37,11 @@ class EngineView(msgspec.Struct, frozen=True):
     renaming: ModelRenaming | None = None
 
 
-class Question(msgspec.Struct, frozen=True, tag=True):
+class Message(msgspec.Struct, frozen=True, tag=True):
     """Something that one side asks of the other."""
 
 
-class Begin(Question, frozen=True):
+class GetStartInfo(Message, frozen=True):
     """A worker: here I am. The answer is a Beginning."""
 
 
@@ -52,81 +52,95 @@ class FleetView(msgspec.Struct, frozen=True):
     split: TrafficSplit | None
 
 
-class Writes(Question, frozen=True):
+class AnnounceSlot(Message, frozen=True):
     """A worker: this is my slot. It serves when that is known. The answer is a FleetView."""
 
     folder: str
 
 
-class CaughtUp(Question, frozen=True):
+class WaitUntilFlushed(Message, frozen=True):
     """A worker: wait until what is on disk, in all slots, is in the database. The answer is whether it is."""
 
     timeout_s: float
 
 
-class Expose(Question, frozen=True):
+class GetExposition(Message, frozen=True):
     """A worker: what does the whole service's /metrics say?"""
 
 
-class Tried(Question, frozen=True):
+class ReportShadowReply(Message, frozen=True):
     """A worker: this became of the copy of a request."""
 
     copied: ShadowReply
 
 
-class Failed(Question, frozen=True):
+class ReportFailure(Message, frozen=True):
     """A worker: I must end, for this reason."""
 
     reason: str
 
 
-class Counted(Question, frozen=True):
+class ReportMetrics(Message, frozen=True):
     """A worker: this is what I have counted."""
 
     samples: list[MetricSample]
 
 
-class Learn(Question, frozen=True):
+class UpdateEngine(Message, frozen=True):
     """The control process: an engine has changed."""
 
     engine: EngineView
 
 
-class Divide(Question, frozen=True):
+class UpdateSplit(Message, frozen=True):
     """The control process: divide the requests so from now on."""
 
     split: TrafficSplit | None
 
 
-class UntilIdle(Question, frozen=True):
+class WaitUntilIdle(Message, frozen=True):
     """The control process: wait until you have no request in flight at this engine."""
 
     number: int
 
 
-class Count(Question, frozen=True):
+class CollectMetrics(Message, frozen=True):
     """The control process: what have you counted? The answer is a list of samples."""
 
 
-class Renew(Question, frozen=True):
+class StartSegment(Message, frozen=True):
     """The control process: begin a new segment of your slot."""
 
 
-class Mind(Question, frozen=True):
+class ServeSocket(Message, frozen=True):
     """The control process: take in those who come to this listening socket too; its own worker is no more, or back."""
 
     socket: int
     yours: bool
 
 
-class Beginning(msgspec.Struct, frozen=True):
+class StartInfo(msgspec.Struct, frozen=True):
     """What a worker needs to begin."""
 
     settings: bytes
     engines: list[EngineView]
 
 
-_Any = Begin | Writes | CaughtUp | Expose | Failed | Counted | Tried | Learn | Divide | UntilIdle | Count | Renew | Mind
+_Any = (
+    GetStartInfo
+    | AnnounceSlot
+    | WaitUntilFlushed
+    | GetExposition
+    | ReportFailure
+    | ReportMetrics
+    | ReportShadowReply
+    | UpdateEngine
+    | UpdateSplit
+    | WaitUntilIdle
+    | CollectMetrics
+    | StartSegment
+    | ServeSocket
+)
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
@@ -141,13 +155,13 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Frame).decode
 
-Answering = Callable[[Any], Awaitable[Any]]
+AnswerMessage = Callable[[Any], Awaitable[Any]]
 
 
 class Channel:
     """One end."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: Answering) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: AnswerMessage) -> None:
         self._reader = reader
         self._writer = writer
         self._answering = answering
@@ -156,12 +170,12 @@ class Channel:
         self.lost = False
 
     @classmethod
-    async def over(cls, end: socket.socket, answering: Answering) -> "Channel":
+    async def over(cls, end: socket.socket, answering: AnswerMessage) -> "Channel":
         """A channel over one end of a socket pair. `answering` answers the other side's questions."""
         reader, writer = await asyncio.open_connection(sock=end)
         return cls(reader, writer, answering)
 
-    async def ask(self, question: Question, kind: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def ask(self, question: Message, kind: Any = None, *, timeout_s: float | None = None) -> Any:
         """The answer, of that type. Raises ChannelLost if none comes."""
         if self.lost:
             raise ChannelLost("the other process is gone")

@@ -23,28 +23,28 @@ from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
-    Answering,
-    Begin,
-    Beginning,
-    CaughtUp,
+    AnnounceSlot,
+    AnswerMessage,
     Channel,
-    Count,
-    Counted,
-    Divide,
+    CollectMetrics,
     EngineView,
-    Expose,
-    Failed,
     FleetView,
-    Learn,
-    Mind,
-    Question,
-    Renew,
-    Tried,
-    UntilIdle,
-    Writes,
+    GetExposition,
+    GetStartInfo,
+    Message,
+    ReportFailure,
+    ReportMetrics,
+    ReportShadowReply,
+    ServeSocket,
+    StartInfo,
+    StartSegment,
+    UpdateEngine,
+    UpdateSplit,
+    WaitUntilFlushed,
+    WaitUntilIdle,
 )
 from tuneloop.explorer.processes.patient_ledger import open_ledger
-from tuneloop.explorer.processes.services import Upkeep, open_upkeep
+from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, TuneloopError
 from tuneloop.shared.settings.settings import Settings
 
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._process: Process | None = None
         self._channel: Channel
 
-    async def run(self, sockets: Sequence[socket.socket], answering: Answering) -> int:
+    async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
         """Start it and wait for its end; the exit code."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(each.fileno() for each in sockets)]
@@ -101,7 +101,7 @@ class WorkerProcess:
             code = await process.wait()
         return code
 
-    async def ask(self, question: Question, kind: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def ask(self, question: Message, kind: Any = None, *, timeout_s: float | None = None) -> Any:
         """What it answers. Raises ChannelLost if nothing."""
         return await self._channel.ask(question, kind, timeout_s=timeout_s)
 
@@ -127,12 +127,12 @@ class Workers:
         self._serials = itertools.count()
         self._running: dict[int, WorkerProcess] = {}
         self._stopping = asyncio.Event()
-        self._upkeep: Upkeep
+        self._services: ControlServices
         self._begun = asyncio.Event()
 
-    def serve_with(self, upkeep: Upkeep) -> None:
+    def serve_with(self, services: ControlServices) -> None:
         """Let the workers begin, which have only been started until now."""
-        self._upkeep = upkeep
+        self._services = services
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
@@ -167,21 +167,21 @@ class Workers:
 
     async def tell(self, engine: Engine) -> None:
         """Return when all workers know the engine as it is now, or are no more."""
-        await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
+        await self._ask_all(UpdateEngine(_view(engine, self._services)), kill=True, timeout_s=_LEARN_S)
 
     async def divide(self, split: TrafficSplit | None) -> None:
         """Return when all workers divide their requests so, or are no more."""
-        await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
+        await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
     async def until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
-        await self._ask_all(UntilIdle(engine.number))
+        await self._ask_all(WaitUntilIdle(engine.number))
 
     @property
     def _serving(self) -> list[WorkerProcess]:
         return [worker for worker in self._running.values() if worker.slot is not None]
 
-    async def _ask_all(self, question: Question, *, kill: bool = False, timeout_s: float | None = None) -> None:
+    async def _ask_all(self, question: Message, *, kill: bool = False, timeout_s: float | None = None) -> None:
         async def ask(worker: WorkerProcess) -> None:
             try:
                 await worker.ask(question, timeout_s=timeout_s)
@@ -197,7 +197,7 @@ class Workers:
         if worker.slot is not None:
             self._slots.leave(worker.slot)
         if self._begun.is_set():
-            self._upkeep.tally.bury(worker.serial)
+            self._services.tally.bury(worker.serial)
 
     async def _share_out(self) -> None:
         """Have the others take in whom the kernel sends to workers that are no more."""
@@ -205,31 +205,31 @@ class Workers:
         for number in set(range(len(self._sockets))) - {worker.number for worker in serving}:
             if serving:
                 with suppress(ChannelLost):
-                    await serving[number % len(serving)].ask(Mind(number, yours=True), timeout_s=_LEARN_S)
+                    await serving[number % len(serving)].ask(ServeSocket(number, yours=True), timeout_s=_LEARN_S)
 
     async def _take_back(self, number: int) -> None:
         for other in self._serving:
             with suppress(ChannelLost):
-                await other.ask(Mind(number, yours=False), timeout_s=_LEARN_S)
+                await other.ask(ServeSocket(number, yours=False), timeout_s=_LEARN_S)
 
-    async def _answer(self, worker: WorkerProcess, question: Question) -> object:
+    async def _answer(self, worker: WorkerProcess, question: Message) -> object:
         """What a worker asks."""
         await self._begun.wait()
-        upkeep = self._upkeep
+        services = self._services
         match question:
-            case Begin():
-                return Beginning(_share(self._settings).model_dump_json().encode(), _views(upkeep))
-            case Writes(folder):
+            case GetStartInfo():
+                return StartInfo(_share(self._settings).model_dump_json().encode(), _views(services))
+            case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case CaughtUp(timeout_s):
-                return await upkeep.caught_up(timeout_s)
-            case Tried(copied):
-                await upkeep.copied(copied)
-            case Expose():
+            case WaitUntilFlushed(timeout_s):
+                return await services.wait_until_flushed(timeout_s)
+            case ReportShadowReply(copied):
+                await services.report_shadow_reply(copied)
+            case GetExposition():
                 return await self._exposition()
-            case Counted(samples):
-                upkeep.tally.note(worker.serial, samples)
-            case Failed(reason):
+            case ReportMetrics(samples):
+                services.tally.note(worker.serial, samples)
+            case ReportFailure(reason):
                 worker.reason = reason
             case _:
                 raise TypeError(question)
@@ -239,23 +239,23 @@ class Workers:
         loop = asyncio.get_running_loop()
 
         def renew() -> None:
-            asyncio.run_coroutine_threadsafe(worker.ask(Renew()), loop)
+            asyncio.run_coroutine_threadsafe(worker.ask(StartSegment()), loop)
 
         await self._take_back(worker.number)
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
-        return FleetView(_views(self._upkeep), self._upkeep.fleet.split)
+        return FleetView(_views(self._services), self._services.fleet.split)
 
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:
             with suppress(ChannelLost):
-                samples = await worker.ask(Count(), list[MetricSample], timeout_s=_COUNT_S)
+                samples = await worker.ask(CollectMetrics(), list[MetricSample], timeout_s=_COUNT_S)
                 if self._running.get(worker.number) is worker:
-                    self._upkeep.tally.note(worker.serial, samples)
+                    self._services.tally.note(worker.serial, samples)
 
         await asyncio.gather(*map(count, self._serving))
-        return await self._upkeep.exposition()
+        return await self._services.exposition()
 
 
 async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
@@ -276,9 +276,9 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
-        upkeep, tasks = await open_upkeep(settings, ledger, slots, stack, on_failure=fail, audience=workers)
+        services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
         _say(settings, sockets)
-        workers.serve_with(upkeep)
+        workers.serve_with(services)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(report(task, fail)) for task in tasks]
             await ending.wait()
@@ -307,12 +307,12 @@ def _say(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
 
 
-def _views(upkeep: Upkeep) -> list[EngineView]:
-    return [_view(engine, upkeep) for engine in upkeep.fleet.engines]
+def _views(services: ControlServices) -> list[EngineView]:
+    return [_view(engine, services) for engine in services.fleet.engines]
 
 
-def _view(engine: Engine, upkeep: Upkeep) -> EngineView:
-    address = upkeep.addresses[engine.number]
+def _view(engine: Engine, services: ControlServices) -> EngineView:
+    address = services.addresses[engine.number]
     return EngineView(
         number=engine.number,
         url=address.url,

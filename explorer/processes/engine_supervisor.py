@@ -27,7 +27,7 @@ _LIVED_S = 60.0
 _LOOK_S, _MISSES = 0.5, 3
 
 
-class Process(Protocol):
+class SupervisedProcess(Protocol):
     """What an engine of our own runs in."""
 
     async def start(self, model: Path) -> None:
@@ -41,7 +41,7 @@ class Process(Protocol):
 
 
 async def keep_running(
-    engine: Engine, process: Process, *, fleet: Fleet, ledger: Ledger, base: Path, health_timeout_s: float
+    engine: Engine, process: SupervisedProcess, *, fleet: Fleet, ledger: Ledger, base: Path, health_timeout_s: float
 ) -> None:
     """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
     pause, was_up, loop = _PAUSE_S, False, asyncio.get_running_loop()
@@ -86,7 +86,7 @@ def _refused(error: TuneloopError, champion: Version) -> EnvironmentRefused:
     )
 
 
-async def _end_of(engine: Engine, process: Process, fleet: Fleet, health_timeout_s: float) -> str:
+async def _end_of(engine: Engine, process: SupervisedProcess, fleet: Fleet, health_timeout_s: float) -> str:
     """Why an engine that was ready must be started again, when that is so."""
     waiting = {
         asyncio.ensure_future(process.ended()): "its process ended",

@@ -18,7 +18,7 @@ from tuneloop.shared.tensorboard import Curves
 log = structlog.get_logger()
 
 
-class Watch:
+class LedgerGauges:
     """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
 
     `reached` says whether the database answered the last time.

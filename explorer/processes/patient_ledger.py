@@ -29,7 +29,7 @@ log = structlog.get_logger()
 _PATIENCE_S = 5.0
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedVersions(msgspec.Struct, frozen=True):
     """The champion and the newest version, as an explorer last saw them, and the model that they come from."""
 
     base: str
@@ -139,7 +139,7 @@ class RememberedVersions(Versions):
         with self._remembering:
             if self._served is not None:
                 newest = max(newest, self._served.newest, key=lambda each: each.version)
-            served = Served(str(self._base), champion, newest)
+            served = ServedVersions(str(self._base), champion, newest)
             if self._served is None or _numbers(served) != _numbers(self._served):
                 self._served = served
                 remember(self._path, served)
@@ -204,20 +204,20 @@ def open_ledger(settings: Settings) -> PatientLedger:
     return ledger
 
 
-def _numbers(served: Served) -> tuple[int, int]:
+def _numbers(served: ServedVersions) -> tuple[int, int]:
     return served.champion.version, served.newest.version
 
 
-def recalled(path: Path, base: Path) -> Served | None:
+def recalled(path: Path, base: Path) -> ServedVersions | None:
     """What was served last; None if that is not known, or was trained from another base model."""
     try:
-        served = msgspec.json.decode(path.read_bytes(), type=Served, dec_hook=lambda kind, value: kind(value))
+        served = msgspec.json.decode(path.read_bytes(), type=ServedVersions, dec_hook=lambda kind, value: kind(value))
     except (OSError, msgspec.MsgspecError):
         return None
     return served if served.base == str(base) else None
 
 
-def remember(path: Path, served: Served) -> None:
+def remember(path: Path, served: ServedVersions) -> None:
     """Note what is served. A disk that refuses it costs no more than the next start without a database."""
     draft = path.with_suffix(f".{os.getpid()}")
     try:

@@ -12,8 +12,8 @@ from prometheus_client import generate_latest
 
 from tuneloop.explorer.capture.control_client import OnFailure, ShadowReply, Task
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.reply_id import Mint, key_path, load_key
-from tuneloop.explorer.capture.retention import Forgetting
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.retention import SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.dialects.conversations import Conversations
@@ -22,13 +22,13 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetReplicas
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
-from tuneloop.explorer.feedback.judge import Judging
+from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import keep_running, stay_attached
-from tuneloop.explorer.processes.ledger_gauges import Watch
+from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.versions.attestation import Attestation
-from tuneloop.explorer.versions.canary import Rollout
-from tuneloop.explorer.versions.evaluation import Examination
+from tuneloop.explorer.versions.canary import CanaryController
+from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -46,8 +46,8 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upkeep:
-    """All of it. It is a Backstage for routes in the same process."""
+class ControlServices:
+    """All of it. It is a ControlClient for routes in the same process."""
 
     fleet: Fleet
     addresses: list[Address]
@@ -55,16 +55,16 @@ class Upkeep:
     tally: ProcessTotals
     settings: Settings
     flusher: Flusher
-    watch: Watch
-    rollout: Rollout
+    watch: LedgerGauges
+    canary_controller: CanaryController
 
-    async def caught_up(self, timeout_s: float) -> bool:
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
-        return await self.flusher.caught_up(timeout_s)
+        return await self.flusher.wait_until_flushed(timeout_s)
 
-    async def copied(self, copy: ShadowReply) -> None:
+    async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
-        self.rollout.copied(copy)
+        self.canary_controller.record_shadow_reply(reply)
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
@@ -77,7 +77,7 @@ class Upkeep:
         return generate_latest(self.tally)
 
 
-async def open_upkeep(
+async def open_control_services(
     settings: Settings,
     ledger: Ledger,
     slots: Slots,
@@ -85,40 +85,40 @@ async def open_upkeep(
     *,
     on_failure: OnFailure,
     audience: FleetReplicas | None = None,
-) -> tuple[Upkeep, list[Task]]:
-    """Upkeep, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
+) -> tuple[ControlServices, list[Task]]:
+    """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
     own = _own_spool(settings, slots, stack)
     flusher = Flusher(slots, ledger.recording, quarantined=metrics.quarantined.inc, failed=on_failure)
     flusher.start()
     stack.push_async_callback(asyncio.to_thread, flusher.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
-    watch = Watch(ledger, metrics, settings, interval_s=interval_s)
+    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s)
     stack.callback(watch.close)
-    forgetting = Forgetting(settings, ledger.retention, slots, metrics=metrics, interval_s=interval_s)
+    forgetting = SpoolRetention(settings, ledger.retention, slots, metrics=metrics, interval_s=interval_s)
     fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
-    examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
+    examination = CandidateEvaluation(settings, fleet, ledger=ledger, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     tally = ProcessTotals(metrics.registry)
-    rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
-    upkeep = Upkeep(
+    canary_controller = CanaryController(settings, ledger, tally=tally, metrics=metrics)
+    services = ControlServices(
         fleet=fleet,
         addresses=addresses,
         metrics=metrics,
         tally=tally,
-        rollout=rollout,
+        canary_controller=canary_controller,
         settings=settings,
         flusher=flusher,
         watch=watch,
     )
-    judging = [_judging(upkeep, ledger, own).run(interval_s)] if own else []
-    return upkeep, [
+    judging = [_judging(services, ledger, own).run(interval_s)] if own else []
+    return services, [
         watch.run(),
         forgetting.run(),
         reloader.run(),
         examination.run(),
-        rollout.run(),
+        canary_controller.run(),
         attestation.run(),
         *judging,
         *runs,
@@ -135,15 +135,15 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
     return spool
 
 
-def _judging(upkeep: Upkeep, ledger: Ledger, spool: Spool) -> Judging:
-    mint = Mint(load_key(key_path(upkeep.settings)))
-    return Judging(
-        upkeep.settings.judge,
+def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
+    signer = ReplyIdSigner(load_key(key_path(services.settings)))
+    return JudgeLoop(
+        services.settings.judge,
         ledger,
         spool,
-        metrics=upkeep.metrics,
-        conversation=Conversations(mint, backstage=upkeep, reports=ledger.reports).of,
-        caught_up=upkeep.caught_up,
+        metrics=services.metrics,
+        conversation=Conversations(signer, control_client=services, reports=ledger.reports).of,
+        wait_until_flushed=services.wait_until_flushed,
     )
 
 

@@ -30,23 +30,23 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http.server import FastProtocol
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
-    Begin,
-    Beginning,
-    CaughtUp,
+    AnnounceSlot,
     Channel,
-    Count,
-    Counted,
-    Divide,
+    CollectMetrics,
     EngineView,
-    Expose,
-    Failed,
     FleetView,
-    Learn,
-    Mind,
-    Renew,
-    Tried,
-    UntilIdle,
-    Writes,
+    GetExposition,
+    GetStartInfo,
+    ReportFailure,
+    ReportMetrics,
+    ReportShadowReply,
+    ServeSocket,
+    StartInfo,
+    StartSegment,
+    UpdateEngine,
+    UpdateSplit,
+    WaitUntilFlushed,
+    WaitUntilIdle,
 )
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, TuneloopError
@@ -64,24 +64,24 @@ _COUNT_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Remote:
+class ChannelControlClient:
     """The control process, as the routes see it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def caught_up(self, timeout_s: float) -> bool:
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
-        return bool(await self._channel.ask(CaughtUp(timeout_s), bool))
+        return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool))
 
-    async def copied(self, copy: ShadowReply) -> None:
+    async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Let those hear of a copy who decide about the version that it went to."""
         with suppress(ChannelLost):
-            await self._channel.ask(Tried(copy))
+            await self._channel.ask(ReportShadowReply(reply))
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
-        return bytes(await self._channel.ask(Expose(), bytes))
+        return bytes(await self._channel.ask(GetExposition(), bytes))
 
 
 class _Server(uvicorn.Server):
@@ -122,21 +122,23 @@ class Worker:
     async def run(self, end: socket.socket) -> int:
         """Serve until told to stop; the exit code."""
         self._channel = await Channel.over(end, self._answer)
-        hearing = asyncio.create_task(self._hear())
-        beginning: Beginning = await self._channel.ask(Begin(), Beginning)
+        channel_task = asyncio.create_task(self._run_channel())
+        beginning: StartInfo = await self._channel.ask(GetStartInfo(), StartInfo)
         self._settings = settings = Settings.model_validate_json(beginning.settings)
         async with AsyncExitStack() as stack:
             try:
                 self._spool = open_spool(settings, stack)
             except OSError as error:
-                await self._channel.ask(Failed(f"explorer.spool_dir: {error}; make room, or choose another folder"))
+                await self._channel.ask(
+                    ReportFailure(f"explorer.spool_dir: {error}; make room, or choose another folder")
+                )
             else:
                 await self._serve(settings, beginning)
         self._ended = True
-        hearing.cancel()
+        channel_task.cancel()
         return 0 if self._served else 1
 
-    async def _serve(self, settings: Settings, beginning: Beginning) -> None:
+    async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
         app = create_app(settings, ledger, opening=partial(self._open, ledger, beginning), on_failure=self._fail)
         config = uvicorn.Config(
@@ -154,7 +156,7 @@ class Worker:
         self._served = server.started and not self._failed
         ledger.close()
 
-    async def _hear(self) -> None:
+    async def _run_channel(self) -> None:
         try:
             await self._channel.run()
         finally:
@@ -164,7 +166,7 @@ class Worker:
                 os._exit(1)
 
     async def _open(
-        self, ledger: PatientLedger, beginning: Beginning, stack: AsyncExitStack
+        self, ledger: PatientLedger, beginning: StartInfo, stack: AsyncExitStack
     ) -> tuple[Services, list[Task]]:
         engines = [await self._open_engine(each, stack) for each in beginning.engines]
         self._fleet = Fleet(engines, patience_s=self._settings.explorer.request_timeout)
@@ -174,9 +176,9 @@ class Worker:
             spool=self._spool,
             fleet=self._fleet,
             metrics=self._metrics,
-            backstage=Remote(self._channel),
+            control_client=ChannelControlClient(self._channel),
         )
-        known: FleetView = await self._channel.ask(Writes(str(self._spool.folder)), FleetView)
+        known: FleetView = await self._channel.ask(AnnounceSlot(str(self._spool.folder)), FleetView)
         await self._fleet.divide(known.split)
         await self._fleet.learn(known.engines)
         stack.push_async_callback(self._count)
@@ -200,22 +202,22 @@ class Worker:
 
     async def _count(self) -> None:
         with suppress(ChannelLost):
-            await self._channel.ask(Counted(process_samples(self._metrics.registry)))
+            await self._channel.ask(ReportMetrics(process_samples(self._metrics.registry)))
 
     async def _answer(self, question: Any) -> object:
         """What the control process asks; none of it before it has been told what is written to."""
         match question:
-            case Learn(engine):
+            case UpdateEngine(engine):
                 await self._fleet.learn([engine])
-            case Divide(split):
+            case UpdateSplit(split):
                 await self._fleet.divide(split)
-            case UntilIdle(number):
+            case WaitUntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
-            case Count():
+            case CollectMetrics():
                 return process_samples(self._metrics.registry)
-            case Renew():
+            case StartSegment():
                 self._spool.renew()
-            case Mind(number, yours):
+            case ServeSocket(number, yours):
                 await self._mind(number, yours)
             case _:
                 raise TypeError(question)

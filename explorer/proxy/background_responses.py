@@ -76,7 +76,7 @@ async def _until_over(engine: Engine, msg_id: str, transcript: NativeResponseTra
         await asyncio.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LATER_S)
         try:
-            transcript.hear(await _looked_at(engine, msg_id))
+            transcript.feed(await _looked_at(engine, msg_id))
             failures = 0
         except EngineError:
             failures += 1

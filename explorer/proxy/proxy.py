@@ -13,7 +13,7 @@ import orjson
 import structlog
 
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter, events
 from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.client import EngineReply
@@ -50,7 +50,7 @@ class Proxy:
         settings: Settings,
         fleet: Fleet,
         *,
-        mint: Mint,
+        signer: ReplyIdSigner,
         recorder: Recorder,
         metrics: Metrics,
         copied: Callable[[Request], None] = lambda call: None,
@@ -58,7 +58,7 @@ class Proxy:
         """`copied` may send copies of a request elsewhere."""
         explorer = settings.explorer
         self._fleet = fleet
-        self._calls = RequestParser(settings, mint)
+        self._calls = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics = metrics
         self._copied = copied

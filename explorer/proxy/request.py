@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tuneloop.explorer.capture.reply_id import TENANT, Mint
+from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
@@ -74,9 +74,9 @@ class Request(NamedTuple):
 class RequestParser:
     """Understands requests under the settings."""
 
-    def __init__(self, settings: Settings, mint: Mint) -> None:
+    def __init__(self, settings: Settings, signer: ReplyIdSigner) -> None:
         explorer = settings.explorer
-        self._mint = mint
+        self._signer = signer
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
@@ -107,7 +107,7 @@ class RequestParser:
             sampling = sampling._replace(drop_reason="opt_out")
         ignored = tuple(param for param in self._unsafe if asked.get(param) is not None)
         choices = dialect.choices(asked)
-        msg_id = self._mint.mint(TENANT, choices, dialect.prefix)
+        msg_id = self._signer.mint(TENANT, choices, dialect.prefix)
         if self._held_out and sampling.drop_reason is None and is_held_out(_key(labels, msg_id), self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 import structlog
 
 from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.capture.transcript import ChatTranscript, TextTranscript, Transcript, Wants
+from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT, events
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -107,7 +107,7 @@ async def _heard(engine: Engine, call: Request) -> Transcript | None:
         if reply.status != 200:
             return None
         kind = ChatTranscript if call.dialect.upstream_path == CHAT else TextTranscript
-        transcript = kind(call.msg_id, Wants(logprobs=True, token_ids=True))
+        transcript = kind(call.msg_id, RequestedFields(logprobs=True, token_ids=True))
         await _hear(transcript, reply, streamed=call.stream)
     finally:
         reply.close()
@@ -116,10 +116,10 @@ async def _heard(engine: Engine, call: Request) -> Transcript | None:
 
 async def _hear(transcript: Transcript, reply: EngineReply, *, streamed: bool) -> None:
     if not streamed:
-        transcript.hear(await reply.read())
+        transcript.feed(await reply.read())
         return
     rest = bytearray()
     async for block in reply.blocks():
         for event in events(rest, block):
             if event.startswith(_DATA + b"{"):
-                transcript.hear(event.removeprefix(_DATA))
+                transcript.feed(event.removeprefix(_DATA))

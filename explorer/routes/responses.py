@@ -13,8 +13,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import QueryParams
 
-from tuneloop.explorer.capture.control_client import Backstage
-from tuneloop.explorer.capture.reply_id import TENANT, Mint
+from tuneloop.explorer.capture.control_client import ControlClient
+from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import UNDER_WAY, as_asked
 from tuneloop.explorer.dialects.responses_request import untranslatable
@@ -65,16 +65,16 @@ class StoredResponses:
     def __init__(
         self,
         *,
-        mint: Mint,
+        signer: ReplyIdSigner,
         stored: StoredCompletions,
-        backstage: Backstage,
+        control_client: ControlClient,
         fleet: Fleet,
         again: Callable[[Json, Json, str], Awaitable[Json]],
         default_model: str,
     ) -> None:
-        self._mint = mint
+        self._signer = signer
         self._stored = stored
-        self._backstage = backstage
+        self._control_client = control_client
         self._fleet = fleet
         self._again = again
         self._default_model = default_model
@@ -122,7 +122,7 @@ class StoredResponses:
         return _rest(reply, first, blocks)
 
     async def _kept(self, response_id: str) -> StoredResponse | None:
-        named = self._mint.read(response_id, TENANT)
+        named = self._signer.parse(response_id, TENANT)
         if named is None or named.msg_id != response_id:
             raise _not_found(response_id)
         stored = await asyncio.to_thread(self._stored.get, TENANT, response_id, endpoint=RESPONSES)
@@ -133,7 +133,7 @@ class StoredResponses:
 
     async def _kept_by_now(self, response_id: str) -> StoredResponse:
         """The same, when all has reached the ledger that was acknowledged until now."""
-        if not await self._backstage.caught_up(_PATIENCE_S):
+        if not await self._control_client.wait_until_flushed(_PATIENCE_S):
             raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")
         kept = await self._kept(response_id)
         if kept is None:
@@ -144,7 +144,7 @@ class StoredResponses:
         """What an engine says. If the response is over, it should be in the ledger before the client knows."""
         deadline = time.monotonic() + _PATIENCE_S
         while kept is None and held.told.get("status") not in UNDER_WAY and time.monotonic() < deadline:
-            await self._backstage.caught_up(_PATIENCE_S)
+            await self._control_client.wait_until_flushed(_PATIENCE_S)
             kept = await self._kept(response_id)
             if kept is None:
                 await asyncio.sleep(_AGAIN_S)

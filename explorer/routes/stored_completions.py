@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
-from tuneloop.explorer.capture.control_client import Backstage
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -53,17 +53,17 @@ class CompletionReader:
     """What is on its way to the ledger, waited for before anybody is told that it is not there."""
 
     def __init__(self, request: Request) -> None:
-        self._backstage: Backstage = request.app.state.road.backstage
+        self._control_client: ControlClient = request.app.state.road.control_client
 
-    async def caught_up(self) -> bool:
+    async def wait_until_flushed(self) -> bool:
         """Wait until what is on disk now is in the database; False if that is away."""
-        return await self._backstage.caught_up(_PATIENCE_S)
+        return await self._control_client.wait_until_flushed(_PATIENCE_S)
 
     async def find(self, msg_id: str, look: Callable[[], _T | None]) -> _T:
         """What `look` finds. Raises RequestRefused if it finds nothing of that name."""
         found = await asyncio.to_thread(look)
         if found is None:
-            if not await self.caught_up():
+            if not await self.wait_until_flushed():
                 raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")
             found = await asyncio.to_thread(look)
         if found is None:
@@ -84,7 +84,7 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
     @app.get(ENDPOINT)
     async def listed(request: Request, recorded: CompletionReaderOf) -> Response:
         bounds, wanted = parse_page_query(request.query_params), wanted_tags(request.query_params)
-        await recorded.caught_up()  # a list may lag behind, so it does not fail for that
+        await recorded.wait_until_flushed()  # a list may lag behind, so it does not fail for that
         return await asyncio.to_thread(lambda: _list(*_page(completions, bounds, wanted, told)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")

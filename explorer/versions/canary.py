@@ -17,7 +17,7 @@ from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
-from tuneloop.explorer.versions.comparison import Decision, decide
+from tuneloop.explorer.versions.comparison import RolloutDecision, decide
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, Sample, Share
 from tuneloop.shared.experience import VersionAction, VersionState
@@ -26,7 +26,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
 
 
-class Trial(NamedTuple):
+class CanaryTrial(NamedTuple):
     """A version that is being tried since `began`, and what it gets."""
 
     version: Version
@@ -40,14 +40,14 @@ class Trial(NamedTuple):
         return split_of(self.mode, self.version.version, self.share)
 
 
-def trial_of(ledger: Ledger, rollout: RolloutSettings) -> Trial | None:
+def current_trial(ledger: Ledger, rollout: RolloutSettings) -> CanaryTrial | None:
     """The trial that is under way, on the terms that it was begun with, if there is one."""
     canary = ledger.versions.canary()
     if canary is None:
         return None
     begun = [each for each in ledger.versions.events(canary.version) if each.action is VersionAction.CANARY][-1]
     mode, share = begun.details.get("mode", rollout.mode), begun.details.get("share", rollout.tried_share)
-    return Trial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
+    return CanaryTrial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
 
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ _REPLIES = "tuneloop_replies"
 _BY = "explorer"
 
 
-class Rollout:
+class CanaryController:
     """The trial that is under way, if there is one."""
 
     def __init__(self, settings: Settings, ledger: Ledger, *, tally: ProcessTotals, metrics: Metrics) -> None:
@@ -90,14 +90,14 @@ class Rollout:
                 log.exception("rollout_failed")
             await asyncio.sleep(self._interval_s)
 
-    def copied(self, copy: ShadowReply) -> None:
+    def record_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
-        if copy.version == self._tried:
-            self._copies.append(copy)
+        if reply.version == self._tried:
+            self._copies.append(reply)
 
     async def turn(self) -> None:
         """Decide once."""
-        trial = await asyncio.to_thread(trial_of, self._ledger, self._rollout)
+        trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
         number = trial.version.version if trial else None
         if number != self._tried:
             self._tried, self._before = number, asked(self._tally)
@@ -105,7 +105,7 @@ class Rollout:
         if trial is not None:
             await self._decide(trial)
 
-    async def _decide(self, trial: Trial) -> None:
+    async def _decide(self, trial: CanaryTrial) -> None:
         champion = await asyncio.to_thread(self._ledger.versions.champion)
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
         failures = asked(self._tally)
@@ -121,7 +121,7 @@ class Rollout:
         decision = decide(rollout, champions, tried, elapsed_s=time.time() - trial.began)
         await self._act(trial.version.version, decision)
 
-    async def _act(self, version: int, decision: Decision) -> None:
+    async def _act(self, version: int, decision: RolloutDecision) -> None:
         if decision.action == "roll_back":
             roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)
             await asyncio.to_thread(roll_back, version, by=_BY, reason=decision.reason, details=decision.details)
@@ -177,7 +177,7 @@ def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Eng
 
 
 def division(
-    engines: Sequence[Engine], now: TrafficSplit | None, champion: int, trial: Trial | None
+    engines: Sequence[Engine], now: TrafficSplit | None, champion: int, trial: CanaryTrial | None
 ) -> TrafficSplit | None:
     """How the requests are to be divided, after `now`.
 

@@ -40,7 +40,7 @@ _DOUBT = 2.0
 _FEWEST = 3
 
 
-class Decision(NamedTuple):
+class RolloutDecision(NamedTuple):
     """What becomes of the version that is tried; `details` are the figures behind the reason, fit for JSON."""
 
     action: _Action
@@ -48,7 +48,7 @@ class Decision(NamedTuple):
     details: Mapping[str, Any]
 
 
-def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elapsed_s: float) -> Decision:
+def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elapsed_s: float) -> RolloutDecision:
     """What is to be done now, `elapsed_s` after the rollout began. It may be asked as often as one likes.
 
     A version that breaks a guard or earns less is rolled back at once; one that earns more is promoted once none of its
@@ -61,18 +61,18 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
     worse = _worse(overall, champion, tried), _slices(rollout, champion, tried)
     faults = [*_guards(rollout, champion, tried), *chain(*worse)]
     if faults:
-        return Decision("roll_back", "; ".join(faults), details)
+        return RolloutDecision("roll_back", "; ".join(faults), details)
     ended = elapsed_s >= rollout.window
     if rollout.mode == "shadow":
-        return Decision(*_of_a_shadow(rollout, tried, ended=ended), details)
+        return RolloutDecision(*_of_a_shadow(rollout, tried, ended=ended), details)
     if overall is None or not overall.higher:
-        return Decision(*_undecided(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details)
+        return RolloutDecision(*_undecided(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details)
     better = _sentence("it earns more", overall, tried.reward, champion.reward)
     if doubt := next(_doubts(rollout, champion, tried), None):
-        return Decision(*_undecided(rollout, f"{better}, but {doubt}", ended=ended), details)
+        return RolloutDecision(*_undecided(rollout, f"{better}, but {doubt}", ended=ended), details)
     if not ended and (unknown := next(_unknown(rollout, champion, tried), None)):
-        return Decision("wait", f"{better}, but {unknown}", details)
-    return Decision("promote", better, details)
+        return RolloutDecision("wait", f"{better}, but {unknown}", details)
+    return RolloutDecision("promote", better, details)
 
 
 def _overall_error(rollout: RolloutSettings) -> float:

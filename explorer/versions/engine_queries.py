@@ -27,7 +27,7 @@ Judge = Callable[[Task, str], Awaitable[float | None]]
 TEMPERATURE = 1.0
 
 
-class Sample(NamedTuple):
+class EngineSample(NamedTuple):
     """A reply as the champion sampled it: what it answers, its tokens and their log-probabilities."""
 
     prompt_ids: list[int]
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     logprobs: list[float]
 
 
-class Asking:
+class EngineQueries:
     """Asks the tasks, `at_once` at a time. Raises EngineError if the engine does not answer."""
 
     def __init__(self, settings: Settings, tasks: Sequence[Task]) -> None:
@@ -55,24 +55,24 @@ class Asking:
 
         return await _each(one, self._tasks, at_once)
 
-    async def samples(self, engine: Engine, *, at_once: int) -> list[Sample]:
+    async def samples(self, engine: Engine, *, at_once: int) -> list[EngineSample]:
         """Replies as the engine samples them, to be shown to another version."""
 
-        async def one(task: Task) -> Sample:
+        async def one(task: Task) -> EngineSample:
             wants = {"logprobs": 0} if isinstance(task.question, str) else {"logprobs": True}
             said = await self._asked(engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants)
             choice = said["choices"][0]
             told = choice["logprobs"]
             logprobs = told["token_logprobs"] if "text" in choice else [each["logprob"] for each in told["content"]]
             prompt_ids = choice["prompt_token_ids"] if "text" in choice else said["prompt_token_ids"]
-            return Sample(prompt_ids, choice["token_ids"], logprobs)
+            return EngineSample(prompt_ids, choice["token_ids"], logprobs)
 
         return await _each(one, self._tasks, at_once)
 
-    async def distance(self, engine: Engine, samples: Sequence[Sample], *, at_once: int) -> Figure:
+    async def distance(self, engine: Engine, samples: Sequence[EngineSample], *, at_once: int) -> Figure:
         """How far the engine is from who sampled the replies, in nats a token of theirs, as they show it."""
 
-        async def one(sample: Sample) -> float:
+        async def one(sample: EngineSample) -> float:
             ours = await self._logprobs(engine, sample.prompt_ids, sample.reply_ids)
             return fmean(then - now for then, now in zip(sample.logprobs, ours, strict=True))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.versions.engine_queries import TEMPERATURE, Asking, Judge, Sample, judging
+from tuneloop.explorer.versions.engine_queries import TEMPERATURE, EngineQueries, EngineSample, Judge, judging
 from tuneloop.explorer.versions.loading import load, verified
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.errors import (
@@ -46,12 +46,12 @@ class _Champion:
     """What the champion samples, and the held-out replies with the log-probability that it gives to each, by its id."""
 
     version: int
-    samples: Sequence[Sample] = ()
+    samples: Sequence[EngineSample] = ()
     replies: Sequence[HeldOutReply] = ()
     likelihoods: Mapping[int, float] = field(default_factory=dict)
 
 
-class Examination:
+class CandidateEvaluation:
     """Evaluates what waits at the gate, where there is an engine to spare. Raises EnvironmentRefused as Gate does."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Examination:
         self._ledger = ledger
         self._reloader = reloader
         self._gate = reloader.gate
-        self._asking = Asking(settings, self._gate.tasks)
+        self._asking = EngineQueries(settings, self._gate.tasks)
         self._refusals = settings.monitor.drift.refusals_found
         self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation)
         self._again_s = again_s

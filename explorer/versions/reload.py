@@ -16,7 +16,7 @@ import structlog
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.version_routing import split_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.canary import Trial, division, to_try_on, trial_of
+from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import _load_paused, load, verified
 from tuneloop.shared.checkpoint import Probe, read_manifest
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 _DEATHS, _UNREADABLE = 2, 5
 
 
-class Swaps:
+class WeightSwapper:
     """Swaps the weights of one engine at a time."""
 
     def __init__(self, fleet: Fleet, *, metrics: Metrics, drain_s: float, least_running: int) -> None:
@@ -126,7 +126,7 @@ class Swaps:
             await asyncio.wait_for(self._fleet.until_idle(engine), self._drain_s)
 
 
-class Reloader(Swaps):
+class Reloader(WeightSwapper):
     """Follows the versions that the trainer registers."""
 
     def __init__(self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics) -> None:
@@ -171,7 +171,7 @@ class Reloader(Swaps):
         async with self.swapping:
             champion = await asyncio.to_thread(self._ledger.versions.champion)
             await self._see(champion)
-            trial = await asyncio.to_thread(trial_of, self._ledger, self._rollout)
+            trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
             pinned = await asyncio.to_thread(self._ledger.versions.pinned)
             await self._divide(champion, trial)
             candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.versions.candidate)
@@ -194,7 +194,7 @@ class Reloader(Swaps):
             log.info("version_served", version=champion.version, step=champion.step)
         self._champion = champion.version
 
-    async def _divide(self, champion: Version, trial: Trial | None) -> None:
+    async def _divide(self, champion: Version, trial: CanaryTrial | None) -> None:
         split = division(self._fleet.engines, self._fleet.split, champion.version, trial)
         if split != self._fleet.split:
             await self._fleet.divide(split)
@@ -212,7 +212,7 @@ class Reloader(Swaps):
         self._held = (self._held or candidate.version) if held else None
         return held
 
-    async def _align(self, champion: Version, trial: Trial | None = None) -> None:
+    async def _align(self, champion: Version, trial: CanaryTrial | None = None) -> None:
         """Bring every engine that is ready to the champion, or to the version that is tried on it."""
         split = self._fleet.split
         tried = []

@@ -23,7 +23,7 @@ EXPONENTS: Mapping[str, tuple[str, int]] = {
 }
 
 
-class Tensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where a tensor lies: its type, its shape, and its bytes in the file."""
 
     file: Path
@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
     end: int
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
+def tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a Hugging Face folder, by name.
 
     Where there is an index, it is what an engine goes by: a file that it does not name would be left aside.
@@ -42,7 +42,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     files = (
         sorted(folder.glob(f"*{_SUFFIX}")) if index is None else [folder / name for name in sorted({*index.values()})]
     )
-    found: dict[str, Tensor] = {}
+    found: dict[str, StoredTensor] = {}
     for file in sorted(files):
         header = _header(file)
         if twice := found.keys() & header.keys():
@@ -58,7 +58,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: StoredTensor) -> bool:
     """Whether no number of it is infinite or none at all."""
     if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
         return True
@@ -82,7 +82,7 @@ def _index(folder: Path) -> dict[str, str] | None:
     return dict(weight_map)
 
 
-def _header(file: Path) -> dict[str, Tensor]:
+def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -118,7 +118,7 @@ def _check_metadata(metadata: object) -> None:
         raise ValueError(f"its metadata say format {metadata.get('format')!r}, not 'pt'")
 
 
-def _tensor(name: str, entry: object, file: Path, offset: int) -> Tensor:
+def _tensor(name: str, entry: object, file: Path, offset: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the entry of {name} is not a dtype, a shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -128,14 +128,14 @@ def _tensor(name: str, entry: object, file: Path, offset: int) -> Tensor:
         raise ValueError(f"the shape of {name} is {shape!r}")
     if not _counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the data_offsets of {name} are {offsets!r}, not two places")
-    return Tensor(file, dtype, tuple(shape), offset + offsets[0], offset + offsets[1])
+    return StoredTensor(file, dtype, tuple(shape), offset + offsets[0], offset + offsets[1])
 
 
 def _counts(numbers: object) -> bool:
     return isinstance(numbers, list) and all(type(each) is int and each >= 0 for each in numbers)
 
 
-def _cover(found: Mapping[str, Tensor], start: int, end: int) -> None:
+def _cover(found: Mapping[str, StoredTensor], start: int, end: int) -> None:
     """Raise ValueError unless the tensors fill the file from `start` to `end`, each as long as its shape says."""
     for name, tensor in _in_order(found.items()):
         if tensor.start != start or tensor.end < start:
@@ -151,5 +151,5 @@ def _cover(found: Mapping[str, Tensor], start: int, end: int) -> None:
         raise ValueError(f"the tensors end at byte {start} of {end}")
 
 
-def _in_order(found: Collection[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def _in_order(found: Collection[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
     return sorted(found, key=lambda each: (each[1].start, each[1].end))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tuneloop.explorer.versions.safetensors import Tensor, is_finite, tensors
+from tuneloop.explorer.versions.safetensors import StoredTensor, is_finite, tensors
 from tuneloop.explorer.versions.verifier_lora import verify_adapter
 from tuneloop.shared.checkpoint import ACTOR, check_files, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
@@ -134,7 +134,9 @@ def _meaning(text: bytes) -> Any:
     return {key: each for key, each in value.items() if key not in _HARMLESS} if isinstance(value, dict) else value
 
 
-def _same_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, tied: bool, dtype: str | None) -> None:
+def _same_tensors(
+    found: Mapping[str, StoredTensor], wanted: Mapping[str, StoredTensor], *, tied: bool, dtype: str | None
+) -> None:
     """`dtype` is the type that the manifest says the weights have."""
     # A model with tied embeddings may or may not store the head a second time.
     spare = {"lm_head.weight"} if tied else set()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.explorer.versions.safetensors import EXPONENTS, Tensor, is_finite, tensors
+from tuneloop.explorer.versions.safetensors import EXPONENTS, StoredTensor, is_finite, tensors
 from tuneloop.shared.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.errors import CheckpointRejected
 
@@ -29,7 +29,7 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, Tensor]) -> None:
+def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTensor]) -> None:
     """Raise CheckpointRejected unless `actor` may be served on top of the base model, whose tensors are `weights`."""
     there = {file.name for file in actor.iterdir() if not file.name.startswith(".")}
     if odd := there ^ {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
@@ -75,7 +75,9 @@ def _checked(config: Mapping[str, Any], base: Path) -> tuple[int, frozenset[str]
     return rank, frozenset(targets)
 
 
-def _fits(found: Mapping[str, Tensor], base: Mapping[str, Tensor], *, rank: int, targets: frozenset[str]) -> None:
+def _fits(
+    found: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], *, rank: int, targets: frozenset[str]
+) -> None:
     layers = {name.removeprefix(_PREFIX).removesuffix(_DOWN).removesuffix(_UP) for name in found}
     wanted = {_PREFIX + layer + part for layer in layers for part in (_DOWN, _UP)}
     if missing := wanted ^ found.keys():
@@ -97,7 +99,7 @@ def _targeted(base: Iterable[str], targets: frozenset[str]) -> set[str]:
     return {layer for layer in layers if layer.rpartition(".")[2] in targets}
 
 
-def _require(tensor: Tensor, name: str, shape: tuple[int, int]) -> None:
+def _require(tensor: StoredTensor, name: str, shape: tuple[int, int]) -> None:
     if tensor.shape != shape:
         raise CheckpointRejected(f"{name} has shape {tensor.shape}, not {shape}")
     if tensor.dtype not in EXPONENTS:

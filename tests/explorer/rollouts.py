@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tuneloop.explorer.versions.comparison import Decision, decide
+from tuneloop.explorer.versions.comparison import RolloutDecision, decide
 from tuneloop.shared.evaluation.samples import Figures, Sample
 from tuneloop.shared.settings.versions import RolloutSettings
 
@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
 class Trial(NamedTuple):
     """How a rollout ended: what was decided, and after how many rewarded replies, of the tried version and in all."""
 
-    decision: Decision
+    decision: RolloutDecision
     of_tried: int
     rewards: int
 

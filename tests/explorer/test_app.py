@@ -20,8 +20,8 @@ from tests.doubles.engine import CHAT, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
 from tests.explorer.whole import create_app
-from tuneloop.explorer.capture.recorder import Recorder, Room
-from tuneloop.explorer.capture.reply_id import Mint
+from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.dialect import ChatDialect
 from tuneloop.explorer.engines.client import EngineHttp
@@ -44,8 +44,10 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
     http = EngineHttp(url=double.url)
     async with open_session(url=double.url, socket=None, key=None) as session:
         fleet = Fleet([Engine(0, http, EngineControl(session, model_name="t"))], patience_s=patience_s)
-        recorder = Recorder(spool, Room(spool, max_bytes=1 << 20, max_age_s=60), metrics)
-        proxy = Proxy(settings_for(tmp_path), fleet, mint=Mint(b"k" * 32), recorder=recorder, metrics=metrics)
+        recorder = Recorder(spool, SpoolLimits(spool, max_bytes=1 << 20, max_age_s=60), metrics)
+        proxy = Proxy(
+            settings_for(tmp_path), fleet, signer=ReplyIdSigner(b"k" * 32), recorder=recorder, metrics=metrics
+        )
         app = FastRoutes(FastAPI(), {("POST", CHAT): partial(proxy.answer, ChatDialect())})
         config = uvicorn.Config(app, log_level="critical", lifespan="off")
         state = ServerState()

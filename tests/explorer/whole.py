@@ -7,7 +7,7 @@ from tuneloop.explorer.app import Services, open_services, open_spool
 from tuneloop.explorer.capture.control_client import OnFailure, Task
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.http.server import FastRoutes
-from tuneloop.explorer.processes.services import open_upkeep
+from tuneloop.explorer.processes.services import open_control_services
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
@@ -18,9 +18,9 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
     async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
         spool, slots = open_spool(settings, stack), Slots(settings.spool_dir)
         slots.add(spool)
-        upkeep, tasks = await open_upkeep(settings, ledger, slots, stack, on_failure=on_failure)
+        services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=on_failure)
         road, more = open_services(
-            settings, ledger, spool=spool, fleet=upkeep.fleet, metrics=upkeep.metrics, backstage=upkeep
+            settings, ledger, spool=spool, fleet=services.fleet, metrics=services.metrics, control_client=services
         )
         return road, [*tasks, *more]
 

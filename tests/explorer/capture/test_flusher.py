@@ -68,7 +68,7 @@ def own(tmp_path: Path) -> Iterator[Spool]:
 async def until_caught_up(flusher: Flusher) -> None:
     """The flusher notices only at its next try that the database is back."""
     async with asyncio.timeout(60):
-        while not await flusher.caught_up(60):  # noqa: ASYNC110 - it is the flusher's thread that moves on
+        while not await flusher.wait_until_flushed(60):  # noqa: ASYNC110 - it is the flusher's thread that moves on
             await asyncio.sleep(0.02)
 
 
@@ -99,7 +99,7 @@ async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:
     notebook, said = Notebook(), [exchange() for _ in range(2000)]
     with flushing(own, notebook) as (flusher, _):
         await asyncio.gather(*(append(own, each) for each in said))
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert notebook.records == said
     assert own.backlog_bytes() == 0
 
@@ -110,7 +110,7 @@ async def test_what_was_spooled_while_the_database_was_away_comes_later(own: Spo
     with flushing(own, notebook) as (flusher, _):
         for each in said:
             await append(own, each)
-        assert not await flusher.caught_up(0.2)
+        assert not await flusher.wait_until_flushed(0.2)
         notebook.away = False
         await until_caught_up(flusher)
     assert notebook.records == said
@@ -129,7 +129,7 @@ async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tm
     notebook.away = False
     again = Spool.open(tmp_path, sync=False)
     with flushing(again, notebook) as (flusher, _):
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     again.close()
     assert notebook.records == said
 
@@ -148,7 +148,7 @@ async def test_a_refused_record_goes_aside_and_the_others_through(own: Spool, er
     notebook.refuses, notebook.error = lambda record: record.msg_id == said[4].msg_id, error
     with flushing(own, notebook) as (flusher, set_aside):
         await append(own, *said)
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert notebook.records == said[:4] + said[5:]
     assert set_aside == [1]
     assert _quarantined(own.folder) == [encode(said[4])]
@@ -158,7 +158,7 @@ async def test_bytes_that_are_no_record_go_aside(own: Spool) -> None:
     notebook, said = Notebook(), exchange()
     with flushing(own, notebook) as (flusher, set_aside):
         await own.append([b"nonsense", encode(said)])
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert (notebook.records, set_aside) == ([said], [1])
 
 
@@ -168,7 +168,7 @@ async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: 
     mangled = exchange(experiences=(experience(logprobs=b"\0\0"),))
     with flushing(own, ledger.recording) as (flusher, set_aside):
         await append(own, said, mangled, feedback(msg_id=said.msg_id))
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert ledger.reports.counts()[State.REWARDED] == 1
     assert set_aside == [1]
 
@@ -180,9 +180,9 @@ async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) ->
     blocker.mkdir()
     with flushing(own, notebook) as (flusher, _):
         await append(own, *said)
-        assert not await flusher.caught_up(0.3)
+        assert not await flusher.wait_until_flushed(0.3)
         blocker.rmdir()
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert notebook.records[-1] == said[1]
     assert _quarantined(own.folder) == [encode(said[0])]
 
@@ -195,7 +195,7 @@ async def test_slots_of_dead_processes_are_adopted_before_ours(tmp_path: Path) -
     notebook, said = Notebook(), exchange()
     with flushing(first, notebook) as (flusher, _):
         await append(first, said)
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert notebook.records == [*left, said]
     with flushing(first, notebook):
         pass
@@ -228,7 +228,7 @@ async def test_slots_of_living_processes_are_left_alone(tmp_path: Path) -> None:
     await append(second, exchange())
     notebook = Notebook()
     with flushing(first, notebook) as (flusher, _):
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert notebook.records == []
     first.close()
     second.close()
@@ -255,12 +255,12 @@ async def test_all_our_writers_are_followed_and_waited_for(own: Spool, remote: S
     with flushing(own, notebook, slots) as (flusher, _):
         for number, each in enumerate(said):
             await append((own, other)[number % 2], each)
-            assert await flusher.caught_up(60)
+            assert await flusher.wait_until_flushed(60)
             assert each in notebook.records
         assert (own.backlog_bytes(), other.backlog_bytes()) == (0, 0)
         slot.renew()
         await append(other, exchange())
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
         eventually(lambda: spool_format.segments(other.folder) == [2])
     other.close()
 
@@ -273,7 +273,7 @@ async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool
     other.close()
     slots.leave(slot)
     with flushing(own, notebook, slots) as (flusher, _):
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
         assert notebook.records == left
         eventually(lambda: slots.ours == [own])
 
@@ -291,16 +291,16 @@ async def test_a_slot_that_is_taken_again_is_followed_on(own: Spool, remote: See
             await append(other, each)
             other.close()
             before = slot
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
     assert notebook.records == said
 
 
 async def test_an_idle_spool_is_caught_up_at_once(own: Spool) -> None:
     with flushing(own, Notebook()) as (flusher, _):
-        assert await flusher.caught_up(60)
+        assert await flusher.wait_until_flushed(60)
         await append(own, exchange())
-        assert await flusher.caught_up(60)
-        assert await flusher.caught_up(0)
+        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_flushed(0)
 
 
 async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> None:
@@ -309,8 +309,8 @@ async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> 
     with flushing(own, notebook) as (flusher, _):
         for each in said:
             await append(own, each)
-            assert await flusher.caught_up(60)
-            assert await flusher.caught_up(0)
+            assert await flusher.wait_until_flushed(60)
+            assert await flusher.wait_until_flushed(0)
     assert notebook.records == said
     assert len(spool_format.segments(own.folder)) <= 2
     own.close()
@@ -331,7 +331,7 @@ async def test_those_who_wait_take_no_threads_from_others(own: Spool) -> None:
     notebook.refuses = lambda record: not slow.wait(60)
     with flushing(own, notebook) as (flusher, _):
         await append(own, exchange())
-        waiting = [asyncio.ensure_future(flusher.caught_up(60)) for _ in range(200)]
+        waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(200)]
         await asyncio.sleep(0)
         await asyncio.to_thread(slow.set)
         assert await asyncio.gather(*waiting) == [True] * 200
@@ -342,11 +342,11 @@ async def test_many_wait_and_are_all_told(own: Spool) -> None:
     notebook.away = True
     with flushing(own, notebook) as (flusher, _):
         await append(own, exchange())
-        waiting = [asyncio.ensure_future(flusher.caught_up(60)) for _ in range(4)]
+        waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(4)]
         assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
         notebook.away = False
         await until_caught_up(flusher)
-        assert await asyncio.gather(*(flusher.caught_up(60) for _ in range(4))) == [True] * 4
+        assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [True] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
 
 

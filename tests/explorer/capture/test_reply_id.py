@@ -8,66 +8,74 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.explorer.capture.reply_id import MAX_CHOICES, PREFIX, PREFIXES, Mint, ReplyName, load_key, minted_at
+from tuneloop.explorer.capture.reply_id import (
+    MAX_CHOICES,
+    PREFIX,
+    PREFIXES,
+    ParsedReplyId,
+    ReplyIdSigner,
+    load_key,
+    minted_at,
+)
 from tuneloop.shared.errors import EnvironmentRefused
 
-MINT = Mint(b"k" * 32)
+SIGNER = ReplyIdSigner(b"k" * 32)
 
 
 @given(st.text(max_size=20), st.integers(1, MAX_CHOICES))
 def test_what_was_minted_is_read(tenant: str, choices: int) -> None:
-    msg_id = MINT.mint(tenant, choices)
+    msg_id = SIGNER.mint(tenant, choices)
     assert len(msg_id) == len(PREFIX) + 40
-    assert MINT.read(msg_id, tenant) == ReplyName(msg_id, None)
-    assert MINT.read(f"{msg_id}:{choices - 1}", tenant) == ReplyName(msg_id, choices - 1)
+    assert SIGNER.parse(msg_id, tenant) == ParsedReplyId(msg_id, None)
+    assert SIGNER.parse(f"{msg_id}:{choices - 1}", tenant) == ParsedReplyId(msg_id, choices - 1)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_an_id_tells_when_it_was_minted(prefix: str) -> None:
     before = time.time()
-    assert before - 0.001 <= minted_at(MINT.mint("acme", 1, prefix)) <= time.time()
+    assert before - 0.001 <= minted_at(SIGNER.mint("acme", 1, prefix)) <= time.time()
 
 
 def test_case_and_prefix_do_not_matter() -> None:
-    msg_id = MINT.mint("acme", 1)
+    msg_id = SIGNER.mint("acme", 1)
     bare = msg_id.removeprefix(PREFIX)
-    assert MINT.read(bare, "acme") == MINT.read(PREFIX + bare.upper(), "acme") == ReplyName(msg_id, None)
+    assert SIGNER.parse(bare, "acme") == SIGNER.parse(PREFIX + bare.upper(), "acme") == ParsedReplyId(msg_id, None)
 
 
 @given(st.integers(0, 39), st.sampled_from("0123456789abcdefghijklmnopqrstuv"))
 def test_a_flipped_character_is_refused(place: int, other: str) -> None:
-    msg_id = MINT.mint("acme", 4)
+    msg_id = SIGNER.mint("acme", 4)
     place += len(PREFIX)
     flipped = msg_id[:place] + other + msg_id[place + 1 :]
-    assert (MINT.read(flipped, "acme") is None) == (flipped != msg_id)
+    assert (SIGNER.parse(flipped, "acme") is None) == (flipped != msg_id)
 
 
 @given(st.integers(1, MAX_CHOICES), st.text(max_size=4) | st.integers(-5, 1000).map(str))
 def test_only_choices_that_exist_are_named(choices: int, choice: str) -> None:
-    found = MINT.read(f"{MINT.mint('acme', choices)}:{choice}", "acme")
+    found = SIGNER.parse(f"{SIGNER.mint('acme', choices)}:{choice}", "acme")
     exists = choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < choices
     assert (found is not None) == exists
 
 
 @given(st.text(max_size=60))
 def test_a_guess_is_refused(text: str) -> None:
-    assert MINT.read(text, "acme") is None
-    assert MINT.read(PREFIX + text, "acme") is None
+    assert SIGNER.parse(text, "acme") is None
+    assert SIGNER.parse(PREFIX + text, "acme") is None
 
 
 def test_another_tenant_or_key_is_refused() -> None:
-    msg_id = MINT.mint("acme", 1)
-    assert MINT.read(msg_id, "other") is None
-    assert Mint(b"x" * 32).read(msg_id, "acme") is None
+    msg_id = SIGNER.mint("acme", 1)
+    assert SIGNER.parse(msg_id, "other") is None
+    assert ReplyIdSigner(b"x" * 32).read(msg_id, "acme") is None
 
 
 def test_ids_sort_by_time() -> None:
     ids = []
     for _ in range(5):
-        ids.append(MINT.mint("acme", 1))
+        ids.append(SIGNER.mint("acme", 1))
         time.sleep(0.002)
     assert ids == sorted(ids)
-    assert len({MINT.mint("acme", 1) for _ in range(1000)}) == 1000
+    assert len({SIGNER.mint("acme", 1) for _ in range(1000)}) == 1000
 
 
 def test_the_key_is_made_once_by_many_processes(tmp_path: Path) -> None:

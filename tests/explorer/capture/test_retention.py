@@ -14,7 +14,7 @@ from tests.factories import exchange, feedback
 from tuneloop.cli.data.erasure import erase
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.retention import PURGE_S, SEGMENT_S, Forgetting
+from tuneloop.explorer.capture.retention import PURGE_S, SEGMENT_S, SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_erasure import Cleared, clear
 from tuneloop.explorer.capture.spool_slots import Slots
@@ -68,8 +68,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def forgetting(settings: Settings, ledger: Ledger, slots: Slots, clock: Clock) -> Forgetting:
-    return Forgetting(settings, ledger.retention, slots, metrics=Metrics(), interval_s=0.1, clock=clock)
+def forgetting(settings: Settings, ledger: Ledger, slots: Slots, clock: Clock) -> SpoolRetention:
+    return SpoolRetention(settings, ledger.retention, slots, metrics=Metrics(), interval_s=0.1, clock=clock)
 
 
 def holding(folder: Path, words: bytes = b"goldfinch") -> set[str]:
@@ -129,7 +129,7 @@ def test_without_retention_nothing_is_deleted(explorer: RunningExplorer) -> None
 
 
 def test_retention_is_applied_at_the_start_and_then_every_hour(
-    forgetting: Forgetting, ledger: Ledger, clock: Clock
+    forgetting: SpoolRetention, ledger: Ledger, clock: Clock
 ) -> None:
     for now, left in ((0.0, 0), (PURGE_S - 1, 1), (PURGE_S, 0)):
         ledger.recording.record([exchange(received_at=1.0)] if not sum(ledger.reports.counts().values()) else [])
@@ -139,11 +139,11 @@ def test_retention_is_applied_at_the_start_and_then_every_hour(
 
 
 async def test_a_segment_that_the_database_has_is_left_after_a_while(
-    forgetting: Forgetting, own: Spool, flusher: Flusher, clock: Clock
+    forgetting: SpoolRetention, own: Spool, flusher: Flusher, clock: Clock
 ) -> None:
     forgetting.look()
     end = await own.append([encode(exchange())])
-    assert await flusher.caught_up(60)
+    assert await flusher.wait_until_flushed(60)
     for clock.now in (1.0, SEGMENT_S - 1.0):
         forgetting.look()
     assert own.end.segment == end.segment
@@ -156,7 +156,9 @@ async def test_a_segment_that_the_database_has_is_left_after_a_while(
     assert own.end.segment == end.segment + 1, "an empty one is not left"
 
 
-async def test_a_segment_that_the_database_lacks_is_not_left(forgetting: Forgetting, own: Spool, clock: Clock) -> None:
+async def test_a_segment_that_the_database_lacks_is_not_left(
+    forgetting: SpoolRetention, own: Spool, clock: Clock
+) -> None:
     end = await own.append([encode(exchange())])
     for clock.now in (0.0, 10 * SEGMENT_S):
         forgetting.look()
@@ -169,7 +171,7 @@ def of_ann(**but: object) -> bytes:
 
 
 def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
-    forgetting: Forgetting, own: Spool, ledger: Ledger
+    forgetting: SpoolRetention, own: Spool, ledger: Ledger
 ) -> None:
     bobs = encode(exchange(user="bob"))
     for payload in (of_ann(), bobs, b"goldfinch that is no record"):
@@ -188,7 +190,7 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
     assert (own.folder / "quarantine.seg").read_bytes() == left
 
 
-def test_a_second_erasure_clears_again(forgetting: Forgetting, own: Spool, ledger: Ledger) -> None:
+def test_a_second_erasure_clears_again(forgetting: SpoolRetention, own: Spool, ledger: Ledger) -> None:
     spool.quarantine(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
     for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):
         ledger.retention.erase("acme", user)
@@ -197,7 +199,7 @@ def test_a_second_erasure_clears_again(forgetting: Forgetting, own: Spool, ledge
 
 
 def test_slots_of_dead_processes_are_cleared_and_those_of_living_ones_left_to_them(
-    forgetting: Forgetting, own: Spool, ledger: Ledger
+    forgetting: SpoolRetention, own: Spool, ledger: Ledger
 ) -> None:
     dead, alive = own.folder.parent / "1", own.folder.parent / "2"
     for folder in (dead, alive):

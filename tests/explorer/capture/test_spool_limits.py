@@ -11,7 +11,7 @@ import pytest
 
 from tests.explorer.running import eventually
 from tests.factories import exchange, feedback
-from tuneloop.explorer.capture.recorder import RESERVE_BYTES, Room
+from tuneloop.explorer.capture.recorder import RESERVE_BYTES, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared import spool_format
 from tuneloop.shared.errors import SpoolFull
@@ -28,8 +28,8 @@ def own(tmp_path: Path) -> Iterator[Spool]:
     found.close()
 
 
-def room(own: Spool, *, max_bytes: int = GIB, max_age_s: float = 3600.0, **more: Any) -> Room:
-    return Room(own, max_bytes=max_bytes, max_age_s=max_age_s, **more)
+def limits(own: Spool, *, max_bytes: int = GIB, max_age_s: float = 3600.0, **more: Any) -> SpoolLimits:
+    return SpoolLimits(own, max_bytes=max_bytes, max_age_s=max_age_s, **more)
 
 
 def disk(free: int, total: int = 1000 * GIB) -> Callable[[Path], os.statvfs_result]:
@@ -37,7 +37,7 @@ def disk(free: int, total: int = 1000 * GIB) -> Callable[[Path], os.statvfs_resu
     return lambda _path: os.statvfs_result((1, 1, total, free, free, 1, 1, 1, 0, 255))
 
 
-def refused(found: Room) -> bool:
+def refused(found: SpoolLimits) -> bool:
     try:
         found.admit()
     except SpoolFull:
@@ -46,7 +46,7 @@ def refused(found: Room) -> bool:
 
 
 async def test_the_bound_is_kept_until_the_database_has_caught_up(own: Spool) -> None:
-    found = room(own, max_bytes=100)
+    found = limits(own, max_bytes=100)
     found.admit()
     end = await own.append([b"x" * 200])
     with pytest.raises(SpoolFull, match="100 bytes"):
@@ -57,7 +57,7 @@ async def test_the_bound_is_kept_until_the_database_has_caught_up(own: Spool) ->
 
 async def test_what_other_processes_hold_counts_dead_or_alive(own: Spool) -> None:
     alive, dead = Spool.open(own.folder.parent, sync=False), Spool.open(own.folder.parent, sync=False)
-    found = room(own, max_bytes=600)
+    found = limits(own, max_bytes=600)
     for each in (own, alive, dead):
         await each.append([b"x" * 192])
     dead.close()
@@ -73,7 +73,7 @@ async def test_what_other_processes_hold_counts_dead_or_alive(own: Spool) -> Non
 
 
 async def test_asking_reads_nothing(own: Spool) -> None:
-    found = room(own, max_bytes=100)
+    found = limits(own, max_bytes=100)
     await own.append([b"x" * 42])
     shutil.rmtree(own.folder)
     found.admit()
@@ -94,7 +94,7 @@ async def test_what_the_process_before_left_counts(own: Spool) -> None:
 
 @pytest.mark.parametrize(("free", "total"), [(RESERVE_BYTES, 1000 * GIB), (GIB // 20, GIB)])
 async def test_a_disk_is_not_filled_to_its_last_byte(own: Spool, free: int, total: int) -> None:
-    found = room(own, disk=disk(free + 100, total))
+    found = limits(own, disk=disk(free + 100, total))
     found.admit()
     await own.append([b"x" * 200])
     with pytest.raises(SpoolFull, match="the disk of the spool"):
@@ -102,7 +102,7 @@ async def test_a_disk_is_not_filled_to_its_last_byte(own: Spool, free: int, tota
 
 
 async def test_on_a_full_disk_what_the_database_has_is_given_back(own: Spool) -> None:
-    found = room(own, disk=disk(0))
+    found = limits(own, disk=disk(0))
     own.flushed.move(await own.append([b"x" * 200]))
     found.look()
     eventually(lambda: own.end == Position(2, 0))
@@ -116,7 +116,7 @@ async def test_on_a_full_disk_what_the_database_has_is_given_back(own: Spool) ->
 
 async def test_a_segment_ends_before_the_disk_has_no_room_beside_it(own: Spool) -> None:
     small = RESERVE_BYTES + 300
-    found = room(own, disk=disk(small))
+    found = limits(own, disk=disk(small))
     await own.append([b"x" * 200])
     found.look()
     await own.append([b"x" * 200])
@@ -128,7 +128,7 @@ async def test_a_segment_ends_before_the_disk_has_no_room_beside_it(own: Spool) 
 
 async def test_the_age_is_that_of_the_oldest_record_in_any_slot(own: Spool) -> None:
     now = time.time()
-    found = room(own, max_age_s=50)
+    found = limits(own, max_age_s=50)
     assert found.oldest_s() == 0
     other = Spool.open(own.folder.parent, sync=False)
     end = await other.append([encode(exchange(received_at=now - 100, latency_s=60.0))])
@@ -147,7 +147,7 @@ async def test_the_age_is_that_of_the_oldest_record_in_any_slot(own: Spool) -> N
 
 
 async def test_what_has_waited_too_long_refuses_more(own: Spool) -> None:
-    found = room(own, max_age_s=50)
+    found = limits(own, max_age_s=50)
     end = await own.append([encode(feedback(received_at=time.time() - 60))])
     found.look()
     with pytest.raises(SpoolFull, match="for 50 seconds"):
@@ -157,14 +157,14 @@ async def test_what_has_waited_too_long_refuses_more(own: Spool) -> None:
 
 
 async def test_bytes_that_are_no_record_are_as_old_as_their_segment(own: Spool) -> None:
-    found = room(own)
+    found = limits(own)
     await own.append([b"nonsense"])
     os.utime(own.folder / "00000001.seg", (0, time.time() - 70))
     found.look()
     assert found.oldest_s() == pytest.approx(70, abs=5)
     with (own.folder / "00000001.seg").open("r+b") as file:
         file.truncate(5)
-    found = room(own)
+    found = limits(own)
     assert found.oldest_s() == pytest.approx(0, abs=5)
 
 
@@ -177,7 +177,7 @@ async def test_a_disk_that_cannot_be_looked_at_is_looked_at_again(own: Spool) ->
             raise answer
         return answer or os.statvfs(own.folder)
 
-    found = room(own)
+    found = limits(own)
     found._disk = disk
     running = asyncio.ensure_future(found.run())
     await asyncio.to_thread(eventually, lambda: refused(found))

@@ -8,18 +8,18 @@ import pytest
 
 from tests.doubles.engine import pieces, recorded
 from tuneloop.explorer.capture.sampling import Sampling
-from tuneloop.explorer.capture.transcript import ChatTranscript, Transcript, Wants
+from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Transcript
 from tuneloop.shared.experience import Experience
 
 ON_POLICY = Sampling(1.0)
 
 
 def transcript(msg_id: str = "chatcmpl-recorded", **wants: bool) -> Transcript:
-    return ChatTranscript(msg_id, Wants(**wants))
+    return ChatTranscript(msg_id, RequestedFields(**wants))
 
 
-def hear(found: Transcript, piece: dict[str, Any]) -> dict[str, Any] | None:
-    view = found.hear(json.dumps(piece, separators=(",", ":")).encode())
+def feed(found: Transcript, piece: dict[str, Any]) -> dict[str, Any] | None:
+    view = found.feed(json.dumps(piece, separators=(",", ":")).encode())
     return None if view is None else json.loads(view)
 
 
@@ -37,7 +37,7 @@ def said(name: str) -> Iterator[dict[str, Any]]:
 def heard(name: str, **but: Any) -> Transcript:
     found = transcript(**but)
     for piece in said(name):
-        hear(found, piece)
+        feed(found, piece)
     return found
 
 
@@ -48,7 +48,7 @@ def experiences(found: Transcript, sampling: Sampling = ON_POLICY, *, mixed: boo
 def told(name: str, **but: Any) -> list[dict[str, Any]]:
     """What the client gets of a recording."""
     found = transcript(**but)
-    return [view for piece in said(name) if (view := hear(found, piece)) is not None]
+    return [view for piece in said(name) if (view := feed(found, piece)) is not None]
 
 
 def merged(stream: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_streamed_calls_are_told_apart_by_their_index() -> None:
     ]:
         call = {"index": index, "id": call_id, "type": call_id and "function"}
         delta = {"tool_calls": [call | {"function": {"name": name, "arguments": arguments}}]}
-        hear(found, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        feed(found, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     assert calls_of(experiences(found)[0]) == [
         {"id": "call_a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
         {"id": "call_b", "type": "function", "function": {"name": "half", "arguments": "{}"}},
@@ -147,14 +147,14 @@ def test_streamed_calls_are_told_apart_by_their_index() -> None:
 def test_a_reply_cut_off_is_marked(count: int) -> None:
     found = transcript()
     for piece, _ in zip(said("stream_nousage_captured.sse"), range(count), strict=False):
-        hear(found, piece)
+        feed(found, piece)
     assert all(each.drop_reason == ("cut_off" if count < 13 else None) for each in experiences(found))
     assert found.complete == (count >= 13)
 
 
 def test_a_reply_with_an_error_in_it_is_cut_off() -> None:
     found = heard("stream_captured.sse")
-    assert hear(found, {"error": {"message": "no"}}) == {"error": {"message": "no"}}
+    assert feed(found, {"error": {"message": "no"}}) == {"error": {"message": "no"}}
     assert experiences(found)[0].drop_reason == "cut_off"
 
 
@@ -163,7 +163,7 @@ def test_a_reply_that_the_engine_gave_up_is_cut_off(reason: str) -> None:
     (piece,) = said("whole_captured.json")
     piece["choices"][0]["finish_reason"] = reason
     found = transcript()
-    hear(found, piece)
+    feed(found, piece)
     assert experiences(found)[0].drop_reason == "cut_off"
 
 
@@ -188,7 +188,7 @@ def changed(**but: Any) -> Transcript:
     piece |= {key: value for key, value in but.items() if key == "prompt_token_ids"}
     piece["choices"][0] |= {key: value for key, value in but.items() if key != "prompt_token_ids"}
     found = transcript()
-    hear(found, piece)
+    feed(found, piece)
     return found
 
 
@@ -224,7 +224,7 @@ def test_a_prompt_id_beyond_all_numbers_costs_nobody_the_reply() -> None:
     (piece,) = said("whole_captured.json")
     written = json.dumps(piece | {"prompt_token_ids": "?"}, separators=(",", ":")).encode()
     found = transcript()
-    assert found.hear(written.replace(b'"?"', b"[1e999]"))
+    assert found.feed(written.replace(b'"?"', b"[1e999]"))
     assert [each.drop_reason for each in experiences(found)] == ["no_token_ids"]
 
 

@@ -19,8 +19,8 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.feedback.judge import (
     METRIC,
     SWEEP_S,
-    Candidate,
-    Judging,
+    JudgeLoop,
+    UnjudgedReply,
     event_id,
     events_of,
     in_share,
@@ -249,16 +249,16 @@ class Bench:
         self.ledger = open_ledger(settings)
         self.spool = Spool.open(settings.spool_dir, sync=False)
         self.all_there = True
-        self.judging = Judging(
+        self.judging = JudgeLoop(
             JudgeSettings(url=judge.base_url, model="j", retries=0),
             self.ledger,
             self.spool,
             metrics=Metrics(),
             conversation=no_conversation,
-            caught_up=self.caught_up,
+            wait_until_flushed=self.wait_until_flushed,
         )
 
-    async def caught_up(self, timeout_s: float) -> bool:
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
         return self.all_there
 
     def chat(self) -> Exchange:
@@ -349,7 +349,7 @@ async def test_two_verdicts_on_one_reply_are_one(bench: Bench, judge: JudgeDoubl
     for score in (5, 1):
         judge.says = [verdict(score)]
         found = await bench.judging._judge.score_async(Reply(text=""))
-        bench.ledger.recording.record(events_of("judge:j", Candidate(reply, ""), found))
+        bench.ledger.recording.record(events_of("judge:j", UnjudgedReply(reply, ""), found))
     ids = [event_id("judge:j", reply, metric) for metric in (METRIC, f"{METRIC}/accuracy", "comment", "other")]
     assert bench.ledger.judging.existing_events(ids) == set(ids[:3])
     with bench.ledger.transactions.write() as connection:

@@ -12,20 +12,22 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.capture.reply_id import Mint
-from tuneloop.explorer.feedback.events import Hearing
-from tuneloop.explorer.feedback.request import MAX_CHARACTERS, MAX_IDS, remarks_of
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
+from tuneloop.explorer.feedback.events import EventFactory
+from tuneloop.explorer.feedback.request import MAX_CHARACTERS, MAX_IDS, parse_entries
 from tuneloop.explorer.feedback.routes import MAX_BODY_BYTES, WEAKEST_FIRST
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, Feedback, Kind, Outcome
 
-MINT = Mint(b"k" * 32)
-FIRST, SECOND = (MINT.mint("acme", 2) for _ in range(2))
+SIGNER = ReplyIdSigner(b"k" * 32)
+FIRST, SECOND = (SIGNER.mint("acme", 2) for _ in range(2))
 
 
 def heard(body: dict[str, Any], header: str | None = None) -> list[Feedback]:
     """The events of a body."""
-    return [each.event for each in Hearing(MINT, "acme").hear(remarks_of(body, header)) if each.event is not None]
+    return [
+        each.event for each in EventFactory(SIGNER, "acme").hear(parse_entries(body, header)) if each.event is not None
+    ]
 
 
 def one(**body: Any) -> Feedback:

@@ -13,19 +13,19 @@ from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
-    Begin,
-    CaughtUp,
+    AnnounceSlot,
     Channel,
-    Count,
-    Counted,
-    Divide,
+    CollectMetrics,
     EngineView,
-    Expose,
-    Learn,
-    Renew,
-    Tried,
-    UntilIdle,
-    Writes,
+    GetExposition,
+    GetStartInfo,
+    ReportMetrics,
+    ReportShadowReply,
+    StartSegment,
+    UpdateEngine,
+    UpdateSplit,
+    WaitUntilFlushed,
+    WaitUntilIdle,
 )
 from tuneloop.shared.errors import ChannelLost
 
@@ -53,7 +53,7 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
     samples = [MetricSample("requests", "requests_total", (("status", "200"),), 3.0)]
 
     async def counts(question: Any) -> object:
-        assert question == Count()
+        assert question == CollectMetrics()
         return samples
 
     async def waits(question: Any) -> object:
@@ -61,7 +61,9 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
 
     async with talking(counts, waits) as (worker, control):
         told = await asyncio.gather(
-            control.ask(Count(), list[MetricSample]), worker.ask(CaughtUp(2.0), bool), worker.ask(CaughtUp(0.5), bool)
+            control.ask(CollectMetrics(), list[MetricSample]),
+            worker.ask(WaitUntilFlushed(2.0), bool),
+            worker.ask(WaitUntilFlushed(0.5), bool),
         )
     assert told == [samples, True, False]
 
@@ -69,16 +71,16 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
 @pytest.mark.parametrize(
     "question",
     [
-        Begin(),
-        Writes("/spool/0"),
-        Divide(TrafficSplit(3, share=0.1)),
-        Divide(None),
-        Tried(ShadowReply(3, failed=False, refused=True, seconds=0.5, tokens=12)),
-        Expose(),
-        Counted([MetricSample("a", "a_total", (), 1.0)]),
-        Learn(EngineView(1, "http://e", None, EngineState.RELOADING, 3, 2)),
-        UntilIdle(1),
-        Renew(),
+        GetStartInfo(),
+        AnnounceSlot("/spool/0"),
+        UpdateSplit(TrafficSplit(3, share=0.1)),
+        UpdateSplit(None),
+        ReportShadowReply(ShadowReply(3, failed=False, refused=True, seconds=0.5, tokens=12)),
+        GetExposition(),
+        ReportMetrics([MetricSample("a", "a_total", (), 1.0)]),
+        UpdateEngine(EngineView(1, "http://e", None, EngineState.RELOADING, 3, 2)),
+        WaitUntilIdle(1),
+        StartSegment(),
     ],
 )
 async def test_a_question_arrives_as_it_was_asked(question: Any) -> None:
@@ -102,7 +104,7 @@ async def test_questions_are_taken_up_in_their_order() -> None:
         return None
 
     async with talking(other=hears) as (one, _):
-        await asyncio.gather(*(one.ask(CaughtUp(float(number))) for number in range(1000)))
+        await asyncio.gather(*(one.ask(WaitUntilFlushed(float(number))) for number in range(1000)))
     assert heard == [float(number) for number in range(1000)]
 
 
@@ -110,13 +112,13 @@ async def test_an_answer_that_waits_keeps_no_other_back() -> None:
     let_go = asyncio.Event()
 
     async def waits(asked: Any) -> object:
-        if isinstance(asked, UntilIdle):
+        if isinstance(asked, WaitUntilIdle):
             await let_go.wait()
         return None
 
     async with talking(other=waits) as (one, _):
-        waiting = asyncio.ensure_future(one.ask(UntilIdle(0)))
-        await one.ask(Begin())
+        waiting = asyncio.ensure_future(one.ask(WaitUntilIdle(0)))
+        await one.ask(GetStartInfo())
         assert not waiting.done()
         let_go.set()
         await waiting
@@ -129,19 +131,19 @@ async def test_who_does_not_answer_in_time_is_lost() -> None:
 
     async with talking(other=never) as (one, _):
         with pytest.raises(ChannelLost, match="does not answer"):
-            await one.ask(Begin(), timeout_s=0.01)
+            await one.ask(GetStartInfo(), timeout_s=0.01)
 
 
 async def test_who_fails_says_so_and_hears_on() -> None:
     async def fails(asked: Any) -> object:
-        if isinstance(asked, Begin):
+        if isinstance(asked, GetStartInfo):
             raise ValueError("no")
         return 1
 
     async with talking(other=fails) as (one, _):
         with pytest.raises(ChannelLost, match="could not"):
-            await one.ask(Begin())
-        assert await one.ask(Count(), int) == 1
+            await one.ask(GetStartInfo())
+        assert await one.ask(CollectMetrics(), int) == 1
 
 
 async def test_those_who_wait_are_told_that_the_other_is_gone() -> None:
@@ -150,10 +152,10 @@ async def test_those_who_wait_are_told_that_the_other_is_gone() -> None:
         return None
 
     async with talking(other=never) as (one, other):
-        waiting = asyncio.ensure_future(one.ask(Begin()))
+        waiting = asyncio.ensure_future(one.ask(GetStartInfo()))
         await asyncio.sleep(0.01)
         other.close()
         with pytest.raises(ChannelLost, match="gone"):
             await waiting
         with pytest.raises(ChannelLost, match="gone"):
-            await one.ask(Begin())
+            await one.ask(GetStartInfo())

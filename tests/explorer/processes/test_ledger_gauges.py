@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
 from tests.factories import committed, exchange, feedback
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.ledger_gauges import Watch
+from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
@@ -87,7 +87,7 @@ def test_a_database_that_is_away_is_the_reason(tmp_path: Path) -> None:
     settings, metrics = settings_for(tmp_path), Metrics()
     ledger = open_ledger(settings)
     ledger.reports = AwayReports(ledger.transactions)
-    watch = Watch(ledger, metrics, settings, interval_s=60)
+    watch = LedgerGauges(ledger, metrics, settings, interval_s=60)
     watch.look_or_say_why_not()
     assert not watch.reached
     assert metrics.registry.get_sample_value("tuneloop_no_step", {"reason": "database_away"}) == 1

@@ -17,7 +17,7 @@ from tests.explorer.versions.test_reload import actor, all_ready, candidate, mod
 from tests.explorer.versions.test_trial import answered, by_hash, one_explorer, trying
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
-from tuneloop.explorer.versions.canary import Rollout, asked, figures_of
+from tuneloop.explorer.versions.canary import CanaryController, asked, figures_of
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.evaluation.samples import Figures, Share
 from tuneloop.shared.experience import VersionState
@@ -133,7 +133,7 @@ def test_what_somebody_promotes_while_it_is_looked_at_is_not_rolled_back(
 
     monkeypatch.setattr(ledger, "figures", looked_at_slowly)
     with pytest.raises(VersionRefused, match="champion by now"):
-        asyncio.run(Rollout(settings, ledger, tally=ProcessTotals(metrics.registry), metrics=metrics).turn())
+        asyncio.run(CanaryController(settings, ledger, tally=ProcessTotals(metrics.registry), metrics=metrics).turn())
     assert ledger.versions.champion().version == 1
     ledger.close()
 

@@ -15,7 +15,7 @@ from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
-from tuneloop.explorer.versions.canary import Trial, division, to_try_on
+from tuneloop.explorer.versions.canary import CanaryTrial, division, to_try_on
 from tuneloop.shared.experience import VersionState
 
 USERS = [f"user-{number}" for number in range(60)]
@@ -85,10 +85,9 @@ def test_what_is_tried_no_more_gets_nothing_as_long_as_an_engine_has_it() -> Non
     assert division([engine(0, 1), engine(1, 2, state=EngineState.DOWN)], split, 1, None) is None
     assert division([engine(0, 1)], None, 1, None) is None
     tried: Any = engine(9, 3)  # all that is asked of a version is its number
-    assert division([engine(0, 1), engine(1, 2)], split, 1, Trial(tried, "ab", 0.5, 0.0)) == TrafficSplit(2)
-    assert division([engine(0, 1), engine(1, 1)], TrafficSplit(2), 1, Trial(tried, "ab", 0.5, 0.0)) == TrafficSplit(
-        3, share=0.5
-    )
+    assert division([engine(0, 1), engine(1, 2)], split, 1, CanaryTrial(tried, "ab", 0.5, 0.0)) == TrafficSplit(2)
+    trial = CanaryTrial(tried, "ab", 0.5, 0.0)
+    assert division([engine(0, 1), engine(1, 1)], TrafficSplit(2), 1, trial) == TrafficSplit(3, share=0.5)
 
 
 @pytest.mark.parametrize("mode", ["canary", "ab"])

@@ -11,7 +11,7 @@ import pytest
 from tests.loop.harness.bare_engine import MODEL
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
-from tuneloop.explorer.versions.engine_queries import Asking
+from tuneloop.explorer.versions.engine_queries import EngineQueries
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.evaluation.off_policy import likelihoods
@@ -36,7 +36,7 @@ def test_the_engine_and_the_trainer_find_them_alike_up_to_the_longest(bare_engin
     async def asked() -> tuple[int, list[float]]:
         async with open_session(url=None, socket=socket, key=None) as session:
             engine = Engine(0, cast("Any", None), EngineControl(session, model_name=MODEL))
-            told = await Asking(settings, []).likelihoods(engine, replies, at_once=4)
+            told = await EngineQueries(settings, []).likelihoods(engine, replies, at_once=4)
             return await engine.control.longest(), told
 
     longest, told = asyncio.run(asked())

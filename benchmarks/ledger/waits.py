@@ -32,12 +32,12 @@ class Writer(Transactions):
 
     def make(self) -> None:
         """Make the table."""
-        with self._write() as connection:
+        with self.write() as connection:
             connection.execute(text("CREATE TABLE written (row BLOB)"))
 
     def insert(self) -> None:
         """Write once."""
-        with self._write() as connection:
+        with self.write() as connection:
             connection.execute(text("INSERT INTO written VALUES (:row)"), {"row": _ROW})
 
 

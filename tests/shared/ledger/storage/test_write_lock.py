@@ -21,16 +21,16 @@ class Counter(Transactions):
     """A way to a table of one column."""
 
     def make(self) -> None:
-        with self._write() as connection:
+        with self.write() as connection:
             connection.execute(text("CREATE TABLE counted (who TEXT)"))
 
     def add(self, who: str, held_s: float = 0.0) -> None:
-        with self._write() as connection:
+        with self.write() as connection:
             connection.execute(text("INSERT INTO counted VALUES (:who)"), {"who": who})
             time.sleep(held_s)
 
     def count(self, who: str) -> int:
-        return int(self._read(text("SELECT count(*) FROM counted WHERE who = :who").bindparams(who=who))[0][0])
+        return int(self.read(text("SELECT count(*) FROM counted WHERE who = :who").bindparams(who=who))[0][0])
 
 
 def counter(file: Path) -> Counter:

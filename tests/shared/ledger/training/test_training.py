@@ -95,7 +95,7 @@ def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger,
     epoch = early.training.take_epoch("trainer")
     early.training.lease(epoch, 1, BatchPolicy())
     assert [(row.lease_epoch, row.lease_until) for row in rows(engine)] == [(epoch, 1000.0 + LEASE_S)]
-    soon.extend(epoch)
+    soon.training.extend(epoch)
     assert [row.lease_until for row in rows(engine)] == [1000.0 + LEASE_S]
     late.training.extend(epoch)
     assert [row.lease_until for row in rows(engine)] == [1001.0 + 1.5 * LEASE_S]

@@ -13,6 +13,7 @@ Each is the median over the rounds, in which the systems take turns. All of them
 environment of its own, which is made below the work folder when it is first needed; nginx is taken from the system
 (Debian's package nginx-light). The peer's runs in this environment, for its torch.
 
+    … --systems "tuneloop, SQLite" --source BEFORE AFTER --tokens 64     two checkouts of ours side by side
     … --systems "tuneloop, SQLite" --workers 1 2 4 --loads 2   how it grows with its workers
     … --systems "tuneloop, SQLite, fsync" --soak 30      per minute: latency and RSS at 70 % of the most it can do
     … --systems "tuneloop, SQLite, fsync" --requests 1000000        RSS over a million requests
@@ -28,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.proxy.kinds import KINDS
-from benchmarks.proxy.load import built, running, wait_until_ready
+from benchmarks.proxy.load import LONG, SHORT, built, running, wait_until_ready
 from benchmarks.proxy.rounds import Plan, Subject, one_round, warm_up
 from benchmarks.proxy.soak import many, soak
 from benchmarks.proxy.systems import Kind, Place, postgres_server, tuneloop
@@ -46,9 +47,13 @@ def main() -> int:
         for kind in KINDS
         if any(name in kind.name for name in options.systems) or (kind.name == "direct" and not long)
     ]
-    kinds = _with_workers(kinds, options.workers)
+    kinds = _with_sources(_with_workers(kinds, options.workers), options.source)
     plan = Plan(
-        seconds=options.seconds, connections=options.connections, loads=options.loads, chunks_per_s=options.chunks
+        seconds=options.seconds,
+        connections=options.connections,
+        loads=options.loads,
+        chunks_per_s=options.chunks,
+        tokens=tuple(options.tokens),
     )
     with ExitStack() as stack:
         subjects = _started(kinds, options, plan, stack)
@@ -89,6 +94,19 @@ def _with_workers(kinds: list[Kind], workers: list[int]) -> list[Kind]:
     ]
 
 
+def _with_sources(kinds: list[Kind], sources: list[Path]) -> list[Kind]:
+    """Ours once for each checkout, named by its folder if there are several; the others as they are."""
+    measured: list[Kind] = []
+    for kind in kinds:
+        if kind.start is not tuneloop:
+            measured.append(kind)
+            continue
+        for source in sources:
+            name = f"{kind.name}, {source.name}" if len(sources) > 1 else kind.name
+            measured.append(replace(kind, name=name, source=source))
+    return measured
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proxy", description=__doc__)
     parser.add_argument(
@@ -101,12 +119,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chunks", type=float, default=5000.0, help="asked per second of all streams")
     parser.add_argument("--captured", action="store_true", help="token ids and log-probabilities for all, asked or not")
     parser.add_argument("--workers", nargs="+", type=int, default=[1], help="measure ours with each of these numbers")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, choices=(SHORT, LONG), default=[SHORT, LONG], help="of the replies asked for"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="load each for so long instead")
     parser.add_argument("--load", type=float, default=0.7, help="share of what it can do at most, in --soak")
     parser.add_argument("--requests", type=int, default=0, help="ask each so often instead")
     parser.add_argument("--work", type=Path, default=Path("~/.cache/tuneloop-bench").expanduser())
     parser.add_argument(
-        "--source", type=Path, default=Path(__file__).parents[2], help="the checkout of ours to measure"
+        "--source",
+        nargs="+",
+        type=lambda name: Path(name).resolve(),
+        default=[Path(__file__).parents[2]],
+        help="the checkouts of ours to measure",
     )
     return parser.parse_args()
 
@@ -128,7 +153,6 @@ def _started(kinds: list[Kind], options: argparse.Namespace, plan: Plan, stack: 
             work=options.work,
             port=_PORT + number,
             upstream=upstream,
-            source=options.source,
             database=stack.enter_context(server.fresh()) if server and kind.postgres else None,
         )
         place.folder.mkdir()

@@ -67,7 +67,7 @@ def _longer_stream(stream: bytes) -> bytes:
 
 def request_body(folder: Path, *, model: str, tokens: int, stream: bool) -> Path:
     """The file with a chat request whose prompt has about 1 000 tokens, as clients send it."""
-    prose = " ".join((_HERE.parent / "docs" / "architecture.md").read_text().split())
+    prose = " ".join((_HERE.parents[1] / "docs" / "architecture.md").read_text().split())
     said = prose[: 4 * PROMPT_TOKENS]
     cut = len(said) // 4
     messages = [{"role": "system", "content": said[:cut]}, {"role": "user", "content": said[cut:]}]

@@ -26,6 +26,8 @@ class Plan:
     wait_us: int = 5000
     streams: int = 32
     chunks_per_s: float = 5000.0
+    #: Lengths of the replies; chunks are those of the long ones.
+    tokens: tuple[int, ...] = (SHORT, LONG)
 
     @property
     def pace(self) -> float:
@@ -85,7 +87,8 @@ def one_round(subjects: list[Subject], plan: Plan, *, backwards: bool) -> None:
     for subject, rates in list(zip(subjects, idle, strict=True))[:: -1 if backwards else 1]:
         _closed_loops(subject, plan, rates)
         _one_at_a_time(subject, plan)
-        _streams(subject, plan, rates)
+        if LONG in plan.tokens:
+            _streams(subject, plan, rates)
         subject.rss.append(rss_mb(subject.system.pids))
 
 
@@ -136,7 +139,7 @@ def _measured(
 
 def _closed_loops(subject: Subject, plan: Plan, rates: tuple[float, float]) -> None:
     arguments: list[object] = ["-s", plan.seconds, "-c", plan.connections // plan.loads]
-    for tokens in (SHORT, LONG):
+    for tokens in plan.tokens:
         said, ours, database = _measured(subject, rates, tokens, arguments, at_once=plan.loads)
         subject.note(f"rps_{tokens}", said["requests"] / said["seconds"])
         subject.note(f"cpu_{tokens}", 1e6 * ours / said["requests"])

@@ -1,6 +1,7 @@
 """What runs in the proxies' benchmark, and how ours and nginx are started; `others.py` starts the others."""
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,8 +28,6 @@ class Place:
     work: Path
     port: int
     upstream: str
-    #: The checkout of ours that is measured.
-    source: Path = Path(__file__).parents[2]
     database: str | None = None
 
 
@@ -58,6 +57,8 @@ class Kind:
     postgres: bool = False
     #: Ours alone have more than one.
     workers: int = 1
+    #: The checkout of ours that is measured.
+    source: Path = Path(__file__).parents[2]
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -115,10 +116,20 @@ def tuneloop(kind: Kind, place: Place) -> Iterator[System]:
     settings["buffer"] = {"trainer_input": {"experience_buffer": {"path": database}}}
     config = place.folder / "tuneloop.yaml"
     config.write_text(yaml.safe_dump(settings))
-    command = (sys.executable, "-m", "tuneloop.explorer", "--config", config)
-    with started(command, place, "/health/ready", cwd=place.source) as pid:
+    module, path = _explorer_of(kind.source, place.folder / "links")
+    command = (sys.executable, "-m", module, "--config", config)
+    with started(command, place, "/health/ready", env={"PYTHONPATH": str(path)}, cwd=place.folder) as pid:
         recorded = rows(database, "exchanges" if place.database is None else "exp_buffer.exchanges")
         yield System(name=kind.name, port=place.port, pids=(pid,), recorded=recorded)
+
+
+def _explorer_of(checkout: Path, links: Path) -> tuple[str, Path]:
+    """The explorer's module in a checkout, and the folder to import it from: older ones have it at their top level."""
+    script = checkout / "scripts" / "links"
+    if not script.exists():
+        return "explorer", checkout
+    subprocess.run([script, links], check=True)
+    return "tuneloop.explorer", links
 
 
 class Server(PostgresDatabases):

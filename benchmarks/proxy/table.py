@@ -19,7 +19,8 @@ def report(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
         for percentile in ("p50", "p99"):
             if nothing is not None and line is not nothing:
                 line[f"added_{percentile}"] = line[percentile] - nothing[percentile]
-        line[f"with_database_{SHORT}"] = line[f"cpu_{SHORT}"] + line[f"database_{SHORT}"]
+        if f"cpu_{SHORT}" in line:
+            line[f"with_database_{SHORT}"] = line[f"cpu_{SHORT}"] + line[f"database_{SHORT}"]
     for reference in (_OURS, _RIVAL):
         against = next((line for line in lines if line["name"].startswith(reference)), None)
         for line in lines if against else []:
@@ -66,7 +67,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 def _measured(line: dict[str, Any]) -> str:
     added = f" ({line['added_p50']:+.0f} / {line['added_p99']:+.0f})" if "added_p50" in line else ""
     direct = line["name"] == "direct"
-    databases = [line[f"database_{tokens}"] for tokens in (SHORT, LONG)]
+    databases = [line.get(f"database_{tokens}") for tokens in (SHORT, LONG)]
     kept = "-"
     if line["recorded"] is not None:
         short = "" if line["recorded"] >= line["answered"] else " **LOST**"
@@ -74,13 +75,17 @@ def _measured(line: dict[str, Any]) -> str:
     cells = [
         line["name"],
         f"{line['p50']:.0f} / {line['p99']:.0f}{added}",
-        f"{line[f'rps_{SHORT}']:.0f} / {line[f'rps_{LONG}']:.0f}",
-        *("-" if direct else f"{line[cost]:.0f}" for cost in (f"cpu_{SHORT}", f"cpu_{LONG}", "chunk")),
-        ", ".join(f"{each:.0f}" for each in databases) if any(databases) else "-",
+        f"{_whole(line.get(f'rps_{SHORT}'))} / {_whole(line.get(f'rps_{LONG}'))}",
+        *("-" if direct else _whole(line.get(cost)) for cost in (f"cpu_{SHORT}", f"cpu_{LONG}", "chunk")),
+        ", ".join(_whole(each) for each in databases) if any(databases) else "-",
         "-" if direct else f"{line['rss'][0]:.0f} → {line['rss'][-1]:.0f}",
         f"{kept} ({line['failed']})",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _whole(number: float | None) -> str:
+    return "-" if number is None else f"{number:.0f}"
 
 
 def _ratios(line: dict[str, Any]) -> str:

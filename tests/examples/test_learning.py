@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import learning, learning_offline, learning_ours
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning import offline, ours
 from benchmarks.learning.curves import mean_of, panels
 from benchmarks.learning.offline import Row, pairs
 from benchmarks.learning.plan import SEEDS, Wanted, everything
@@ -48,7 +49,7 @@ def test_sampled_log_probabilities_are_the_models(task: str) -> None:
 
 def test_a_run_learns_from_the_replies_it_asked_for(base: Path) -> None:
     wanted = Wanted(place="ours", method="reinforce", samples=128, coin=True)
-    line = learning_ours.learn(wanted, TASKS["sums"], base)
+    line = ours.learn(wanted, TASKS["sums"], base)
     assert line["steps"] == 2
     assert [at for at, _ in line["curve"]] == [64, 128]
     assert line["before"] == 0.0
@@ -56,16 +57,16 @@ def test_a_run_learns_from_the_replies_it_asked_for(base: Path) -> None:
 
 def test_a_run_that_is_taught_asks_its_teacher(base: Path) -> None:
     shutil.copytree(base, base.with_name("sums-0-teacher"))
-    line = learning_ours.learn(Wanted(place="ours", method="distill", samples=64), TASKS["sums"], base)
+    line = ours.learn(Wanted(place="ours", method="distill", samples=64), TASKS["sums"], base)
     assert line["steps"] == 1
     assert line["metrics"]["actor/teacher_kl"] == pytest.approx(0.0, abs=1e-5)  # It is itself.
 
 
 def test_late_means_that_so_many_batches_wait(base: Path) -> None:
-    settings = learning_ours.settings_of(Wanted(place="ours", method="reinforce"), TASKS["sums"], base)
-    learner = learning_ours.snapshot.load(settings, None)
-    words = learning_ours.AutoTokenizer.from_pretrained(base)
-    source = iter(learning_ours.Online(Wanted(place="ours", method="reinforce", late=2), TASKS["sums"], learner, words))
+    settings = ours.settings_of(Wanted(place="ours", method="reinforce"), TASKS["sums"], base)
+    learner = ours.snapshot.load(settings, None)
+    words = ours.AutoTokenizer.from_pretrained(base)
+    source = iter(ours.Online(Wanted(place="ours", method="reinforce", late=2), TASKS["sums"], learner, words))
     samples, _, sampled = next(source)
     assert sampled == 3 * len(samples) == 192
 
@@ -73,18 +74,18 @@ def test_late_means_that_so_many_batches_wait(base: Path) -> None:
 def test_settings_of_a_run_are_the_methods_own_and_the_changes(base: Path) -> None:
     for method in METHODS:
         wanted = Wanted(place="ours", method=method, changes=("optimizer.lr=1e-6",))
-        settings = learning_ours.settings_of(wanted, TASKS["sums"], base)
+        settings = ours.settings_of(wanted, TASKS["sums"], base)
         assert (settings.algorithm.algorithm_type, settings.algorithm.optimizer.lr) == (method, 1e-6)
 
 
 def test_offline_replies_come_in_groups_and_are_sampled_once(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "replies.jsonl"
-    learning_ours.write_replies(file, TASKS["sums"], base, seed=0, samples=64)
+    ours.write_replies(file, TASKS["sums"], base, seed=0, samples=64)
     first = file.read_bytes()
-    found = learning_offline.rows(file)
+    found = offline.rows(file)
     assert len(found) == 64
     assert len({row.task_id for row in found}) == 8
-    learning_ours.write_replies(file, TASKS["sums"], base, seed=1, samples=64)
+    ours.write_replies(file, TASKS["sums"], base, seed=1, samples=64)
     assert file.read_bytes() == first
 
 

@@ -7,7 +7,9 @@ import httpx
 import pytest
 
 from shared.ledger import Ledger
+from tests.loop.bare_engine import as_it_was as as_it_was
 from tests.loop.bare_engine import bare_engine as bare_engine
+from tests.loop.bare_engine import second_engine as second_engine
 from tests.loop.services import Service, client_of_engine, ledger_of, make_model, write_settings
 
 pytest.register_assert_rewrite("tests.loop.likeness")

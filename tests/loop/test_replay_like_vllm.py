@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import httpx
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from explorer.fleet import Engine
 from explorer.vllm_api import Control
 from shared.config import Settings
 from shared.replay import HeldOutReply
-from tests.loop.bare_engine import MODEL
+from tests.loop.bare_engine import MODEL, session_of
 from trainer.model import Actor
 from trainer.replay import likelihoods
 
@@ -32,10 +31,9 @@ def test_the_engine_and_the_trainer_find_them_alike_up_to_the_longest(bare_engin
     settings = Settings.model_validate({"model": {"model_path": model}, "trainer": {"device": "cpu"}})
     replies = [reply(number, 1 + 7 * number, 1 + 5 * number) for number in range(8)]
     replies.append(reply(9, LONGEST - 41, 40))
-    socket = bare_engine._transport._pool._uds  # type: ignore[attr-defined]
 
     async def asked() -> tuple[int, list[float]]:
-        async with aiohttp.ClientSession("http://engine", connector=aiohttp.UnixConnector(socket)) as session:
+        async with session_of(bare_engine) as session:
             engine = Engine(0, cast("Any", None), Control(session, model_name=MODEL))
             told = await Asking(settings, []).likelihoods(engine, replies, at_once=4)
             return await engine.control.longest(), told

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import settings
 from sqlalchemy import Engine
 
-from shared import database
 from shared.ledger import Ledger
-from tests.databases import Kind, Schemas, put_file
+from tests.databases import Kind, Schemas, engine_of, put_file
 from tests.doubles import postgres
 from tests.doubles.clock import Clock
 from tests.order import seconds_of
@@ -101,7 +100,7 @@ def tables_at(place: Place, request: pytest.FixtureRequest, kind: Kind = "create
 @pytest.fixture
 def engine(tables: Place) -> Iterator[Engine]:
     """The way to a database with our tables, empty."""
-    engine = database.connect(tables.url, schema=tables.schema)
+    engine = engine_of(tables.url, tables.schema)
     yield engine
     engine.dispose()
 

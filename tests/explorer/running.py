@@ -17,12 +17,11 @@ from explorer import feedback, responses_kept, spool, stored
 from explorer.app import Road
 from explorer.door import ShortWays
 from shared.config import Settings
-from shared.database import connect
 from shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from shared.experience import Exchange, Feedback, Record, State, decode
-from shared.ledger import Ledger
+from shared.ledger import Ledger, Version
 from shared.spool_files import Position
-from tests.databases import put_file
+from tests.databases import engine_of, put_file
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
@@ -32,9 +31,14 @@ HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max
 
 
 class MoodyLedger(Ledger):
-    """A ledger whose database goes away and comes back as the test wants, or refuses some records."""
+    """A ledger whose database goes away and comes back as the test wants, or refuses some records.
+
+    It counts how often it is looked at for a new version, and how often it is asked whether none may be promoted.
+    """
 
     away = False
+    looks = 0
+    asked_whether_held = 0
     refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
 
     def record(self, records: Sequence[Record]) -> None:
@@ -43,6 +47,14 @@ class MoodyLedger(Ledger):
         if any(self.refuses(each) for each in records):
             raise LedgerError("refused")
         super().record(records)
+
+    def pinned(self) -> Version | None:
+        self.looks += 1
+        return super().pinned()
+
+    def promotion_held(self) -> bool:
+        self.asked_whether_held += 1
+        return super().promotion_held()
 
     def commit(self, tenant: str, **which: Any) -> int:
         if self.away:
@@ -76,7 +88,7 @@ def open_ledger(settings: Settings) -> MoodyLedger:
     """The ledger of the experiment, made if need be."""
     url = f"sqlite:///{settings.job_dir}/ledger.db"
     put_file(url)
-    ledger = MoodyLedger(connect(url), rule=settings.reward)
+    ledger = MoodyLedger(engine_of(url), rule=settings.reward)
     ledger.ensure_base(settings.model.model_path.absolute())
     return ledger
 
@@ -124,6 +136,11 @@ class RunningExplorer:
 
     def until_flushed(self) -> None:
         eventually(lambda: self.road.spool.flushed.position >= self.road.spool.end)
+
+    def until_looked(self) -> None:
+        """Wait until it has looked for a new version, and has done all that it does about one."""
+        until = self.ledger.looks + 2
+        eventually(lambda: self.ledger.looks >= until)
 
     def counts(self) -> dict[State, int]:
         """Experiences per state, after all that was acknowledged has reached the database."""

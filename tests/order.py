@@ -14,7 +14,13 @@ SECONDS = {
     "ray": 80,
     "test_distill": 60,
     "test_adapters": 60,
+    "test_full_disk": 50,
+    "test_outage": 40,
+    "test_import": 20,
+    "test_export": 20,
+    "test_learning": 20,
     "test_ledger_races": 20,
+    "test_ledger_stored": 20,
 }
 
 

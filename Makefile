@@ -22,7 +22,13 @@ lock: ## look for the newest versions that go together, and write them into requ
 test: ## install what the tests need and run them (WORKERS=n at once, 2)
 	@scripts/install dev
 	@scripts/install-clients
-	@$(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),2) --dist loadgroup
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),2) --dist loadgroup
+
+.PHONY: soak
+soak: ## the long versions of what the tests promise: many kills, long runs, every learning curve
+	@scripts/install dev
+	@scripts/install-clients
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'soak and not gpu' -n $(or $(WORKERS),2) --dist loadgroup
 
 .PHONY: check
 VENV ?= .venv

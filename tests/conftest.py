@@ -11,11 +11,11 @@ import pytest
 from hypothesis import settings
 from sqlalchemy import Engine
 
-from tests.databases import Kind, Schemas, put_file
+from tests.databases import Kind, Schemas, engine_of, put_file
 from tests.doubles import postgres
 from tests.doubles.clock import Clock
+from tests.order import seconds_of
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage import database
 
 _numbers = itertools.count()
 
@@ -100,7 +100,7 @@ def tables_at(place: Place, request: pytest.FixtureRequest, kind: Kind = "create
 @pytest.fixture
 def engine(tables: Place) -> Iterator[Engine]:
     """The way to a database with our tables, empty."""
-    engine = database.connect(tables.url, schema=tables.schema)
+    engine = engine_of(tables.url, tables.schema)
     yield engine
     engine.dispose()
 
@@ -120,7 +120,7 @@ def ledger(engine: Engine) -> Ledger:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in parallel, those of a file stay together, and so do those that share a real engine.
 
-    Who names a group of his own is in that one alone.
+    Who names a group of his own is in that one alone. What takes longest begins first.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is not None:
@@ -128,3 +128,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         engines = {"explorer", "bare_engine", "second_engine"}.intersection(getattr(item, "fixturenames", ()))
         shared = engines and "tests/loop" in str(item.path)
         item.add_marker(pytest.mark.xdist_group("engine" if shared else str(item.path)))
+    items.sort(key=lambda item: -seconds_of(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    name: str = marker.args[0] if marker.args else marker.kwargs["name"]
+    return name
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would begin with the groups of many tests

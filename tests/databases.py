@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psycopg
-from sqlalchemy import make_url
+from sqlalchemy import Engine, make_url
 from sqlalchemy.schema import CreateSchema
 
 from tuneloop.shared.ledger.storage import database
@@ -52,6 +52,20 @@ def put_file(url: str, kind: Kind = "created") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_bytes(_file(kind))
+
+
+def engine_of(url: str, schema: str | None = None) -> Engine:
+    """The way to a database that is there, which compiles no statement that another in this process has compiled."""
+    engine = database.connect(url, schema=schema)
+    first = _FIRST.get(engine.dialect.name)
+    if first is None:
+        engine.connect().close()  # its dialect gets to know the server
+        first = _FIRST[engine.dialect.name] = engine
+    engine.dialect, engine._compiled_cache = first.dialect, first._compiled_cache
+    return engine
+
+
+_FIRST: dict[str, Engine] = {}
 
 
 @cache

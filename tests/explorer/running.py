@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
-from tests.databases import put_file
+from tests.databases import engine_of, put_file
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
@@ -25,9 +25,10 @@ from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.recording.recording import Recording
-from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.versions.alarms import Alarms
+from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position
 
@@ -53,14 +54,37 @@ class MoodyRecording(Recording):
         return super().commit(tenant, **which)
 
 
+class CountingVersions(Versions):
+    """Counts how often it is looked at for a new version."""
+
+    looks = 0
+
+    def pinned(self) -> Version | None:
+        self.looks += 1
+        return super().pinned()
+
+
+class CountingAlarms(Alarms):
+    """Counts how often it is asked whether no version may be promoted."""
+
+    looks = 0
+
+    def promotion_held(self) -> bool:
+        self.looks += 1
+        return super().promotion_held()
+
+
 class MoodyLedger(Ledger):
     """A ledger whose database goes away and comes back as the test wants, or refuses some records."""
 
     recording: MoodyRecording
+    versions: CountingVersions
+    alarms: CountingAlarms
 
     def __init__(self, *arguments: Any, **rules: Any) -> None:
         super().__init__(*arguments, **rules)
         self.recording = MoodyRecording(self.transactions, self.settlement)
+        self.versions, self.alarms = CountingVersions(self.transactions), CountingAlarms(self.transactions)
 
 
 def settings_for(
@@ -89,7 +113,7 @@ def open_ledger(settings: Settings) -> MoodyLedger:
     """The ledger of the experiment, made if need be."""
     url = f"sqlite:///{settings.job_dir}/ledger.db"
     put_file(url)
-    ledger = MoodyLedger(connect(url), rule=settings.reward)
+    ledger = MoodyLedger(engine_of(url), rule=settings.reward)
     ledger.versions.ensure_base(settings.model.model_path.absolute())
     return ledger
 
@@ -137,6 +161,11 @@ class RunningExplorer:
 
     def until_flushed(self) -> None:
         eventually(lambda: self.road.spool.flushed.position >= self.road.spool.end)
+
+    def until_looked(self) -> None:
+        """Wait until it has looked for a new version, and has done all that it does about one."""
+        until = self.ledger.versions.looks + 2
+        eventually(lambda: self.ledger.versions.looks >= until)
 
     def counts(self) -> dict[State, int]:
         """Experiences per state, after all that was acknowledged has reached the database."""

@@ -6,7 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.loop.harness.bare_engine import as_it_was as as_it_was
 from tests.loop.harness.bare_engine import bare_engine as bare_engine
+from tests.loop.harness.bare_engine import second_engine as second_engine
 from tests.loop.harness.services import Service, client_of_engine, ledger_of, make_model, write_settings
 from tuneloop.shared.ledger.ledger import Ledger
 

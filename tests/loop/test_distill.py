@@ -55,7 +55,15 @@ def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "-m",
         "vllm.entrypoints.openai.api_server",
     ]
-    options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    options = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--distributed-executor-backend",
+        "uni",
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+    ]
     place = ["--host", "127.0.0.1", "--port", str(port), "--api-key", "secret", "--max-model-len", "512"]
     name = ["--model", str(opinionated), "--served-model-name", "big"]
     said = folder / "engine.log"

@@ -104,11 +104,13 @@ def through_a_full_disk(
         asked = users.question(stream=False) | {"store": False}
         unstored = httpx.post(f"{explorer.url}/v1/chat/completions", json=asked, timeout=60)
         assert unstored.status_code == 200, "what is not kept needs no room"
-        time.sleep(1)
+        failed = len(book.failures)
+        wait_for(lambda: len(book.failures) > failed + 10, why="it takes something after all")
         count = len(book.replies)
         empty()
         wait_for(lambda: len(book.replies) > count + 20, why="it does not recover")
-        time.sleep(5)  # the bound is looked at every half a second, and may be near
+        # The bound is looked at every half a second, and may be near.
+        wait_for(lambda: time.monotonic() > book.failures[-1].at + 2, why="it goes on failing")
         stopped_failing = time.monotonic()
         wait_for(lambda: len(book.acknowledged) > 40)
     assert explorer.process.poll() is None

@@ -6,15 +6,27 @@ import pytest
 
 from tests.loop.harness.kills import run
 
+ON_BOTH = pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=pytest.mark.postgres)])
 
-@pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=pytest.mark.postgres)])
-def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twice(
-    tmp_path: Path, postgres: bool
-) -> None:
-    report = run(tmp_path, kills=10, exchanges=200, postgres=postgres)
+
+def assert_nothing_is_lost_nor_twice(folder: Path, *, kills: int, exchanges: int, postgres: bool) -> None:
+    report = run(folder, kills=kills, exchanges=exchanges, postgres=postgres)
     assert report.verdict.spotless, report
     assert len(report.kills) == (5 if postgres else 3)
-    assert report.exchanges >= 200
+    assert report.exchanges >= exchanges
     assert report.sent_twice
     assert report.corrected
     assert report.versions
+
+
+@ON_BOTH
+def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twice(
+    tmp_path: Path, postgres: bool
+) -> None:
+    assert_nothing_is_lost_nor_twice(tmp_path, kills=10, exchanges=200, postgres=postgres)
+
+
+@pytest.mark.soak
+@ON_BOTH
+def test_through_hundreds_of_kills_nothing_is_lost_and_nothing_happens_twice(tmp_path: Path, postgres: bool) -> None:
+    assert_nothing_is_lost_nor_twice(tmp_path, kills=300, exchanges=6000, postgres=postgres)

@@ -10,7 +10,15 @@ from sqlalchemy import create_engine as engine_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.loop.harness.agent import Agent
-from tests.loop.harness.services import Service, alive, descendants, ledger_of, wait_for, write_settings
+from tests.loop.harness.services import (
+    Service,
+    alive,
+    descendants,
+    in_several_processes,
+    ledger_of,
+    wait_for,
+    write_settings,
+)
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -38,7 +46,7 @@ def stored_rewards(engine: Engine) -> dict[str, float]:
 
 
 def test_one_command_runs_the_whole_loop_and_the_reward_rises(model: Path, tmp_path: Path) -> None:
-    config = write_settings(tmp_path, model)
+    config = in_several_processes(write_settings(tmp_path, model))
     both = Service(config, "both")
     try:
         both.wait_until_ready()
@@ -74,7 +82,7 @@ def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
     admin.dispose()
     url = database.render_as_string(hide_password=False)
     buffer = {"train_batch_size": 16, "trainer_input": {"experience_buffer": {"name": "ledger", "path": url}}}
-    config = write_settings(tmp_path, model, buffer=buffer)
+    config = in_several_processes(write_settings(tmp_path, model, buffer=buffer))
     explorer, trainer = Service(config, "explorer"), Service(config, "trainer")
     explorer.wait_until_ready()
     agent = Agent(explorer.url, explorer.settings.served_model_name)
@@ -112,7 +120,7 @@ def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
 
 
 def test_a_supervisor_that_is_killed_takes_everything_with_it(model: Path, tmp_path: Path) -> None:
-    config = write_settings(tmp_path, model)
+    config = in_several_processes(write_settings(tmp_path, model))
     both = Service(config, "both")
     brood = wait_for(lambda: len(found := descendants(both.process.pid)) >= 4 and found, timeout_s=60)
     both.kill()

@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import yaml
 from torch.nn.functional import cross_entropy
 
 from examples.sums.model import build, save
 from tests.loop.harness.agent import Agent
+from tests.loop.harness.bare_engine import MODEL, attached_to, put_weights
 from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
 from tests.trainer.factories import points
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -89,7 +91,8 @@ def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
     raise AssertionError("the hack was not found")
 
 
-def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("as_it_was")
+def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path, bare_engine: httpx.Client) -> None:
     evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2, "most_tokens": 16}
     others = {"entropy": None, "reply_length": None}
     monitor = {"evaluation": evaluation, "drift": {"action": "hold", "baseline": 4, "window": 3, **others}}
@@ -98,7 +101,13 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
     optimizer = {"lr": 1e-3, "lr_warmup_steps": 20}
     algorithm = {"algorithm_type": "reinforce", "kl_coef": 0.0, "optimizer": optimizer, "negative_scale": 0.0}
     model = two_answers(tmp_path / "model")
-    both = Service(write_settings(tmp_path, model, monitor=monitor, algorithm=algorithm), "both")
+    config = write_settings(tmp_path, model, monitor=monitor, algorithm=algorithm)
+    values = yaml.safe_load(config.read_text())
+    values["model"]["served_model_name"] = MODEL
+    values["explorer"]["rollout_model"] = attached_to(bare_engine)
+    config.write_text(yaml.safe_dump(values))
+    put_weights(bare_engine, model)
+    both = Service(config, "both")
     try:
         both.wait_until_ready()
         ledger = ledger_of(both.settings)

@@ -81,6 +81,7 @@ def test_ids_sort_by_time() -> None:
 def test_the_key_is_made_once_by_many_processes(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib, tuneloop.explorer.capture.reply_id as m\n"
+        "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
         "print(m.load_key(pathlib.Path(sys.argv[1])).hex())"
     )
@@ -89,7 +90,7 @@ def test_the_key_is_made_once_by_many_processes(tmp_path: Path) -> None:
     makers = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(6)
     ]
-    time.sleep(0.3)
+    assert {maker.stdout.readline() for maker in makers if maker.stdout} == {"ready\n"}
     assert len({maker.communicate("\n")[0] for maker in makers}) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == ["msg_id.key"]

@@ -1,5 +1,6 @@
 """A service that gets up while its database is away."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,18 +71,24 @@ def test_verbs_that_come_at_once_wait_for_the_one_that_opens_the_database(
 def test_verbs_that_come_at_once_try_a_database_that_is_away_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = []
+    tried, come = [], threading.Semaphore(0)
+
+    def commit() -> int:
+        come.release()
+        return ledger.recording.commit("acme")
 
     def away(url: str, *, schema: str | None = None) -> None:
         tried.append(url)
-        time.sleep(3)  # until the others have come
+        for _ in range(8):
+            come.acquire()
+        time.sleep(0.2)  # they are but a few steps before the door
         raise DatabaseAway("away")
 
     monkeypatch.setattr(patient_ledger, "_PATIENCE_S", 60.0)
     monkeypatch.setattr(patient_ledger, "upgrade", away)
     ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
     with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(ledger.recording.commit, "acme") for _ in range(8)]
+        found = [pool.submit(commit) for _ in range(8)]
         assert all(isinstance(each.exception(), LedgerUnavailable) for each in found)
     assert len(tried) == 1
     ledger.close()

@@ -1,7 +1,6 @@
 """How a version that is being tried comes to its end by itself."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -154,7 +153,7 @@ def test_while_an_alarm_holds_nothing_is_promoted(running_explorer: Run, doubles
     candidate(explorer)
     explorer.ledger.versions.begin_canary(1, by="admin:anna", reason="to see")
     eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
-    time.sleep(1.0)
+    eventually(lambda: explorer.ledger.alarms.looks > 2)
     assert version(explorer, 1).state is VersionState.CANARY
     explorer.ledger.alarms.clear("length")
     until(explorer, 1, VersionState.CHAMPION)

@@ -199,7 +199,7 @@ def test_a_folder_that_is_out_of_sight_for_a_while_is_taken_up_when_it_is_back(
         return path, sha256
 
     explorer.ledger.training.register(explorer.ledger.training.take_epoch("trainer"), [], step=1, publish=out_of_sight)
-    time.sleep(1.2)
+    explorer.until_looked()
     assert version(explorer, 1).state is VersionState.CANDIDATE
     hidden.rename(version(explorer, 1).path)
     until(explorer, 1, VersionState.CHAMPION)
@@ -380,7 +380,7 @@ def test_while_an_alarm_holds_candidates_are_left_alone_and_then_the_newest_is_t
     explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     for _ in range(2):
         candidate(explorer)
-    time.sleep(0.5)
+    explorer.until_looked()
     assert [version(explorer, each).state for each in range(3)] == [
         VersionState.CHAMPION,
         VersionState.CANDIDATE,

@@ -1,6 +1,5 @@
 """What a version that is being tried gets, and what it never gets."""
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -234,7 +233,7 @@ def test_an_engine_stays_as_long_as_no_other_one_would_answer(
     doubles[1].dead = True
     eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
     candidate(explorer)
-    time.sleep(1.0)
+    explorer.until_looked()
     assert version(explorer, 1).state is VersionState.CANDIDATE
     assert explorer.version() == 0
     doubles[1].dead = doubles[1].paused = False

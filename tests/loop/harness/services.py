@@ -76,6 +76,8 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
                 "dtype": "float32",
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": 64 << 20,
+                # A third less to start, and four times as fast where there are fewer cores than processes.
+                "single_process": True,
                 "enable_auto_tool_choice": True,
                 "tool_call_parser": "hermes",
             },
@@ -91,6 +93,14 @@ def write_settings(folder: Path, model: Path, **but: Any) -> Path:
     path = folder / "tuneloop.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def in_several_processes(config: Path) -> Path:
+    """Have an engine's worker in a process of its own, as users have it who say nothing."""
+    values = yaml.safe_load(config.read_text())
+    del values["explorer"]["rollout_model"]["single_process"]
+    config.write_text(yaml.safe_dump(values))
+    return config
 
 
 def _stop_with_the_tests() -> None:

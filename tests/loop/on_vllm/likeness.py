@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ Json = dict[str, Any]
 #: How far two log-probabilities of the same token may lie apart: what is in the prefix cache changes the last digits.
 NATS = 2e-4
 
+_AT_ONCE = 16
+
 #: How often the two are asked until they cut a stream alike.
 _TRIES = 6
 
@@ -22,6 +25,38 @@ _ID = re.compile(r"(chatcmpl-tool-|chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|modelperm-
 #: What older versions of vLLM don't say, and what they are asked for here that others say without.
 _LATER = frozenset({"cache_write_tokens", "token_ids", "prompt_token_ids"})
 _ADDS_UP = frozenset({"content", "text", "arguments", "reasoning", "token_ids"})
+
+
+class Together:
+    """A client that has asked the questions of a whole file at once, which takes an engine a third of the time.
+
+    Each answer is given once. Who asks for it again, or anything else, is answered then.
+    """
+
+    def __init__(self, client: httpx.Client, questions: Iterable[tuple[str, Json]]) -> None:
+        self._client = client
+        asked = {_key(path, body): (path, body) for path, body in questions}
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            told = pool.map(lambda each: client.post(each[0], json=each[1]), asked.values())
+            self._told = dict(zip(asked, told, strict=True))
+
+    def post(self, path: str, **how: Any) -> httpx.Response:
+        told = self._told.pop(_key(path, how["json"]), None) if [*how] == ["json"] else None
+        return self._client.post(path, **how) if told is None else told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def _key(path: str, body: Json) -> str:
+    return f"{path} {json.dumps(body)}"
+
+
+def chosen(request: pytest.FixtureRequest) -> Iterable[tuple[str, Json]]:
+    """The tests of a file that are to run: their names, and what each is called with."""
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            yield item.originalname, item.callspec.params
 
 
 class Said(NamedTuple):
@@ -76,13 +111,15 @@ def assert_alike(vllm: httpx.Client, ours: httpx.Client, path: str, body: Json) 
     not know.
     """
     cuts, old = [], is_old(vllm)
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
         theirs, told = ask(vllm, path, body), ask(ours, path, body)
         if old and theirs.events and "messages" in body and body.get("logprobs"):
             theirs = ask(vllm, path, body | {"return_token_ids": True})
         if old:
             theirs, told = (Said(said.status, _less(said.body), _less(said.events)) for said in (theirs, told))
         assert told.status == theirs.status, (told, theirs)
+        if number == 0 and told != theirs and nearly(told) != theirs:
+            continue  # answered beside others, where likelihoods that hardly differ may change places
         assert told.body == nearly(theirs.body)
         if _by_choice(told.events) == nearly(_by_choice(theirs.events)):
             return told

@@ -9,13 +9,13 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.loop.harness.bare_engine import MODEL
+from tests.loop.harness.bare_engine import MODEL, session_of
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import make_model
-from tuneloop.explorer.engines.vllm import EngineControl, ProbeFindings, open_session
+from tuneloop.explorer.engines.vllm import EngineControl, ProbeFindings
 from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]
 
 ROW = [(37 * i * i + 11 * i) % 250 for i in range(PROBE_LENGTH)]
 
@@ -46,11 +46,10 @@ def half_old(tmp_path_factory: pytest.TempPathFactory, model: Path, new: Path) -
 @pytest.fixture
 def told(bare_engine: httpx.Client) -> Told:
     """Has an engine's Control do something."""
-    socket = bare_engine._transport._pool._uds  # type: ignore[attr-defined]
 
     def tell(what: Callable[[EngineControl], Awaitable[Any]]) -> Any:
         async def whole() -> Any:
-            async with open_session(url=None, socket=socket, key=None) as session:
+            async with session_of(bare_engine) as session:
                 return await what(EngineControl(session, model_name=MODEL, tolerance=1e-3))
 
         return asyncio.run(whole())
@@ -83,19 +82,6 @@ def findings(told: Told, model: Path, probe: Probe) -> Callable[..., ProbeFindin
         return findings
 
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_it_was(bare_engine: httpx.Client, model: Path) -> Any:
-    """The engine is everybody's."""
-    yield
-    for path, body in (
-        ("/pause?mode=keep", None),
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}),
-        ("/reset_prefix_cache", None),
-        ("/resume", None),
-    ):
-        bare_engine.post(path, json=body).raise_for_status()
 
 
 def test_a_right_engine_gets_through(findings: Callable[..., ProbeFindings], new: Path) -> None:

@@ -7,9 +7,11 @@ tried and promoted, 3 is tried and rolled back.
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,9 +20,10 @@ from sqlalchemy import select
 
 from examples.sums.model import build, save, tokenizer
 from tests.doubles import postgres
+from tests.loop.harness.bare_engine import MODEL, attached_to, put_weights
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.regulars import USERS, Regulars
-from tests.loop.harness.services import GPUS, Service, client_on, commit, ledger_of, sockets, wait_for, write_settings
+from tests.loop.harness.services import GPUS, Service, commit, ledger_of, wait_for, write_settings
 from tests.loop.harness.trials import Stage
 from tests.trainer.factories import sample
 from tuneloop.shared.checkpoint import CheckpointStore
@@ -30,7 +33,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
 from tuneloop.trainer.learner import Learner
 
-pytestmark = [pytest.mark.vllm, pytest.mark.postgres, pytest.mark.xdist_group("two-engines")]
+pytestmark = [pytest.mark.vllm, pytest.mark.postgres]
 
 SHARE = 0.4
 SUMS = {f"{left}+{right}=": str(left + right) for left in range(4) for right in range(3)}
@@ -98,8 +101,11 @@ def scramble(learner: Learner) -> None:
         weight.copy_(weight.flatten()[order].view_as(weight))
 
 
+@dataclass
 class OnVllm(Stage):
     """The same on two engines of vLLM's."""
+
+    engines: list[httpx.Client] = field(default_factory=list)
 
     def publish(self, *, scrambled: bool = False) -> int:
         """Register what a trainer makes of the champion in a step, or that with its weights in disorder."""
@@ -118,7 +124,7 @@ class OnVllm(Stage):
         folder = CheckpointStore(settings.job_dir).path(version) / "actor" if version else settings.model.model_path
         right = Oracle(folder).logprobs(PROBED[:1], PROBED[1:])
         body = {"model": settings.served_model_name, "prompt": PROBED, "max_tokens": 1, "prompt_logprobs": 0}
-        return [_distance(socket, body, right) for socket in sockets(self.service)]
+        return [_distance(engine, body, right) for engine in self.engines]
 
     def until_both_have(self, version: int) -> None:
         """Wait until both engines have a version's weights, and answer with them."""
@@ -140,15 +146,17 @@ class OnVllm(Stage):
         assert users() == {*USERS}
 
 
-def _distance(socket: str, body: dict[str, object], right: list[float]) -> float:
-    with client_on(socket) as client:
-        rows = client.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"][1:]
+def _distance(engine: httpx.Client, body: dict[str, object], right: list[float]) -> float:
+    rows = engine.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"][1:]
     found = [row[str(token)]["logprob"] for token, row in zip(PROBED[1:], rows, strict=True)]
     return float(np.abs(np.array(found) - right).mean())
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnVllm]:
+def stage(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, bare_engine: httpx.Client, second_engine: httpx.Client
+) -> Iterator[OnVllm]:
+    engines = [bare_engine, second_engine]
     folder, server = tmp_path_factory.mktemp("rollout"), postgres.started()
     tasks = folder / "tasks.jsonl"
     asked = [{"messages": [{"role": "user", "content": each}], "answer": answer} for each, answer in SUMS.items()]
@@ -164,19 +172,24 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnVllm]:
         rollout={"mode": "canary", "share": SHARE, "rewards": 20, "latency": None},
     )
     values = yaml.safe_load(config.read_text())
-    values["explorer"]["rollout_model"] |= {"engine_num": 2, "single_process": True}
+    values["model"]["served_model_name"] = MODEL
+    values["explorer"]["rollout_model"] = attached_to(*engines)
     config.write_text(yaml.safe_dump(values))
+    for engine in engines:
+        put_weights(engine, folder / "model")
     service = Service(config, "explorer")
     service.wait_until_ready()
     ledger = ledger_of(service.settings)
     with Regulars(service.url, service.settings.served_model_name) as users:
-        found = OnVllm(config, server, service, ledger, users)
+        found = OnVllm(config, server, service, ledger, users, engines=engines)
         found.until_ready()
         yield found
     assert found.service.stop() == 0
     assert ledger.reports.imbalance() == []
     ledger.close()
     server.close()
+    for engine in engines:
+        put_weights(engine, model)
 
 
 def test_what_the_gate_holds_back_is_rejected_and_answers_nobody(stage: OnVllm) -> None:

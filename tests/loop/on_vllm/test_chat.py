@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.loop.harness.services import Service
-from tests.loop.on_vllm.likeness import Json, assert_alike, is_old, masked
+from tests.loop.on_vllm.likeness import Json, Together, assert_alike, chosen, is_old, masked
 
 pytestmark = pytest.mark.vllm
 
@@ -219,10 +219,33 @@ STREAMED: tuple[Json, ...] = (
 )
 
 
+def _as_stream(body: Json) -> Json:
+    return {**body, "stream": True, **STREAMED[len(str(body)) % len(STREAMED)]}
+
+
 @pytest.fixture(scope="module")
-def ours(explorer: Service) -> Iterator[httpx.Client]:
+def questions(request: pytest.FixtureRequest, served: str) -> list[tuple[str, Json]]:
+    """What the tests will ask both."""
+    found = []
+    for name, case in chosen(request):
+        if name == test_a_refusal_is_vllms_own.__name__:
+            found.append((case["path"], _with_least(case["path"], served, case["wrong"])))
+        elif name in {test_a_reply_is_vllms_own.__name__, test_other_routes_answer_as_vllms.__name__}:
+            body = {"model": served, **case["body"]}
+            streams = name == test_a_reply_is_vllms_own.__name__
+            found += [(case["path"], each) for each in (body, *([_as_stream(body)] if streams else []))]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ours(explorer: Service, questions: list[tuple[str, Json]]) -> Iterator[Together]:
     with httpx.Client(base_url=explorer.url, timeout=60) as client:
-        yield client
+        yield Together(client, questions)
+
+
+@pytest.fixture(scope="module")
+def engine_http(engine_http: httpx.Client, questions: list[tuple[str, Json]]) -> Together:
+    return Together(engine_http, questions)
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +266,7 @@ def test_a_reply_is_vllms_own(
     body = {"model": served, **body}
     status = assert_alike(engine_http, ours, path, body).status
     assert status == 200 or (old and status == 500)
-    options = STREAMED[len(str(body)) % len(STREAMED)]
-    streamed = assert_alike(engine_http, ours, path, {**body, "stream": True, **options})
+    streamed = assert_alike(engine_http, ours, path, _as_stream(body))
     # What vLLM does not stream, beams and log-probabilities of the prompt, it refuses.
     assert streamed.events[-1:] == ["[DONE]"] or streamed.status == 400
 

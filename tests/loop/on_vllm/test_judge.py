@@ -1,9 +1,11 @@
 """A judge that real vLLM serves: what it is asked, vLLM takes, and what vLLM holds it to is a verdict."""
 
+from collections.abc import Iterator
+
 import httpx
 import pytest
 
-from tests.loop.harness.bare_engine import MODEL
+from tests.loop.harness.bare_engine import KEY, MODEL, url_of
 from tuneloop.runner import Judge, Reply
 
 pytestmark = pytest.mark.vllm
@@ -13,12 +15,13 @@ REPLY = Reply(text="Monday.", messages=({"role": "user", "content": "Where is my
 
 
 @pytest.fixture
-def judge(bare_engine: httpx.Client) -> Judge:
+def judge(bare_engine: httpx.Client) -> Iterator[Judge]:
     # A model that knows nothing ends a word by chance alone, so it must not be asked for its likeliest one.
-    judge = Judge(base_url="http://engine/v1", model=MODEL, criteria=CRITERIA, temperature=1.0, timeout=120)
+    judge = Judge(
+        base_url=f"{url_of(bare_engine)}/v1", model=MODEL, api_key=KEY, criteria=CRITERIA, temperature=1.0, timeout=120
+    )
+    yield judge
     judge.close()
-    judge.endpoint._client = bare_engine  # on its socket
-    return judge
 
 
 def test_scores_are_on_the_scale(judge: Judge) -> None:

@@ -3,12 +3,14 @@
 import json
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.loop.harness.bare_engine import MODEL
+from tests.loop.on_vllm.likeness import Together, chosen
 from tuneloop.explorer.dialects.messages import to_chat, whole
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.engines import vllm
@@ -317,6 +319,33 @@ def streamed_by_us(engine: httpx.Client, request: Json, **but: Any) -> list[Json
     return list(events_of(told))
 
 
+def _aloud(request: Json) -> Json:
+    """Even without tools, vLLM's messages hold back what could become a call, and forget it at the end. See below."""
+    return {} if "tools" in to_chat(request) else {"tool_choice": None}
+
+
+def _questions(name: str, case: Json) -> Iterator[tuple[str, Json]]:
+    request = case.get("request_")
+    if request is None:
+        return
+    if name == test_the_prompt_is_the_same.__name__:
+        yield from (("/v1/messages/render", request), ("/v1/chat/completions/render", to_chat(request)))
+    elif name == test_the_reply_is_the_same.__name__:
+        yield from (("/v1/messages", request), ("/v1/chat/completions", chat_of(request)))
+    elif name == test_the_stream_is_the_same.__name__:
+        streamed = request | {"stream": True}
+        yield from (("/v1/messages", streamed), ("/v1/chat/completions", chat_of(streamed) | _aloud(request)))
+    elif name == test_what_vllm_refuses_is_refused_alike.__name__:
+        yield "/v1/messages", request | {"stream": case["stream"]}
+        with suppress(RequestRefused):
+            yield "/v1/chat/completions", chat_of(request | {"stream": case["stream"]})
+
+
+@pytest.fixture(scope="module")
+def bare_engine(bare_engine: httpx.Client, request: pytest.FixtureRequest) -> Together:
+    return Together(bare_engine, (each for test in chosen(request) for each in _questions(*test)))
+
+
 @pytest.mark.parametrize("request_", [*CASES.values(), BUDGETED], ids=[*CASES, "a budget"])
 def test_the_prompt_is_the_same(bare_engine: httpx.Client, request_: Json) -> None:
     theirs = asked(bare_engine, "/v1/messages/render", request_)
@@ -335,9 +364,8 @@ def test_the_reply_is_the_same(bare_engine: httpx.Client, request_: Json) -> Non
 
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_the_stream_is_the_same(bare_engine: httpx.Client, request_: Json) -> None:
-    # Even without tools, vLLM's messages hold back what could become a call, and forget it at the end. See below.
-    but = {} if "tools" in to_chat(request_) else {"tool_choice": None}
-    ours, theirs = streamed_by_us(bare_engine, request_, **but), streamed_by_vllm(bare_engine, request_)
+    ours = streamed_by_us(bare_engine, request_, **_aloud(request_))
+    theirs = streamed_by_vllm(bare_engine, request_)
     assert without_chance(ours) == without_chance(theirs)
     assert ours[0]["message"]["id"] == "msg_1"
 

@@ -10,7 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.loop.harness.services import Service, client_of_engine, ledger_of, wait_for, write_settings
+from tests.loop.harness.bare_engine import MODEL, attached_to
+from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
 from tests.loop.on_vllm.likeness import Json, assert_alike, is_old, masked, nearly
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
@@ -19,37 +20,27 @@ pytestmark = pytest.mark.vllm
 
 RESPONSES = "/v1/responses"
 
-_ENGINE = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 128 << 20,
-    "enable_auto_tool_choice": True,
-    "tool_call_parser": "hermes",
-    "engine_args": ["--max-model-len", "4096"],
-}
-
 FUNCTION: Json = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
 CUSTOM: Json = {"type": "custom", "name": "shell", "description": "Runs a line."}
 
 
 @pytest.fixture(scope="module")
-def explorer(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Service]:
-    """Two workers, whose engine keeps responses as the environment says."""
-    folder = tmp_path_factory.mktemp("responding")
-    settings = yaml.safe_load(write_settings(folder, model).read_text())["explorer"]
-    config = write_settings(folder, model, explorer=settings | {"workers": 2, "rollout_model": _ENGINE})
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-        service = Service(config, "explorer")
+def explorer(tmp_path_factory: pytest.TempPathFactory, model: Path, bare_engine: httpx.Client) -> Iterator[Service]:
+    """Two workers, whose engine keeps responses."""
+    config = write_settings(tmp_path_factory.mktemp("responding"), model)
+    values = yaml.safe_load(config.read_text())
+    values["model"]["served_model_name"] = MODEL
+    values["explorer"] |= {"workers": 2, "rollout_model": attached_to(bare_engine)}
+    config.write_text(yaml.safe_dump(values))
+    service = Service(config, "explorer")
     service.wait_until_ready()
     yield service
     assert service.stop() == 0
 
 
 @pytest.fixture(scope="module")
-def engine(explorer: Service) -> Iterator[httpx.Client]:
-    with client_of_engine(explorer) as client:
-        yield client
+def engine(bare_engine: httpx.Client) -> httpx.Client:
+    return bare_engine
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.loop.harness.bare_engine import MODEL
+from tests.loop.harness.bare_engine import MODEL, session_of
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.vllm import EngineControl, open_session
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.versions.engine_queries import EngineQueries
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.settings.settings import Settings
@@ -31,10 +31,9 @@ def test_the_engine_and_the_trainer_find_them_alike_up_to_the_longest(bare_engin
     settings = Settings.model_validate({"model": {"model_path": model}, "trainer": {"device": "cpu"}})
     replies = [reply(number, 1 + 7 * number, 1 + 5 * number) for number in range(8)]
     replies.append(reply(9, LONGEST - 41, 40))
-    socket = bare_engine._transport._pool._uds  # type: ignore[attr-defined]
 
     async def asked() -> tuple[int, list[float]]:
-        async with open_session(url=None, socket=socket, key=None) as session:
+        async with session_of(bare_engine) as session:
             engine = Engine(0, cast("Any", None), EngineControl(session, model_name=MODEL))
             told = await EngineQueries(settings, []).likelihoods(engine, replies, at_once=4)
             return await engine.control.longest(), told

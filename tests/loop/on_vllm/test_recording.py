@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,14 +11,13 @@ import pytest
 from sqlalchemy import func, select
 
 from tests.loop.harness.agent import PATIENCE
+from tests.loop.harness.bare_engine import MODEL
 from tests.loop.harness.oracle import Oracle
-from tests.loop.harness.services import Service, client_on, commit, stage_by_hand, wait_for, wait_until_served
-from tuneloop.explorer.engines import vllm
+from tests.loop.harness.services import Service, commit, stage_by_hand, wait_until_served
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.settings.settings import Settings
 
 pytestmark = pytest.mark.vllm
 
@@ -98,41 +94,6 @@ def test_a_seed_does_not_kill_a_cpu_engine_and_is_said_to_be_ignored(client: ope
     assert reply.headers["x-tuneloop-ignored"] == "seed"
 
 
-class Fresh:
-    """A vLLM that has never served anything but one folder of weights."""
-
-    def __init__(self, settings: Settings, actor: Path, folder: Path) -> None:
-        self._socket = folder / "fresh.sock"
-        with (folder / "fresh.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tuneloop.explorer.engines.guard",
-                    *vllm.command(settings, model=actor, socket=self._socket),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=vllm.environment(settings, 0),
-            )
-        self.http = client_on(self._socket)
-
-    def wait_until_ready(self) -> None:
-        wait_for(self._listening, timeout_s=600, why="the fresh engine did not start")
-        wait_for(lambda: self.http.get("/health").status_code == 200, timeout_s=60)
-
-    def _listening(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as knocking:
-            return knocking.connect_ex(str(self._socket)) == 0
-
-    def stop(self) -> None:
-        self.http.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-
 def greedy(http: httpx.Client, model: str, content: str) -> tuple[str, list[float]]:
     body = ask(content, model=model, temperature=0, max_tokens=12, logprobs=True)
     choice = http.post("/v1/chat/completions", json=body, timeout=60).raise_for_status().json()["choices"][0]
@@ -177,26 +138,25 @@ async def reload_under_load(explorer: Service, ledger: Ledger, seed: int) -> tup
     return version, done
 
 
-def test_after_a_reload_under_load_the_engine_answers_as_a_fresh_one_on_that_checkpoint(
-    explorer: Service, ledger: Ledger, tmp_path: Path
+def test_after_a_reload_under_load_the_engine_answers_as_one_that_was_started_with_that_checkpoint(
+    explorer: Service, ledger: Ledger, model: Path, bare_engine: httpx.Client
 ) -> None:
-    model = explorer.settings.served_model_name
+    name = explorer.settings.served_model_name
     # Longer than a cache block, and asked before the reload: stale keys and values would show.
     questions = [f"{number} " + "once upon a time " * 12 for number in range(12)]
+    wait_until_served(ledger, stage_by_hand(explorer.settings, ledger, seed=11)())
     with httpx.Client(base_url=explorer.url, timeout=60) as http:
-        before = [greedy(http, model, question) for question in questions]
-        version, streams = asyncio.run(reload_under_load(explorer, ledger, seed=11))
-        after = [greedy(http, model, question) for question in questions]
+        before = [greedy(http, name, question) for question in questions]
+        # The other engine has had these weights from its start.
+        version, streams = asyncio.run(reload_under_load(explorer, ledger, seed=0))
+        after = [greedy(http, name, question) for question in questions]
     assert {reason for reason, _ in streams} <= {"length", "stop"}
     assert {began for _, began in streams} >= {str(version)}
     champion = ledger.versions.champion()
     assert champion.version == version
-    fresh = Fresh(explorer.settings, champion.path / "actor", tmp_path)
-    try:
-        fresh.wait_until_ready()
-        truth = [greedy(fresh.http, model, question) for question in questions]
-    finally:
-        fresh.stop()
+    weights = "model.safetensors"
+    assert (champion.path / "actor" / weights).read_bytes() == (model / weights).read_bytes()
+    truth = [greedy(bare_engine, MODEL, question) for question in questions]
     assert [text for text, _ in after] == [text for text, _ in truth]
     for (_, found), (_, expected) in zip(after, truth, strict=True):
         assert found == pytest.approx(expected, abs=1e-4)

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.loop.harness.bare_engine import MODEL
+from tests.loop.on_vllm.likeness import Together, chosen
 from tuneloop.explorer.dialects.responses_reply import whole
 from tuneloop.explorer.dialects.responses_request import conversation, to_chat, untranslatable
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
@@ -156,6 +158,24 @@ def _cases() -> Iterator[Any]:
         yield pytest.param({**common, **said, **options}, id=f"{name}, {option}")
 
 
+def _questions(name: str, case: Json) -> Iterator[tuple[str, Json]]:
+    """What is not streamed: vLLM loses log-probabilities of pieces that come at once, which more do of many streams."""
+    if name == test_a_request_is_answered_as_by_vllm.__name__:
+        body = case["body"]
+        yield from (("/v1/responses/render", body), ("/v1/responses", body))
+        yield from (("/v1/chat/completions/render", to_chat(body)), ("/v1/chat/completions", _captured(body)))
+    elif name == test_what_vllm_refuses_is_refused_with_the_same_status.__name__:
+        body = {**LEAST, **case["wrong"]}
+        yield "/v1/responses", body
+        with suppress(RequestRefused):
+            yield "/v1/chat/completions", to_chat(body)
+
+
+@pytest.fixture(scope="module")
+def bare_engine(bare_engine: httpx.Client, request: pytest.FixtureRequest) -> Together:
+    return Together(bare_engine, (each for test in chosen(request) for each in _questions(*test)))
+
+
 @pytest.fixture(scope="module")
 def context(bare_engine: httpx.Client) -> int:
     return int(bare_engine.get("/v1/models").json()["data"][0]["max_model_len"])
@@ -170,10 +190,14 @@ def _asked(engine: httpx.Client, path: str, body: Json) -> Json:
 def _whole(engine: httpx.Client, body: Json, context: int, previous: Sequence[Json] = ()) -> Json:
     """The response that we make, as the explorer would: from a chat completion that it captures."""
     chat = to_chat(body, previous)
-    reply = _asked(engine, "/v1/chat/completions", chat | vllm.CAPTURE)
+    reply = _asked(engine, "/v1/chat/completions", _captured(body, previous))
     return whole(
         body, _without_capture(chat, reply), response_id=RESPONSE_ID, created_at=int(time.time()), context=context
     )
+
+
+def _captured(body: Json, previous: Sequence[Json] = ()) -> Json:
+    return to_chat(body, previous) | vllm.CAPTURE
 
 
 def _streamed(engine: httpx.Client, body: Json, context: int) -> bytes:
@@ -342,9 +366,12 @@ REFUSED: dict[str, Json] = {
 }
 
 
+LEAST: Json = {"model": MODEL, "input": "Hi.", "max_output_tokens": 1}
+
+
 @pytest.mark.parametrize("wrong", REFUSED.values(), ids=REFUSED)
 def test_what_vllm_refuses_is_refused_with_the_same_status(bare_engine: httpx.Client, wrong: Json):
-    body = {"model": MODEL, "input": "Hi.", "max_output_tokens": 1, **wrong}
+    body = {**LEAST, **wrong}
     assert untranslatable(body) is None
     try:
         status = bare_engine.post("/v1/chat/completions", json=to_chat(body)).status_code

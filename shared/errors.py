@@ -8,7 +8,7 @@ TuneloopError
 ├── RequestRefused          a client's request is wrong or cannot be served now
 ├── FileRefused             a file that a command was given cannot be read or written
 ├── LedgerError
-│   ├── StaleEpoch          a newer trainer has taken over; this one must stop
+│   ├── StaleEpoch          a newer trainer has taken over; this one must stop (exit code 4)
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
 │   ├── VersionRefused      a version cannot be what somebody wants it to be
 │   └── LedgerUnavailable   the database cannot be reached at the moment
@@ -79,6 +79,8 @@ class LedgerError(TuneloopError):
 
 class StaleEpoch(LedgerError):
     """A trainer with a newer epoch has taken over."""
+
+    exit_code = 4
 
 
 class LeaseLost(LedgerError):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.config import Settings
-from shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from shared.errors import EnvironmentRefused, StaleEpoch, StartupError, TuneloopError
 from shared.machine import gpus, on_this_machine
 from shared.settings_file import load_settings
 from shared.telemetry import configure_logging
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _train(on_this_machine(load_settings(given.config, given.set), gpus_here=gpus()), stop)
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {error}\n")
-        return error.exit_code if isinstance(error, StartupError) else 1
+        return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
     return 0
 
 

@@ -24,6 +24,11 @@ test: ## install what the tests need and run them (WORKERS=n at once, 2)
 	@scripts/install-clients
 	@$(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),2) --dist loadgroup
 
+.PHONY: lowest
+lowest: ## the core of the tests with the lowest, and with the newest, versions that pyproject.toml allows
+	@test -x $(UV) || scripts/install dev
+	@scripts/bounds
+
 .PHONY: check
 VENV ?= .venv
 

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from sources import ROOT, SOURCES
 
+from explorer.door import UVICORN
 from shared.ours import PACKAGES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,6 +68,10 @@ def test_every_dependency_is_imported():
 def test_imports_are_found():
     code = "import os, a.b\nfrom c.d import e\nfrom . import f\nfrom shared import g\ndef h():\n    import i"
     assert imported(ast.parse(code)) == {"a", "c", "i"}
+
+
+def test_the_uvicorn_that_is_asked_for_is_the_one_that_a_refusal_names():
+    assert UVICORN in PROJECT["dependencies"]
 
 
 # The lock.

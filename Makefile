@@ -15,7 +15,7 @@ demo: install ## a tiny model learns sums while it is served (SEED=0 REWARD=judg
 
 lock: ## look for the newest versions that go together, and write them into requirements/lock.txt
 	@test -x $(UV) || scripts/install dev
-	@$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-emit-package setuptools \
+	@$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-emit-package setuptools --no-emit-package tuneloop-runner \
 		--custom-compile-command "make lock" --extra trainer --extra dev -o requirements/lock.txt \
 		pyproject.toml requirements/engine-cpu.txt examples/sums/requirements.txt
 
@@ -29,6 +29,11 @@ soak: ## the long versions of what the tests promise: many kills, long runs, eve
 	@scripts/install dev
 	@scripts/install-clients
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'soak and not gpu' -n $(or $(WORKERS),2) --dist loadgroup
+
+.PHONY: lowest
+lowest: ## the core of the tests with the lowest, and with the newest, versions that pyproject.toml allows
+	@test -x $(UV) || scripts/install dev
+	@scripts/bounds
 
 .PHONY: check
 VENV ?= .venv

@@ -12,7 +12,7 @@ TuneloopError
 │   └── EngineUnreachable   its connection failed or ended before it answered anything
 ├── ChannelLost             the other process of the explorer is gone, or does not answer
 ├── LedgerError
-│   ├── StaleEpoch          a newer trainer has taken over; this one must stop
+│   ├── StaleEpoch          a newer trainer has taken over; this one must stop (exit code 4)
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
 │   ├── VersionRefused      a version cannot be what somebody wants it to be
 │   └── LedgerUnavailable   the database cannot be reached at the moment
@@ -103,6 +103,8 @@ class LedgerError(TuneloopError):
 
 class StaleEpoch(LedgerError):
     """A trainer with a newer epoch has taken over."""
+
+    exit_code = 4
 
 
 class LeaseLost(LedgerError):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.hardware import gpus, on_this_machine
 from tuneloop.shared.settings.loader import load_settings
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _train(on_this_machine(load_settings(given.config, given.set), gpus_here=gpus()), stop)
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {error}\n")
-        return error.exit_code if isinstance(error, StartupError) else 1
+        return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
     return 0
 
 

@@ -5,17 +5,17 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, understood_settings
+from tuneloop.cli.options import ConfigOption, SetOption
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.operations.doctor import as_json, as_text, examine
-from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.loader import read_settings
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
 
 
 def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Say whether the ledger adds up (exit code 1 if not), what waits where, and why no training step is happening."""
-    settings = understood_settings(check(config, set_ or ()))
+    settings = read_settings(config, set_ or ()).valid_settings()
     report = examine(settings)
     if for_programs:
         typer.echo(json.dumps(as_json(report), indent=2))

@@ -12,13 +12,13 @@ import typer
 from tuneloop.cli.data.export import Wish, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.cli.data.importing import import_file
-from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
-from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -40,10 +40,7 @@ class _Common:
 
     def settings(self) -> Settings:
         """The settings that the command is to use."""
-        report = check(self.config, self.set_ or ())
-        if report.settings is None:
-            raise SettingsError("\n".join(report.mistakes))
-        return report.settings
+        return read_settings(self.config, self.set_ or ()).valid_settings()
 
 
 @dataclass(frozen=True, kw_only=True)

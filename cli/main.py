@@ -5,14 +5,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, assert_never
+from typing import Annotated, NoReturn, assert_never
 
 import typer
 import yaml
 
 from tuneloop.cli import alarms, doctor, export, rewards, versions
 from tuneloop.cli.both import supervise
-from tuneloop.cli.options import ConfigOption, SetOption, understood_settings
+from tuneloop.cli.options import ConfigOption, SetOption
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.retention import add_to as add_retention
 from tuneloop.shared import VERSION
@@ -20,9 +20,10 @@ from tuneloop.shared.errors import StartupError, TuneloopError
 from tuneloop.shared.ledger.facts import uncounted
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
-from tuneloop.shared.settings.database_url import shown
-from tuneloop.shared.settings.loader import check
-from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.database_url import without_password
+from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.settings import Settings, holds_secret
+from tuneloop.shared.settings.sources import OVERRIDES_VARIABLE
 
 app = typer.Typer(
     name="tuneloop",
@@ -68,14 +69,17 @@ def _options(
 @app.command()
 def run(config: ConfigOption, set_: SetOption = None) -> None:
     """Start what `mode` says: the explorer (serve), the trainer (train), or both side by side."""
-    settings = understood_settings(check(config, set_ or ()))
+    overrides = set_ or ()
+    settings = read_settings(config, overrides).valid_settings()
+    if any(holds_secret(override.partition("=")[0].strip()) for override in overrides):
+        _run_without_flags(config, overrides)
     match settings.mode:
         case "serve":
-            _become(service("explorer", config, set_ or ()))
+            _become(service("explorer", config, overrides))
         case "train":
-            _become(service("trainer", config, set_ or ()))
+            _become(service("trainer", config, overrides))
         case "both":
-            raise typer.Exit(supervise([service(name, config, set_ or ()) for name in ("explorer", "trainer")]))
+            raise typer.Exit(supervise([service(name, config, overrides) for name in ("explorer", "trainer")]))
         case never:
             assert_never(never)
 
@@ -86,7 +90,13 @@ def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
 
 
-def _become(command: list[str]) -> None:
+def _run_without_flags(config: Path, overrides: Sequence[str]) -> NoReturn:
+    """Start over with the overrides in the environment: every user of the machine can read a command line."""
+    os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
+    _become([sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)])
+
+
+def _become(command: list[str]) -> NoReturn:
     sys.stdout.flush()
     os.execv(command[0], command)
 
@@ -94,8 +104,8 @@ def _become(command: list[str]) -> None:
 @app.command()
 def validate(config: Annotated[Path, typer.Argument(metavar="X.yaml")], set_: SetOption = None) -> None:
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
-    report = check(config, set_ or ())
-    lines = understood(understood_settings(report))
+    report = read_settings(config, set_ or ())
+    lines = summary_of(report.valid_settings())
     lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
     typer.echo(f"{config} is valid.")
     for name, value in lines:
@@ -103,24 +113,24 @@ def validate(config: Annotated[Path, typer.Argument(metavar="X.yaml")], set_: Se
             typer.echo(f"  {name:<18} {value}")
 
 
-def understood(settings: Settings) -> list[tuple[str, str]]:
+def summary_of(settings: Settings) -> list[tuple[str, str]]:
     """What the settings mean, for people: name and value."""
     length = settings.model.max_model_len
     lines = [
         ("mode", settings.mode),
         ("job folder", str(settings.job_dir)),
-        ("database", shown(settings.database_url)),
+        ("database", without_password(settings.database_url)),
         ("model", f"{settings.model.model_path}, {f'{length} tokens' if length else 'full length'}"),
     ]
     if settings.mode != "train":
-        lines += _understood_of_the_explorer(settings)
+        lines += _summary_of_explorer(settings)
     if settings.mode != "serve":
-        lines += _understood_of_the_trainer(settings)
+        lines += _summary_of_trainer(settings)
     notes = [uncounted(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
     return [*lines, *(("note", note) for note in notes if note)]
 
 
-def _understood_of_the_explorer(settings: Settings) -> list[tuple[str, str]]:
+def _summary_of_explorer(settings: Settings) -> list[tuple[str, str]]:
     explorer, rollout, cluster = settings.explorer, settings.explorer.rollout_model, settings.cluster
     engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.gpu_per_node}"
     if cluster.gpu_per_node == 0:
@@ -135,7 +145,7 @@ def _understood_of_the_explorer(settings: Settings) -> list[tuple[str, str]]:
     ]
 
 
-def _understood_of_the_trainer(settings: Settings) -> list[tuple[str, str]]:
+def _summary_of_trainer(settings: Settings) -> list[tuple[str, str]]:
     keeps = settings.trainer.max_checkpoints_to_keep or "all"
     return [
         ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
@@ -146,7 +156,7 @@ def _understood_of_the_trainer(settings: Settings) -> list[tuple[str, str]]:
 @db_app.command("upgrade")
 def db_upgrade(config: ConfigOption, set_: SetOption = None) -> None:
     """Bring the database to the newest schema; one that has it is left alone."""
-    settings = understood_settings(check(config, set_ or ()))
+    settings = read_settings(config, set_ or ()).valid_settings()
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     db_current(config, set_)
 
@@ -154,7 +164,7 @@ def db_upgrade(config: ConfigOption, set_: SetOption = None) -> None:
 @db_app.command("current")
 def db_current(config: ConfigOption, set_: SetOption = None) -> None:
     """Say which schema the database has, and which is the newest."""
-    settings = understood_settings(check(config, set_ or ()))
+    settings = read_settings(config, set_ or ()).valid_settings()
     schema = settings.buffer.trainer_input.experience_buffer.name
     there = revisions.current(settings.database_url, schema=schema)
     typer.echo(f"{there or 'empty'} (newest: {revisions.newest()})")
@@ -163,27 +173,11 @@ def db_current(config: ConfigOption, set_: SetOption = None) -> None:
 @config_app.command("show")
 def config_show(config: ConfigOption, set_: SetOption = None) -> None:
     """Print every option as it will be used, as YAML. Secrets are hidden."""
-    values = understood_settings(check(config, set_ or ())).model_dump(mode="json")
-    typer.echo(yaml.safe_dump(_without_secrets(values), sort_keys=False, allow_unicode=True), nl=False)
+    values = read_settings(config, set_ or ()).valid_settings().model_dump(mode="json")
+    typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
 
 
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
     typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
-
-
-def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    rollout, buffer = values["explorer"]["rollout_model"], values["buffer"]["trainer_input"]["experience_buffer"]
-    keys = (
-        (values["explorer"], "admin_key"),
-        (rollout, "engine_key"),
-        (values["judge"], "key"),
-        (values["algorithm"]["distill"], "teacher_key"),
-    )
-    for section, key in keys:
-        if section[key]:
-            section[key] = "***"
-    if buffer["path"]:
-        buffer["path"] = shown(buffer["path"])
-    return values

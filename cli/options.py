@@ -1,4 +1,4 @@
-"""What the commands share: how they are told the settings, and how they come to the ledger."""
+"""What the commands share: the options that name the settings, and the way to the ledger."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
-from tuneloop.shared.settings.database_url import shown
-from tuneloop.shared.settings.loader import Report, check
+from tuneloop.shared.settings.database_url import without_password
+from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
@@ -19,20 +19,13 @@ SetOption = Annotated[
 ]
 
 
-def understood_settings(report: Report) -> Settings:
-    """The settings that were read. Raises SettingsError with every mistake in them."""
-    if report.settings is None:
-        raise SettingsError("\n".join(report.mistakes))
-    return report.settings
-
-
 def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Settings, Ledger]:
     """The settings and their ledger. Raises EnvironmentRefused unless its schema is the newest: services may run."""
-    settings = understood_settings(check(config, overrides or ()))
+    settings = read_settings(config, overrides or ()).valid_settings()
     there = revisions.current(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     if there != revisions.newest():
         raise EnvironmentRefused(
-            f"the database {shown(settings.database_url)} has the schema {there or 'of no release'}, this release works"
-            f" with {revisions.newest()}: start a service, or run tuneloop db upgrade"
+            f"the database {without_password(settings.database_url)} has the schema {there or 'of no release'}, this"
+            f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
     return settings, Ledger.of(settings)

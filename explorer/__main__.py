@@ -20,7 +20,7 @@ from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.logging import configure_logging
-from tuneloop.shared.settings.hardware import gpus, on_this_machine
+from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -99,7 +99,7 @@ def main(
     """Serve requests, record them, take feedback and new weights."""
     configure_logging()
     try:
-        serve(on_this_machine(load_settings(config, overrides or ()), gpus_here=gpus()))
+        serve(fit_to_machine(load_settings(config, overrides or ()), gpus_here=count_gpus()))
     except TuneloopError as error:
         sys.stderr.write(f"{error}\n")
         os._exit(error.exit_code if isinstance(error, StartupError) else 1)
@@ -109,4 +109,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # those may show what variables hold
+    app.command()(main)
+    app()

@@ -63,7 +63,7 @@ class Endpoint:
 
     base_url: str
     model: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     temperature: float | None = 0.0
     timeout: float = 60.0
     retries: int = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import configure_logging
-from tuneloop.shared.settings.hardware import gpus, on_this_machine
+from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.stop import SignalStop, Stop
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = SignalStop(signal.SIGTERM, signal.SIGINT)
     configure_logging()
     try:
-        _train(on_this_machine(load_settings(given.config, given.set), gpus_here=gpus()), stop)
+        _train(fit_to_machine(load_settings(given.config, given.set), gpus_here=count_gpus()), stop)
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {error}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1

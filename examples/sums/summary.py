@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.sums.folder import MODEL_NAME
+from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
 
 GOAL, TOLERANCE = 0.7, 0.05
@@ -61,7 +62,7 @@ time                     {self.seconds:.0f} s
 
 checkpoints              {settings.job_dir}
 TensorBoard              {settings.tensorboard_dir}
-database                 {settings.database_url}
+database                 {without_password(settings.database_url)}
 
 Try next:
   .venv/bin/tensorboard --logdir {settings.tensorboard_dir}

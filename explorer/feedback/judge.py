@@ -25,6 +25,7 @@ from tuneloop.shared.experience import Feedback, Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.judging import JUDGED, Said, Standing
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
+from tuneloop.shared.settings.types import reveal
 
 log = structlog.get_logger()
 
@@ -202,7 +203,7 @@ def judge_of(settings: JudgeSettings) -> Judge:
         return Judge(
             base_url=settings.url or "",
             model=settings.model or "",
-            api_key=settings.key,
+            api_key=reveal(settings.key),
             criteria=rubric.criteria,
             weights=rubric.weights,
             scale=rubric.scale,

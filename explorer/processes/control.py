@@ -47,6 +47,7 @@ from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, TuneloopError
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import WITH_SECRETS
 
 log = structlog.get_logger()
 
@@ -218,7 +219,7 @@ class Workers:
         services = self._services
         match question:
             case GetStartInfo():
-                return StartInfo(_share(self._settings).model_dump_json().encode(), _views(services))
+                return StartInfo(_share(self._settings).model_dump_json(context=WITH_SECRETS).encode(), _views(services))
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
             case WaitUntilFlushed(timeout_s):

@@ -32,6 +32,7 @@ from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import reveal
 from tuneloop.shared.spool_format import spooled
 
 #: How often the gauges are brought up to date, at most.
@@ -173,9 +174,9 @@ async def _open_fleet(
 
 async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:
     rollout = settings.explorer.rollout_model
-    session = vllm.open_session(url=address.url, socket=address.socket, key=rollout.engine_key)
+    session = vllm.open_session(url=address.url, socket=address.socket, key=reveal(rollout.engine_key))
     await stack.enter_async_context(session)
     control = control_of(settings, session, tolerance=vllm.tolerance(settings))
-    http = EngineHttp(url=address.url, socket=address.socket, key=rollout.engine_key)
+    http = EngineHttp(url=address.url, socket=address.socket, key=reveal(rollout.engine_key))
     stack.push_async_callback(http.close)
     return Engine(number, http, control)

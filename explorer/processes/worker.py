@@ -52,6 +52,7 @@ from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, TuneloopError
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import reveal
 
 log = structlog.get_logger()
 
@@ -186,7 +187,7 @@ class Worker:
 
     async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
         key = self._settings.explorer.rollout_model.engine_key
-        http = EngineHttp(url=view.url, socket=view.socket, key=key)
+        http = EngineHttp(url=view.url, socket=view.socket, key=reveal(key))
         stack.push_async_callback(http.close)
         return Engine(view.number, http)
 

@@ -45,7 +45,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
     def known(request: Request) -> None:
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        if not hmac.compare_digest(given.encode(), f"Bearer {key.get_secret_value()}".encode()):
             told = "send explorer.admin_key as `Authorization: Bearer <key>`"
             raise HTTPException(401, told, {"WWW-Authenticate": "Bearer"})
 

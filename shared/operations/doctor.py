@@ -11,7 +11,7 @@ from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.open_versions import Standing, undecided
-from tuneloop.shared.settings.database_url import shown
+from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import spooled
 
@@ -46,7 +46,7 @@ def examine(settings: Settings, *, clock: Callable[[], float] = time.time) -> Re
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
-        away = f"cannot use the database {shown(settings.database_url)}: {error}"
+        away = f"cannot use the database {without_password(settings.database_url)}: {error}"
     facts = Facts(now=clock(), rules=Rules.of(settings), spool=spooled(settings.spool_dir), ledger=ledger, away=away)
     return Report(facts, imbalance, diagnose(facts), standings)
 

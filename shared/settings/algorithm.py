@@ -14,6 +14,7 @@ from tuneloop.shared.settings.types import (
     Positive,
     PositiveReal,
     Real,
+    Secret,
     Section,
 )
 
@@ -140,7 +141,7 @@ class DistillSettings(Section):
     teacher_path: Path | None = None
     teacher_url: Address | None = None
     teacher_model: str | None = None
-    teacher_key: str | None = None
+    teacher_key: Secret | None = None
     mode: Literal["reverse_kl", "replies"] = "reverse_kl"
     timeout: PositiveReal = 120.0
 

@@ -1,10 +1,14 @@
 """The URL of a database: parsed, and shown without its password."""
 
+from typing import Annotated
+
+from pydantic import AfterValidator, PlainSerializer, SecretStr, SerializationInfo
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.settings.types import WITH_SECRETS
 
 SETTING = "buffer.trainer_input.experience_buffer.path"
 
@@ -29,6 +33,22 @@ def parse_url(url: str) -> URL:
     raise SettingsError(f"{SETTING}: {backend} is not supported; use sqlite or postgresql")
 
 
-def shown(url: str) -> str:
+def without_password(url: str) -> str:
     """The URL without its passwords."""
     return parse_url(url).difference_update_query(["password", "sslpassword"]).render_as_string()
+
+
+def _a_database(url: SecretStr) -> SecretStr:
+    try:
+        parse_url(url.get_secret_value())
+    except SettingsError as error:
+        raise ValueError(str(error).removeprefix(f"{SETTING}: ")) from None
+    return url
+
+
+def _masked(url: SecretStr, info: SerializationInfo) -> str:
+    written = url.get_secret_value()
+    return written if info.context == WITH_SECRETS else without_password(written)
+
+
+DatabaseUrl = Annotated[SecretStr, AfterValidator(_a_database), PlainSerializer(_masked, when_used="json")]

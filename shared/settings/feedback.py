@@ -16,6 +16,7 @@ from tuneloop.shared.settings.types import (
     PositiveReal,
     Real,
     Seconds,
+    Secret,
     Section,
     Share,
 )
@@ -48,7 +49,7 @@ class JudgeSettings(Section):
 
     url: Address | None = None
     model: str | None = None
-    key: str | None = None
+    key: Secret | None = None
     rubric: Path | None = None
     criteria: Criteria = Field(default_factory=lambda: dict(_CRITERIA))
     weights: dict[str, PositiveReal] = Field(default_factory=dict)

@@ -9,12 +9,12 @@ from tuneloop.shared.settings.settings import Settings
 log = structlog.get_logger()
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     """NVIDIA GPUs that this machine has."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
-def on_this_machine(settings: Settings, *, gpus_here: int) -> Settings:
+def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
     """The settings as they can be run here: without a GPU everything runs on the CPU, each engine as one process."""
     rollout = settings.explorer.rollout_model
     elsewhere = rollout.engine_urls or settings.cluster.node_num > 1

@@ -1,35 +1,28 @@
-"""This file reads the settings: a YAML file, then environment variables, then `--set` flags.
+"""Reads the settings: a YAML file, then environment variables, then `--set` flags.
 
-Every mistake is reported at once, a line each, with its place and the nearest right name. Nothing is written, asked or
+Every problem is reported at once, a line each, with its location and the nearest right name. Nothing is written or
 connected.
 """
 
+import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tuneloop.shared.errors import SettingsError
-from tuneloop.shared.settings.database_url import parse_url
-from tuneloop.shared.settings.mistakes import (
-    ENV_PREFIX,
-    is_trinity_key,
-    is_trinity_section,
-    mistakes_of,
-    nearest_name,
-)
-from tuneloop.shared.settings.settings import Settings, inner_section
-from tuneloop.shared.settings.types import Section
-from tuneloop.shared.settings.yaml_source import Keys, Mistake, Place, Tree, dotted, read
+from tuneloop.shared.settings.problems import problems_of, sort_unknown
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.sources import OVERRIDES_VARIABLE, LocatedSource, OverridesSource, YamlSource, dotted_name
 
-_DATABASE = ("buffer", "trainer_input", "experience_buffer", "path")
-_AFTER_THE_FILE = 1 << 30
 _NOT_NEEDED = (
     "explorer.rollout_model.enable_history",
     "explorer.rollout_model.enable_openai_api",
@@ -42,13 +35,13 @@ _NOT_NEEDED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a settings file says: the settings, or every mistake in it."""
+class SettingsReport:
+    """What the sources say: the settings, or every problem in them."""
 
     settings: Settings | None
-    mistakes: tuple[str, ...]
-    not_needed: tuple[str, ...]
-    trinity_only: tuple[str, ...]
+    problems: tuple[str, ...]
+    not_needed: tuple[str, ...] = ()
+    trinity_only: tuple[str, ...] = ()
 
     @property
     def warning(self) -> str | None:
@@ -60,135 +53,106 @@ class Report:
             parts.append(f"known to Trinity, not used here: {', '.join(self.trinity_only)}")
         return "settings " + "; ".join(parts) if parts else None
 
+    def valid_settings(self) -> Settings:
+        """The settings. Raises SettingsError with every problem, one a line."""
+        if self.settings is None:
+            raise SettingsError("\n".join(self.problems))
+        return self.settings
+
+
+class _SourcedSettings(BaseSettings, Settings):
+    """The settings out of `sources`, of which earlier ones win."""
+
+    model_config = SettingsConfigDict(validate_default=False)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources that were passed, in place of pydantic's own, which do not locate what they read."""
+        return cast("tuple[LocatedSource, ...]", cast("InitSettingsSource", init_settings).init_kwargs["sources"])
+
 
 def load_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of a YAML file. Raises SettingsError with every mistake, one a line."""
-    report = check(path, overrides)
-    if report.settings is None:
-        raise SettingsError("\n".join(report.mistakes))
+    """The settings of a YAML file. Raises SettingsError with every problem, one a line."""
+    report = read_settings(path, overrides)
+    settings = report.valid_settings()
     if report.warning:
         logging.getLogger(__name__).warning(report.warning)
-    return report.settings
+    return settings
 
 
-def check(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Report:
+def read_settings(
+    path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> SettingsReport:
     """Read `path`, the environment's TUNELOOP__SECTION__KEY variables and `key=value` overrides, later ones winning."""
-    tree = read(path)
-    if not tree.mistakes or tree.values:
-        for name, value in sorted((os.environ if environment is None else environment).items()):
-            if name.startswith(ENV_PREFIX):
-                keys = name.removeprefix(ENV_PREFIX).lower().split("__")
-                _override(tree, keys, value, Place(_AFTER_THE_FILE, 0, name))
-        for flag in overrides:
-            key, equals, value = flag.partition("=")
-            place = Place(_AFTER_THE_FILE, 1, f"--set {key}")
-            if equals and key.strip():
-                _override(tree, key.strip().split("."), value, place)
-            else:
-                tree.mistakes.append(Mistake(place=place, key="", what="write it as --set key=value"))
-        return _understand(tree)
-    return _report(tree, None, [])
+    file = YamlSource(_SourcedSettings, path)
+    if file.problems and not file.values:
+        return SettingsReport(settings=None, problems=tuple(map(str, file.problems)))
+    file.values.setdefault("model", {})  # so that what is missing is model.model_path
+    environment = os.environ if environment is None else environment
+    flags = [*json.loads(environment.get(OVERRIDES_VARIABLE, "[]")), *overrides]
+    sources = (
+        OverridesSource.of_flags(_SourcedSettings, flags),
+        OverridesSource.of_environment(_SourcedSettings, environment),
+        file,
+    )
+    for above, below in combinations(sources, 2):
+        for keys in above.overridden:
+            below.remove(keys)
+    return _report(sources)
 
 
-def _override(tree: Tree, keys: Sequence[str], text: str, place: Place) -> None:
-    values = tree.values
-    for depth, key in enumerate(keys[:-1], start=1):
-        if not isinstance(values.get(key), dict):
-            values[key] = {}
-            tree.places[tuple(keys[:depth])] = place
-        values = values[key]
-    tree.places[tuple(keys)] = place
-    try:
-        values[keys[-1]] = _plain(text)
-    except yaml.YAMLError:
-        tree.mistakes.append(Mistake(place=place, key=dotted(tuple(keys)), what=f"not a value: {text}"))
-
-
-def _plain(text: str) -> Any:
-    """Lists and null as YAML has them; everything else stays text, which the option's own type reads."""
-    return yaml.safe_load(text) if text.strip() in {"null", "~"} or text.strip()[:1] in {"[", "{"} else text
-
-
-def _understand(tree: Tree) -> Report:
+def _report(sources: Sequence[LocatedSource]) -> SettingsReport:
+    problems = [problem for source in sources for problem in source.problems]
+    locations = dict(ChainMap(*(source.locations for source in reversed(sources))))
     trinity_only: list[str] = []
-    _sift(tree, tree.values, Settings, (), trinity_only)
-    _check_database(tree)
-    try:
-        settings = Settings.model_validate(tree.values)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)
-        for each in [*wrong, *_contradictions(tree.values, wrong)]:
-            tree.mistakes += mistakes_of(tree, each)
-        return _report(tree, None, trinity_only)
-    root = Path.cwd() / settings.checkpoint_root_dir
-    return _report(tree, settings.model_copy(update={"checkpoint_root_dir": root}), trinity_only)
-
-
-def _sift(tree: Tree, values: dict[str, Any], section: type[Section], at: Keys, trinity_only: list[str]) -> None:
-    """Take out what is not ours, noting whether Trinity knows it, and give every section of ours a mapping."""
-    for key in [key for key in values if key not in section.model_fields]:
-        _sift_foreign(tree, values.pop(key), (*at, key), trinity_only)
-    for key, field in section.model_fields.items():
-        inner = inner_section(field)
-        if inner and values.get(key) is None:
-            values[key] = {}
-        if inner and isinstance(values[key], dict):
-            _sift(tree, values[key], inner, (*at, key), trinity_only)
-
-
-def _sift_foreign(tree: Tree, value: Any, at: Keys, trinity_only: list[str]) -> None:
-    names = [str(key) for key in at]
-    if is_trinity_key(names):
-        trinity_only.append(dotted(at))
-    elif is_trinity_section(names) and isinstance(value, dict | None):
-        for key, inner in (value or {}).items():
-            _sift_foreign(tree, inner, (*at, key), trinity_only)
-    else:
-        what = f"unknown key.{nearest_name(names)}"
-        tree.mistakes.append(Mistake(place=tree.place_of(at), key=dotted(at), what=what))
-
-
-def _check_database(tree: Tree) -> None:
-    url = _value(tree.values, _DATABASE)
-    if isinstance(url, str):
-        try:
-            parse_url(url)
-        except SettingsError as error:
-            what = str(error).partition(": ")[2]
-            tree.mistakes.append(Mistake(place=tree.place_of(_DATABASE), key=dotted(_DATABASE), what=what))
-
-
-def _value(values: Any, keys: Keys) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values
-
-
-def _contradictions(values: dict[str, Any], wrong: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """What is still wrong between options that are right by themselves, found by leaving the wrong ones out."""
-    for each in wrong:
-        section = _value(values, each["loc"][:-1])
-        if isinstance(section, dict) and each["loc"]:
-            section.pop(each["loc"][-1], None)
-    values["model"] = {"model_path": "."} | values.get("model", {})
-    try:
-        Settings.model_validate(values)
-    except ValidationError as error:
-        doubted = {str(each["loc"][-1]) for each in wrong if each["loc"]}
-        found = [each for each in error.errors(include_url=False) if not each["loc"]]
-        known = {each["msg"] for each in wrong}
-        return [each for each in found if each["msg"] not in known and not any(key in each["msg"] for key in doubted)]
-    return []
-
-
-def _report(tree: Tree, settings: Settings | None, trinity_only: list[str]) -> Report:
-    written = {dotted(keys): keys for keys in tree.places}
-    not_needed = [key for key in written if any(key == each or key.startswith(f"{each}.") for each in _NOT_NEEDED)]
-    leaves = [key for key in not_needed if not any(other.startswith(f"{key}.") for other in not_needed)]
-    mistakes = tuple(map(str, sorted(tree.mistakes, key=lambda each: each.place)))
-    return Report(
-        settings=None if mistakes else settings,
-        mistakes=mistakes,
-        not_needed=tuple(sorted(leaves)),
+    settings, errors = _validate(sources)
+    if errors:
+        unknown = [each for each in errors if each["type"] == "extra_forbidden"]
+        wrong = [each for each in errors if each not in unknown]
+        settings, contradictions = _validate_rest(sources, errors, wrong)
+        for each in unknown:
+            problems += sort_unknown(locations, each["loc"], each["input"], trinity_only)
+        for each in [*wrong, *contradictions]:
+            problems += problems_of(locations, each)
+    if settings is not None:
+        root = Path.cwd() / settings.checkpoint_root_dir
+        settings = settings.model_copy(update={"checkpoint_root_dir": root})
+    written = [dotted_name(keys) for keys in locations]
+    not_needed = {key for key in written if any(key == each or key.startswith(f"{each}.") for each in _NOT_NEEDED)}
+    return SettingsReport(
+        settings=None if problems else settings,
+        problems=tuple(str(each) for each in sorted(problems, key=lambda each: each.location)),
+        not_needed=tuple(sorted(key for key in not_needed if not any(o.startswith(f"{key}.") for o in not_needed))),
         trinity_only=tuple(sorted(trinity_only)),
     )
+
+
+def _validate(sources: Sequence[LocatedSource]) -> tuple[Settings | None, list[ErrorDetails]]:
+    build: Callable[..., Settings] = _SourcedSettings
+    try:
+        return build(sources=sources), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _validate_rest(
+    sources: Sequence[LocatedSource], errors: Sequence[ErrorDetails], wrong: Sequence[ErrorDetails]
+) -> tuple[Settings | None, list[ErrorDetails]]:
+    """The settings without what was refused, and what is still wrong between options that are right by themselves."""
+    for each in errors:
+        for source in sources:
+            source.remove(each["loc"])
+    file = sources[-1].values
+    file["model"] = {"model_path": "."} | (file.get("model") or {})
+    settings, left = _validate(sources)
+    doubted = {str(each["loc"][-1]) for each in wrong if each["loc"]}
+    reported = {each["msg"] for each in wrong}
+    found = [each for each in left if not each["loc"] and each["msg"] not in reported]
+    return settings, [each for each in found if not any(key in each["msg"] for key in doubted)]

@@ -11,6 +11,7 @@ from tuneloop.shared.settings.types import (
     Port,
     Positive,
     Seconds,
+    Secret,
     Section,
     Share,
 )
@@ -70,7 +71,7 @@ class RolloutModelSettings(Section):
     single_process: bool = False
     kv_cache_memory_bytes: Positive | None = None
     engine_urls: tuple[Address, ...] = ()
-    engine_key: str | None = None
+    engine_key: Secret | None = None
     engine_args: tuple[str, ...] = ()
     startup_timeout: Seconds = 900.0
     health_timeout: Seconds = 10.0

@@ -6,20 +6,20 @@ and validators pure: nothing is created, asked or connected here.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import model_validator
+from pydantic import SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
 from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
-from tuneloop.shared.settings.types import FolderName, Section
+from tuneloop.shared.settings.types import FolderName, Section, reveal
 from tuneloop.shared.settings.versions import GateSettings, MonitorSettings, RolloutSettings
 
 
-class Settings(Section):
+class Settings(Section, defer_build=True):  # the loader uses a class of its own, made from this one
     """All settings of one experiment."""
 
     mode: Literal["serve", "train", "both"] = "both"
@@ -196,7 +196,7 @@ class Settings(Section):
     def database_url(self) -> str:
         """The database that holds the ledger."""
         buffer = self.buffer.trainer_input.experience_buffer
-        return buffer.path or f"sqlite:///{self.job_dir / 'buffer' / buffer.name}.db"
+        return reveal(buffer.path) or f"sqlite:///{self.job_dir / 'buffer' / buffer.name}.db"
 
     @property
     def spool_dir(self) -> Path:
@@ -235,3 +235,23 @@ def inner_section(field: FieldInfo) -> type[Section] | None:
     """The section that a field holds, None for an option."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _is_secret(kind: object) -> bool:
+    return kind is SecretStr or any(map(_is_secret, get_args(kind)))
+
+
+SECRETS = frozenset(name for name, field in options() if _is_secret(field.annotation))
+
+
+def holds_secret(key: str) -> bool:
+    """Whether the option or section of this name is a secret or has one."""
+    return any(f"{secret}.".startswith(f"{key}.") for secret in SECRETS)
+
+
+def may_be_secret(key: str) -> bool:
+    """Whether a value that was written under this name may be a secret: its name, or that of a section, or unknown."""
+    return not any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in _PUBLIC)
+
+
+_PUBLIC = frozenset(name for name, _ in options()) - SECRETS

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from tuneloop.shared.settings.database_url import DatabaseUrl
 from tuneloop.shared.settings.types import AtLeastTwo, FolderName, NotNegative, Positive, Seconds, Section
 
 
@@ -30,7 +31,7 @@ class ExperienceBufferSettings(Section):
 
     name: FolderName = "exp_buffer"
     storage_type: Literal["sql"] = "sql"
-    path: str | None = None
+    path: DatabaseUrl | None = None
 
 
 class TrainerInputSettings(Section):

@@ -1,9 +1,19 @@
 """The kinds of values that settings have, and the section that all parts of the settings are."""
 
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    SerializationInfo,
+    model_validator,
+)
 
 
 def _not_a_bool(value: object) -> object:
@@ -52,16 +62,49 @@ def _an_address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_an_address)]
 
 
-def _hard_to_guess(value: str) -> str:
+#: The context of serialization in which secrets are written out: for a process of ours, never for people.
+WITH_SECRETS = {"secrets": True}
+
+#: What stands for a secret.
+MASK = "***"
+
+
+def _masked(secret: SecretStr, info: SerializationInfo) -> str:
+    return secret.get_secret_value() if info.context == WITH_SECRETS else MASK
+
+
+def _one_line(secret: SecretStr) -> SecretStr:
+    value = secret.get_secret_value()
+    if value != value.strip() or any(ord(each) < 32 or ord(each) == 127 for each in value):
+        raise ValueError("must be one line, without blanks around it")
+    return secret
+
+
+#: HTTP clients quote a header that they cannot send: hence one line.
+Secret = Annotated[SecretStr, AfterValidator(_one_line), PlainSerializer(_masked, when_used="json")]
+
+
+def reveal(secret: SecretStr | None) -> str | None:
+    """The text of a secret, to send it where it belongs."""
+    return None if secret is None else secret.get_secret_value()
+
+
+def _hard_to_guess(secret: SecretStr) -> SecretStr:
+    value = secret.get_secret_value()
     if len(value) < 16 or not (value.isascii() and value.isprintable() and " " not in value):
         raise ValueError("must have at least 16 characters of ASCII, and no spaces")
-    return value
+    return secret
 
 
-HardToGuess = Annotated[str, AfterValidator(_hard_to_guess)]
+HardToGuess = Annotated[Secret, AfterValidator(_hard_to_guess)]
 
 
 class Section(BaseModel):
-    """A part of the settings: frozen, and unknown keys are refused."""
+    """A part of the settings: frozen, and unknown keys are refused. An empty one has its defaults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: Any) -> Any:
+        return {} if value is None else value

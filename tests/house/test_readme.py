@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sources import ROOT
 
-from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.loader import read_settings
 
 README = (ROOT / "README.md").read_text()
 
@@ -18,8 +18,8 @@ def blocks(language: str) -> list[str]:
 def test_its_settings_load_without_a_warning(tmp_path: Path) -> None:
     [block] = blocks("yaml")
     (tmp_path / "tuneloop.yaml").write_text(block)
-    report = check(tmp_path / "tuneloop.yaml", environment={})
-    assert (report.mistakes, report.warning) == ((), None)
+    report = read_settings(tmp_path / "tuneloop.yaml", environment={})
+    assert (report.problems, report.warning) == ((), None)
 
 
 @pytest.mark.parametrize("block", blocks("python"))

@@ -11,6 +11,7 @@ from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.tasks import Judge, Task, judge_of, without_reasoning
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import reveal
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def _model(options: JudgeSettings) -> ModelJudge:
         return ModelJudge(
             base_url=options.url,
             model=options.model or "",
-            api_key=options.key,
+            api_key=reveal(options.key),
             criteria=rubric.criteria,
             weights=rubric.weights,
             scale=rubric.scale,

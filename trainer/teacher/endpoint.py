@@ -64,7 +64,7 @@ class RemoteTeacher:
         self._url = f"{base}/completions" if urlsplit(base).path else f"{base}/v1/completions"
         self._headers = {"content-type": "application/json"}
         if wanted.teacher_key:
-            self._headers["authorization"] = f"Bearer {wanted.teacher_key}"
+            self._headers["authorization"] = f"Bearer {wanted.teacher_key.get_secret_value()}"
         self._model, self._timeout = wanted.teacher_model, wanted.timeout
         self._settings, self._stop, self._pauses_s = settings, stop, pauses_s
         self._tls = ssl.create_default_context()

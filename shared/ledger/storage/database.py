@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.schema import CreateSchema
 
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused
-from tuneloop.shared.settings.database_url import SETTING, parse_url, shown
+from tuneloop.shared.settings.database_url import SETTING, parse_url, without_password
 
 _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
 
@@ -72,7 +72,7 @@ def upgrade(url: str, *, schema: str | None = None) -> None:
     Raises EnvironmentRefused if that fails, DatabaseAway if it may go well later.
     """
     engine = connect(url, schema=schema)
-    place = shown(url)
+    place = without_password(url)
     try:
         with _only_one(engine):
             _run_migrations(engine, schema)

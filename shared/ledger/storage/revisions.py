@@ -8,7 +8,7 @@ from sqlalchemy.exc import DBAPIError
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.storage.database import connect, first_line, migrations
-from tuneloop.shared.settings.database_url import parse_url, shown
+from tuneloop.shared.settings.database_url import parse_url, without_password
 
 
 def newest() -> str | None:
@@ -27,7 +27,7 @@ def current(url: str, *, schema: str) -> str | None:
             return MigrationContext.configure(connection).get_current_revision()
     except DBAPIError as error:
         raise EnvironmentRefused(
-            f"cannot use the database {shown(url)}: {first_line(error)}; start it, or correct the URL"
+            f"cannot use the database {without_password(url)}: {first_line(error)}; start it, or correct the URL"
         ) from None
     finally:
         engine.dispose()

@@ -4,20 +4,20 @@ from pathlib import Path
 import pytest
 
 from tuneloop.shared.errors import SettingsError
-from tuneloop.shared.settings.loader import Report, check, load_settings
+from tuneloop.shared.settings.loader import SettingsReport, load_settings, read_settings
 
 TRINITY = Path(__file__).parents[2] / "fixtures" / "trinity"
 MODEL = "model: {model_path: some/model}\n"
 
 
-def report(folder: Path, text: str, *overrides: str, **environment: str) -> Report:
+def report(folder: Path, text: str, *overrides: str, **environment: str) -> SettingsReport:
     file = folder / "x.yaml"
     file.write_text(text)
-    return check(file, overrides, environment)
+    return read_settings(file, overrides, environment)
 
 
-def mistakes(folder: Path, text: str, *overrides: str, **environment: str) -> list[str]:
-    return [each.removeprefix(f"{folder}/") for each in report(folder, text, *overrides, **environment).mistakes]
+def problems(folder: Path, text: str, *overrides: str, **environment: str) -> list[str]:
+    return [each.removeprefix(f"{folder}/") for each in report(folder, text, *overrides, **environment).problems]
 
 
 def test_trinitys_explorer_file_means_the_same(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_every_mistake_is_told_at_once_with_its_place(tmp_path):
         "  proxy_port: 99999\n"
         "  rollout_model: {engine_num: 0}\n"
     )
-    assert mistakes(tmp_path, text) == [
+    assert problems(tmp_path, text) == [
         "x.yaml:1:1: mode: must be 'serve', 'train' or 'both', not 'srve'. Did you mean 'serve'?",
         "x.yaml:2:1: model.model_path: is required and missing",
         "x.yaml:3:3: model.model_pth: unknown key. Did you mean 'model_path'?",
@@ -96,14 +96,14 @@ def test_every_mistake_is_told_at_once_with_its_place(tmp_path):
     ]
 
 
-def test_loading_raises_all_mistakes_one_a_line(tmp_path):
+def test_loading_raises_all_problems_one_a_line(tmp_path):
     (tmp_path / "x.yaml").write_text("mode: srve\nnmae: x\n")
     with pytest.raises(SettingsError, match=r"(?s)1:1: mode.*\n.*1:1: model.model_path.*\n.*2:1: nmae"):
         load_settings(tmp_path / "x.yaml")
 
 
 def test_a_missing_section_is_told_at_the_head_of_the_file(tmp_path):
-    assert mistakes(tmp_path, "mode: both\n") == ["x.yaml:1:1: model.model_path: is required and missing"]
+    assert problems(tmp_path, "mode: both\n") == ["x.yaml:1:1: model.model_path: is required and missing"]
 
 
 def test_an_empty_section_has_its_defaults(tmp_path):
@@ -158,7 +158,7 @@ def test_an_empty_section_has_its_defaults(tmp_path):
     ],
 )
 def test_a_wrong_value_is_told_with_what_is_right(tmp_path, text, told):
-    (found,) = mistakes(tmp_path, text + MODEL)
+    (found,) = problems(tmp_path, text + MODEL)
     assert told in found
     assert "secret" not in found
 
@@ -180,13 +180,13 @@ def test_a_wrong_value_is_told_with_what_is_right(tmp_path, text, told):
     ],
 )
 def test_a_value_of_trinitys_that_we_lack_is_told_with_what_to_write(tmp_path, text, instead):
-    assert instead in mistakes(tmp_path, text + MODEL)[0]
+    assert instead in problems(tmp_path, text + MODEL)[0]
 
 
 def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
     engines = "explorer:\n  rollout_model: {engine_num: 3, tensor_parallel_size: 2}\n"
     text = MODEL + "mode: serve\ncluster: {gpu_per_node: 4}\n" + engines
-    assert mistakes(tmp_path, text) == [
+    assert problems(tmp_path, text) == [
         "x.yaml:5:19: explorer.rollout_model.engine_num: 3 engines of 2 GPUs need 6, this machine has 4 (mode: serve); "
         "an engine has all of its GPUs on one machine. Lower engine_num or tensor_parallel_size, raise "
         "cluster.gpu_per_node or cluster.node_num, or name engines elsewhere in engine_urls"
@@ -195,23 +195,23 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
 
 def test_more_machines_make_room_for_more_engines_but_not_for_larger_ones(tmp_path):
     text = MODEL + "mode: serve\ncluster: {node_num: 2, gpu_per_node: 3}\nexplorer: {rollout_model: %s}\n"
-    assert mistakes(tmp_path, text % "{engine_num: 6}") == []
-    assert mistakes(tmp_path, text % "{engine_num: 2, tensor_parallel_size: 3}") == []
-    (found,) = mistakes(tmp_path, text % "{engine_num: 3, tensor_parallel_size: 2}")
+    assert problems(tmp_path, text % "{engine_num: 6}") == []
+    assert problems(tmp_path, text % "{engine_num: 2, tensor_parallel_size: 3}") == []
+    (found,) = problems(tmp_path, text % "{engine_num: 3, tensor_parallel_size: 2}")
     assert "3 engines of 2 GPUs need 6, 2 machines have 6" in found
-    (found,) = mistakes(tmp_path, text % "{tensor_parallel_size: 4}")
+    (found,) = problems(tmp_path, text % "{tensor_parallel_size: 4}")
     assert "1 engines of 4 GPUs need 4, 2 machines have 6" in found
 
 
 def test_a_trainer_is_kept_out_of_the_way_of_engines_on_several_machines(tmp_path):
-    (found,) = mistakes(tmp_path, MODEL + "mode: both\ncluster: {node_num: 2, gpu_per_node: 4}\n")
+    (found,) = problems(tmp_path, MODEL + "mode: both\ncluster: {node_num: 2, gpu_per_node: 4}\n")
     assert "cluster.node_num: 2 machines' GPUs are given to engines by Ray" in found
     assert "mode: train" in found
 
 
 def test_an_engine_must_leave_room_for_a_trainer_on_the_same_gpu(tmp_path):
     text = MODEL + "cluster: {gpu_per_node: 1}\n"
-    (found,) = mistakes(tmp_path, text)
+    (found,) = problems(tmp_path, text)
     assert "explorer.rollout_model.gpu_memory_utilization: 0.9 leaves the trainer too little" in found
     assert "Write 0.4" in found
 
@@ -228,33 +228,33 @@ def test_an_engine_must_leave_room_for_a_trainer_on_the_same_gpu(tmp_path):
     ],
 )
 def test_an_engine_may_take_most_of_a_gpu_that_no_trainer_shares(tmp_path, text):
-    assert mistakes(tmp_path, MODEL + text) == []
+    assert problems(tmp_path, MODEL + text) == []
 
 
 @pytest.mark.parametrize("url", ["gpu-box:8000", "localhost", "ftp://gpu-box", "http://", "http://gpu-box:port", "''"])
 def test_an_engine_elsewhere_is_named_by_an_absolute_url(tmp_path, url):
-    (found,) = mistakes(tmp_path, MODEL + f"explorer: {{rollout_model: {{engine_urls: [{url!r}]}}}}\n")
+    (found,) = problems(tmp_path, MODEL + f"explorer: {{rollout_model: {{engine_urls: [{url!r}]}}}}\n")
     assert "explorer.rollout_model.engine_urls[0]: must be an absolute URL, such as http://host:port, not " in found
 
 
 def test_adapters_on_gpus_are_served_in_half_precision(tmp_path):
     text = "mode: serve\nmodel: {model_path: x, lora: {rank: 8}}\ncluster: {gpu_per_node: %d}\n"
     text += "explorer: {rollout_model: {dtype: %s}}\n"
-    (found,) = mistakes(tmp_path, text % (1, "float32"))
+    (found,) = problems(tmp_path, text % (1, "float32"))
     assert "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only" in found
-    assert mistakes(tmp_path, text % (1, "bfloat16")) == mistakes(tmp_path, text % (0, "float32")) == []
-    assert mistakes(tmp_path, text.replace("rank: 8", "rank: 0") % (1, "float32")) == []
+    assert problems(tmp_path, text % (1, "bfloat16")) == problems(tmp_path, text % (0, "float32")) == []
+    assert problems(tmp_path, text.replace("rank: 8", "rank: 0") % (1, "float32")) == []
 
 
 def test_tool_choice_needs_a_parser(tmp_path):
     text = MODEL + "explorer: {rollout_model: {enable_auto_tool_choice: true}}\n"
-    (found,) = mistakes(tmp_path, text)
+    (found,) = problems(tmp_path, text)
     assert "enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser" in found
 
 
 def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
     text = "model: {model_path: x, max_model_len: 5, max_response_tokens: 10}\ntrainer: {seed: x}\nbatch: 3\n"
-    assert [each.split(": ")[1] for each in mistakes(tmp_path, text)] == [
+    assert [each.split(": ")[1] for each in problems(tmp_path, text)] == [
         "model.max_response_tokens",
         "trainer.seed",
         "batch",
@@ -263,7 +263,7 @@ def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
 
 def test_a_contradiction_that_rests_on_a_mistake_is_not_told(tmp_path):
     text = MODEL + "cluster: {gpu_per_node: one}\nexplorer: {rollout_model: {engine_num: 2}}\n"
-    assert [each.split(": ")[1] for each in mistakes(tmp_path, text)] == ["cluster.gpu_per_node"]
+    assert [each.split(": ")[1] for each in problems(tmp_path, text)] == ["cluster.gpu_per_node"]
 
 
 @pytest.mark.parametrize(
@@ -283,19 +283,19 @@ def test_a_contradiction_that_rests_on_a_mistake_is_not_told(tmp_path):
     ],
 )
 def test_what_is_wrong_with_the_yaml_itself_is_told_with_its_place(tmp_path, text, told):
-    assert mistakes(tmp_path, text)[0].startswith(f"x.yaml:{told}")
+    assert problems(tmp_path, text)[0].startswith(f"x.yaml:{told}")
 
 
 def test_a_key_written_twice_is_a_mistake(tmp_path):
     text = MODEL + "trainer:\n  seed: 1\n  seed: 2\n"
-    assert mistakes(tmp_path, text) == ["x.yaml:4:3: trainer.seed: written twice, first in line 3"]
+    assert problems(tmp_path, text) == ["x.yaml:4:3: trainer.seed: written twice, first in line 3"]
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path):
-    assert check(tmp_path / "none.yaml").mistakes == (
+    assert read_settings(tmp_path / "none.yaml").problems == (
         f"{tmp_path}/none.yaml: cannot be read: No such file or directory",
     )
-    assert check(tmp_path).mistakes == (f"{tmp_path}: cannot be read: Is a directory",)
+    assert read_settings(tmp_path).problems == (f"{tmp_path}: cannot be read: Is a directory",)
 
 
 def test_anchors_and_merges_work(tmp_path):
@@ -348,8 +348,8 @@ def test_overrides_take_text_numbers_truth_lists_and_null(tmp_path):
     assert settings.database_url == "sqlite:////a/b.db?x=y"
 
 
-def test_mistakes_in_overrides_name_the_variable_or_the_flag(tmp_path):
-    assert mistakes(
+def test_problems_in_overrides_name_the_variable_or_the_flag(tmp_path):
+    assert problems(
         tmp_path,
         MODEL,
         "proxy",

@@ -1,4 +1,4 @@
-"""This file says in a sentence what is wrong with a setting, and what to write instead."""
+"""Says in a sentence what is wrong with a setting, and what to write instead."""
 
 import difflib
 import reprlib
@@ -8,18 +8,9 @@ from typing import get_args
 
 from pydantic_core import ErrorDetails
 
-from tuneloop.shared.settings.settings import options
-from tuneloop.shared.settings.yaml_source import Keys, Mistake, Tree, dotted
+from tuneloop.shared.settings.settings import SECRETS, holds_secret, options
+from tuneloop.shared.settings.sources import ENV_PREFIX, Keys, SettingsProblem, SourceLocation, dotted_name
 
-ENV_PREFIX = "TUNELOOP__"
-
-_SECRETS = {
-    "algorithm.distill.teacher_key",
-    "buffer.trainer_input.experience_buffer.path",
-    "explorer.admin_key",
-    "explorer.rollout_model.engine_key",
-    "judge.key",
-}
 _OTHER_ALGORITHMS = (
     "asymre cispo cpt dapo gigpo grpo_verl gspo jsd mix mix_chord on_policy_distill opmd orpo rec"
     " reinforce_pp reinforce_plus_plus reinforceplusplus sapo sppo topr"
@@ -48,30 +39,58 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 }
 
 
-def mistakes_of(tree: Tree, error: ErrorDetails) -> Iterator[Mistake]:
-    """What pydantic found, at the place where it was written."""
+def problems_of(locations: Mapping[Keys, SourceLocation], error: ErrorDetails) -> Iterator[SettingsProblem]:
+    """What pydantic found, at the location where it was written."""
     at: Keys = error["loc"]
     if error["type"] != "value_error":
-        yield Mistake(place=tree.place_of(at), key=dotted(at), what=_what(at, error))
+        yield _problem(locations, at, _sentence(at, error))
     elif at:
-        what = f"{error['ctx']['error']}, not {_shown(at, error['input'])}"
-        yield Mistake(place=tree.place_of(at), key=dotted(at), what=what)
+        value = "" if holds_secret(dotted_name(at)) else f", not {reprlib.repr(error['input'])}"
+        yield _problem(locations, at, f"{error['ctx']['error']}{value}")
     else:
         for line in str(error["ctx"]["error"]).splitlines():
             key, _, what = line.partition(": ")
-            yield Mistake(place=tree.place_of(tuple(key.split("."))), key=key, what=what)
+            yield _problem(locations, tuple(key.split(".")), what)
 
 
-def _what(at: Keys, error: ErrorDetails) -> str:
-    value = error["input"]
+def sort_unknown(
+    locations: Mapping[Keys, SourceLocation], at: Keys, value: object, trinity_only: list[str]
+) -> Iterator[SettingsProblem]:
+    """The problems with what stands at an unknown key; what Trinity knows of it goes into `trinity_only`."""
+    names = [str(key) for key in at]
+    if _is_trinity_key(names):
+        trinity_only.append(dotted_name(at))
+    elif ".".join(names) in _SECTIONS and isinstance(value, dict | None):
+        for key, inner in (value or {}).items():
+            yield from sort_unknown(locations, (*at, key), inner, trinity_only)
+    else:
+        yield _problem(locations, at, f"unknown key.{_nearest_name(names)}")
+
+
+def _problem(locations: Mapping[Keys, SourceLocation], keys: Keys, what: str) -> SettingsProblem:
+    """A problem at `keys`, or at the nearest section around it that was written."""
+    around = (keys[:length] for length in range(len(keys), -1, -1))
+    return SettingsProblem(
+        location=next(locations[each] for each in around if each in locations), key=dotted_name(keys), what=what
+    )
+
+
+def _sentence(at: Keys, error: ErrorDetails) -> str:
+    key, value = dotted_name(at), error["input"]
     if error["type"] == "missing":
         return "is required and missing"
     if isinstance(value, str) and value.startswith("${"):
-        variable = ENV_PREFIX + dotted(at).upper().replace(".", "__")
+        variable = ENV_PREFIX + key.upper().replace(".", "__")
         return f"{value} is not expanded here: write the value, or set the environment variable {variable}"
-    said = error["msg"] if error["type"] == "literal_error" else error["msg"].split(",")[0]
-    must = _MUST.get(error["type"], said.replace("Input should be", "must be"))
-    return f"{must}, not {_shown(at, value)}{_cure(dotted(at), error['type'], value)}"
+    message = error["msg"] if error["type"] == "literal_error" else error["msg"].split(",")[0]
+    must = _MUST.get(error["type"], message.replace("Input should be", "must be"))
+    given = "the value given" if _may_show_secret(key, value) else reprlib.repr(value)
+    return f"{must}, not {given}{_cure(key, error['type'], value)}"
+
+
+def _may_show_secret(key: str, value: object) -> bool:
+    """Whether a value is a secret, or stands in the place of a section that has one."""
+    return holds_secret(key) and (key in SECRETS or not isinstance(value, int | float | None))
 
 
 def _cure(key: str, kind: str, value: object) -> str:
@@ -101,17 +120,13 @@ _MUST = {
 }
 
 
-def _shown(at: Keys, value: object) -> str:
-    return "the value given" if dotted(at) in _SECRETS else reprlib.repr(value)
-
-
-def nearest_name(names: Sequence[str]) -> str:
+def _nearest_name(names: Sequence[str]) -> str:
     """` Did you mean '…'?` for an unknown key, or nothing if no option is near."""
     section, wrong = ".".join(names[:-1]), names[-1]
     ours = [name for name, _ in options()]
     prefix = f"{section}." if section else ""
     siblings = {name.removeprefix(prefix).split(".")[0] for name in ours if name.startswith(prefix)}
-    near = difflib.get_close_matches(wrong, sorted(siblings) or trinity_names_under(names[:-1]), n=1)
+    near = difflib.get_close_matches(wrong, sorted(siblings) or _trinity_names_under(names[:-1]), n=1)
     near = near or [name for name in ours if name.rpartition(".")[2] == wrong]
     near = near or difflib.get_close_matches(".".join(names), ours, n=1, cutoff=0.75)
     return f" Did you mean '{near[0]}'?" if near else ""
@@ -199,17 +214,12 @@ _KEYS, _FREE = _read(_TABLE)
 _SECTIONS = frozenset(key[:at] for key in _KEYS | _FREE for at, char in enumerate(key) if char == ".")
 
 
-def is_trinity_key(path: Sequence[str]) -> bool:
+def _is_trinity_key(path: Sequence[str]) -> bool:
     """Whether Trinity has an option of this name, or lets anything stand there."""
     return ".".join(path) in _KEYS or any(".".join(path[:n]) in _FREE for n in range(1, len(path) + 1))
 
 
-def is_trinity_section(path: Sequence[str]) -> bool:
-    """Whether Trinity nests options under this name."""
-    return ".".join(path) in _SECTIONS
-
-
-def trinity_names_under(section: Sequence[str]) -> list[str]:
+def _trinity_names_under(section: Sequence[str]) -> list[str]:
     """Trinity's names directly under `section`."""
     depth = len(section)
     split = (key.split(".") for key in _KEYS | _FREE)

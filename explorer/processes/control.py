@@ -219,7 +219,8 @@ class Workers:
         services = self._services
         match question:
             case GetStartInfo():
-                return StartInfo(_share(self._settings).model_dump_json(context=WITH_SECRETS).encode(), _views(services))
+                settings = _share(self._settings).model_dump_json(context=WITH_SECRETS)
+                return StartInfo(settings.encode(), _views(services))
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
             case WaitUntilFlushed(timeout_s):

@@ -43,7 +43,7 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
-    """Run the command line; what is wrong is told in a sentence on stderr, never as a traceback."""
+    """Run the command line; an error is one sentence on stderr, never a traceback."""
     try:
         refuse_foreign_packages()
         app()
@@ -71,9 +71,9 @@ def run(config: ConfigOption, set_: SetOption = None) -> None:
     settings = understood_settings(check(config, set_ or ()))
     match settings.mode:
         case "serve":
-            _become(service("explorer", config, set_ or ()))
+            _replace_process(service("explorer", config, set_ or ()))
         case "train":
-            _become(service("trainer", config, set_ or ()))
+            _replace_process(service("trainer", config, set_ or ()))
         case "both":
             raise typer.Exit(supervise([service(name, config, set_ or ()) for name in ("explorer", "trainer")]))
         case never:
@@ -86,7 +86,7 @@ def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
 
 
-def _become(command: list[str]) -> None:
+def _replace_process(command: list[str]) -> None:
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.explorer.rollouts import Draw, Traffic, Trial, bernoulli, normal, trials
 from tuneloop.explorer.versions.comparison import decide
-from tuneloop.shared.evaluation.samples import Figures, Sample, spread
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, spread
 from tuneloop.shared.settings.versions import RolloutSettings
 
 CANARY, AB = RolloutSettings(mode="canary"), RolloutSettings(mode="ab")
@@ -90,12 +90,12 @@ def _of_users(seed: int, rollout: RolloutSettings, users: int) -> str:
     return "wait"
 
 
-def _clustered(rewards: np.ndarray) -> Sample:
+def _clustered(rewards: np.ndarray) -> SampleStatistics:
     if not rewards.size:
-        return Sample()
+        return SampleStatistics()
     units, mean = len(rewards), float(rewards.mean())
     squares = float(((rewards - mean).sum(axis=1) ** 2).sum())
-    return Sample(rewards.size, units, mean, spread(rewards.size, units, squares, float(rewards.size)))
+    return SampleStatistics(rewards.size, units, mean, spread(rewards.size, units, squares, float(rewards.size)))
 
 
 def _end(action: str, reason: str) -> str:

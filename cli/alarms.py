@@ -15,7 +15,7 @@ from tuneloop.shared.operations.diagnosis import moment
 app = typer.Typer(help="The alarms of the training.", invoke_without_command=True)
 
 _OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
-_AllOption = Annotated[bool, typer.Option("--all", help="Also those that are cleared.")]
+_AllOption = Annotated[bool, typer.Option("--all", help="Include cleared alarms.")]
 
 
 @app.callback()
@@ -26,11 +26,11 @@ def alarms(
     if context.invoked_subcommand is not None:
         return
     if config is None:
-        raise typer.BadParameter("say which experiment is meant", param_hint="--config")
+        raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        found = ledger.alarms.all(cleared=every)
-    typer.echo("\n".join(line for alarm in found for line in _lines(alarm)) or "no alarm is open")
+        alarms_ = ledger.alarms.all(cleared=every)
+    typer.echo("\n".join(line for alarm in alarms_ for line in _lines(alarm)) or "no alarm is open")
 
 
 @app.command()
@@ -50,6 +50,6 @@ def _lines(alarm: Alarm) -> Iterator[str]:
     holds = ", no new version is served" if alarm.holds and alarm.cleared_at is None else ""
     yield f"{alarm.name}: raised {moment(alarm.raised_at)}, {state}{holds}"
     yield f"  {alarm.reason}"
-    told = {name: getattr(alarm, name) for name in ("step", "version", "value", "threshold")}
-    if known := ", ".join(f"{name} {value:g}" for name, value in told.items() if value is not None):
-        yield f"  {known}"
+    fields = {name: getattr(alarm, name) for name in ("step", "version", "value", "threshold")}
+    if figures := ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None):
+        yield f"  {figures}"

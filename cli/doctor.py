@@ -7,16 +7,16 @@ import typer
 
 from tuneloop.cli.options import ConfigOption, SetOption
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.operations.doctor import as_json, as_text, examine
+from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.settings.loader import read_settings
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
 
 
 def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
-    """Say whether the ledger adds up (exit code 1 if not), what waits where, and why no training step is happening."""
+    """Report whether the ledger balances (exit code 1 if not), what waits where, and why no step is happening."""
     settings = read_settings(config, set_ or ()).valid_settings()
-    report = examine(settings)
+    report = examine_experiment(settings)
     if for_programs:
         typer.echo(json.dumps(as_json(report), indent=2))
     else:

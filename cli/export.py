@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.cli.data.importing import import_file
 from tuneloop.shared.errors import EnvironmentRefused
@@ -22,7 +22,7 @@ from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 
 
-def _moment(text: str) -> float:
+def _timestamp(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -31,7 +31,7 @@ def _moment(text: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
+class _CommonOptions:
     config: Annotated[Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option.")] = None
     tenant: Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")] = (
@@ -44,31 +44,33 @@ class _Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Export(_Common):
+class _ExportOptions(_CommonOptions):
     format: Annotated[Format, typer.Option(help="What the file is for.")]
-    to: Annotated[Path, typer.Option(metavar="FILE", help="A .jsonl or .parquet file; one that is there is replaced.")]
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A .jsonl or .parquet file; an existing one is replaced.")]
     state: Annotated[list[State] | None, typer.Option(help="Only rows in this state; may be repeated.")] = None
     min_reward: Annotated[float | None, typer.Option(help="Only rewards as high; an edited answer needs none.")] = None
     margin: Annotated[float, typer.Option(help="dpo: the least difference of the rewards of two replies.")] = 0.0
-    since: Annotated[float | None, typer.Option(parser=_moment, metavar="ISO", help="Sampled then or later.")] = None
-    until: Annotated[float | None, typer.Option(parser=_moment, metavar="ISO", help="Sampled then or before.")] = None
+    since: Annotated[float | None, typer.Option(parser=_timestamp, metavar="ISO", help="Sampled then or later.")] = None
+    until: Annotated[float | None, typer.Option(parser=_timestamp, metavar="ISO", help="Sampled then or before.")] = (
+        None
+    )
     task: Annotated[str | None, typer.Option(help="Only this task_id.")] = None
     all: Annotated[bool, typer.Option("--all", help="sft, kto: also replies cut off; sft: without a reward.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Import(_Common):
+class _ImportOptions(_CommonOptions):
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Give the command line these two commands."""
-    app.command("export")(_command(_Export, _export))
-    app.command("import")(_command(_Import, _import))
+    app.command("export")(_command(_ExportOptions, _export))
+    app.command("import")(_command(_ImportOptions, _import))
 
 
 def _command(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
-    """A function whose parameters are the fields of a dataclass, for these are more than a function should have."""
+    """A function whose parameters are the fields of a dataclass: they would be too many to write out."""
 
     def command(**values: Any) -> None:
         run(options(**values))
@@ -80,43 +82,43 @@ def _command(options: type[Any], run: Callable[[Any], None]) -> Callable[..., No
     return command
 
 
-def _export(options: _Export) -> None:
-    """Write replies to a file, for SFT, DPO, KTO, or with everything that is known of them."""
+def _export(options: _ExportOptions) -> None:
+    """Write replies to a file, for SFT, DPO, KTO, or with everything that the ledger holds about them."""
     if options.format is Format.KTO and options.min_reward is not None:
         raise typer.BadParameter("kto goes by thumbs, not by rewards", param_hint="--min-reward")
     selection = Selection(options.tenant, tuple(options.state or ()), options.task, options.since, options.until)
-    wish = Wish(options.format, selection, options.min_reward, options.margin, options.all)
+    request = ExportRequest(options.format, selection, options.min_reward, options.margin, options.all)
     settings = options.settings()
-    _must_be_there(settings)
+    _require_newest_schema(settings)
     ledger = Ledger.of(settings)
     try:
-        done = export(ledger, wish, options.to)
+        result = export(ledger, request, options.to)
     finally:
         ledger.close()
-    typer.echo(f"{options.to}: {done.rows} rows")
-    for why, count in sorted(done.left_out.items()):
-        typer.echo(f"  left out {count}: {why}")
+    typer.echo(f"{options.to}: {result.rows} rows")
+    for reason, count in sorted(result.left_out.items()):
+        typer.echo(f"  left out {count}: {reason}")
 
 
-def _import(options: _Import) -> None:
+def _import(options: _ImportOptions) -> None:
     """Take experiences of another database in, or conversations as examples for SFT."""
     settings = options.settings()
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     ledger = Ledger.of(settings)
     try:
         ledger.own(settings.project, settings.name)
-        done = import_file(ledger, options.file, tenant=options.tenant)
+        result = import_file(ledger, options.file, tenant=options.tenant)
     finally:
         ledger.close()
-    typer.echo(f"{options.file}: {done.rows} rows, {done.new} of them new")
-    if done.reckoned_otherwise:
-        typer.echo(f"  {done.reckoned_otherwise} have another reward by this experiment's rule than in the file")
+    typer.echo(f"{options.file}: {result.rows} rows, {result.new} of them new")
+    if result.changed_rewards:
+        typer.echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
 
 
-def _must_be_there(settings: Settings) -> None:
+def _require_newest_schema(settings: Settings) -> None:
     schema = settings.buffer.trainer_input.experience_buffer.name
-    there, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
-    if there is None:
+    present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+    if present is None:
         raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
-    if there != newest:
-        raise EnvironmentRefused(f"the database has schema {there}, not {newest}: run tuneloop db upgrade")
+    if present != newest:
+        raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")

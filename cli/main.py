@@ -44,7 +44,7 @@ app.command()(doctor.doctor)
 
 
 def main() -> None:
-    """Run the command line; what is wrong is told in a sentence on stderr, never as a traceback."""
+    """Run the command line; an error is one sentence on stderr, never a traceback."""
     try:
         refuse_foreign_packages()
         app()
@@ -75,9 +75,9 @@ def run(config: ConfigOption, set_: SetOption = None) -> None:
         _run_without_flags(config, overrides)
     match settings.mode:
         case "serve":
-            _become(service("explorer", config, overrides))
+            _replace_process(service("explorer", config, overrides))
         case "train":
-            _become(service("trainer", config, overrides))
+            _replace_process(service("trainer", config, overrides))
         case "both":
             raise typer.Exit(supervise([service(name, config, overrides) for name in ("explorer", "trainer")]))
         case never:
@@ -93,10 +93,12 @@ def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
 def _run_without_flags(config: Path, overrides: Sequence[str]) -> NoReturn:
     """Start over with the overrides in the environment: every user of the machine can read a command line."""
     os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
-    _become([sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)])
+    _replace_process(
+        [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)]
+    )
 
 
-def _become(command: list[str]) -> NoReturn:
+def _replace_process(command: list[str]) -> NoReturn:
     sys.stdout.flush()
     os.execv(command[0], command)
 

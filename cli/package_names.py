@@ -1,4 +1,4 @@
-"""This file makes sure that the names of our packages are ours alone: other distributions own two of them."""
+"""This file makes sure that no other installed distribution has our import name."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import packages_distributions

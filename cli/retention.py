@@ -16,7 +16,7 @@ from tuneloop.shared.settings.settings import Settings
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only say what would be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only report what would be deleted.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -28,10 +28,10 @@ def add_to(app: typer.Typer) -> None:
 
 def seconds(duration: str) -> float:
     """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
+    if match is None:
         raise typer.BadParameter(f"{duration!r} is no duration; write 30d, 12h, 45m or 90s")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _purge(
@@ -44,20 +44,22 @@ def _purge(
     as_json: AsJson = False,
     set_: SetOption = None,
 ) -> None:
-    """Delete what is older than the settings' retention allows, or than you say. Services may run."""
+    """Delete what is older than the settings' retention allows, or than --older-than. Services may run."""
     if (state is None) != (older_than is None):
         raise typer.BadParameter("--state and --older-than go together; without both, the settings' retention holds")
     settings, ledger = existing_ledger(config, set_)
     bounds = _bounds(settings, state, older_than)
     with closing(ledger):
         try:
-            done = ledger.retention.purge(bounds, dry_run=dry_run)
+            result = ledger.retention.purge(bounds, dry_run=dry_run)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--state") from None
     if as_json:
-        typer.echo(json.dumps({"dry_run": dry_run, "experiences": done.experiences, "parked_feedback": done.parked}))
+        typer.echo(
+            json.dumps({"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked})
+        )
     else:
-        typer.echo("\n".join(_told_of_purge(done, dry_run)))
+        typer.echo("\n".join(_purge_lines(result, dry_run)))
 
 
 def _bounds(settings: Settings, state: State | None, older_than: float | None) -> dict[State, float]:
@@ -66,15 +68,15 @@ def _bounds(settings: Settings, state: State | None, older_than: float | None) -
     return bounds_of(settings.retention)
 
 
-def _told_of_purge(done: Purged, dry_run: bool) -> Iterator[str]:
-    if not done.experiences:
+def _purge_lines(result: Purged, dry_run: bool) -> Iterator[str]:
+    if not result.experiences:
         yield "nothing is deleted: the settings' retention keeps everything; or give --state and --older-than"
         return
     yield "would delete" if dry_run else "deleted"
-    for state, count in done.experiences.items():
+    for state, count in result.experiences.items():
         yield f"  {state:<10} {count} experiences"
-    if State.RECORDED in done.experiences:
-        yield f"  {'feedback':<10} {done.parked} events whose reply never came"
+    if State.RECORDED in result.experiences:
+        yield f"  {'feedback':<10} {result.parked} events for replies that were never recorded"
 
 
 def _erase(
@@ -91,29 +93,29 @@ def _erase(
     """
     _, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        done = erase(ledger, tenant, user, dry_run=dry_run)
-    typer.echo(json.dumps(_as_dict(done)) if as_json else "\n".join(_told_of_erasure(done)))
-    if done.problems:
+        result = erase(ledger, tenant, user, dry_run=dry_run)
+    typer.echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
+    if result.problems:
         raise typer.Exit(1)
 
 
-def _as_dict(done: Erasure) -> dict[str, object]:
-    lists = {name: [each._asdict() for each in getattr(done, name)] for name in ("versions", "files")}
-    return done._asdict() | lists
+def _erasure_as_json(result: Erasure) -> dict[str, object]:
+    lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
+    return result._asdict() | lists
 
 
-def _told_of_erasure(done: Erasure) -> Iterator[str]:
-    yield f"{'would delete' if done.dry_run else 'deleted'} of {done.user!r} (tenant {done.tenant})"
+def _erasure_lines(result: Erasure) -> Iterator[str]:
+    yield f"{'would delete' if result.dry_run else 'deleted'} of {result.user!r} (tenant {result.tenant})"
     for name in ("exchanges", "experiences", "feedback"):
-        yield f"  {name:<12} {getattr(done, name)}"
-    if done.versions:
+        yield f"  {name:<12} {getattr(result, name)}"
+    if result.versions:
         yield "trained on them"
-        for trained in done.versions:
+        for trained in result.versions:
             yield f"  version {trained.version} ({trained.state}): {trained.experiences} experiences"
         yield "  These weights and those of all later versions stay as they are: docs/privacy.md says what can be done."
-    if done.files:
+    if result.files:
         yield "exported files"
-        for file in done.files:
-            yield f"  {file.path}: {file.removed} rows{'' if done.dry_run else ' taken out'}"
-    for problem in done.problems:
+        for file in result.files:
+            yield f"  {file.path}: {file.removed} rows{'' if result.dry_run else ' taken out'}"
+    for problem in result.problems:
         yield f"not reached: {problem}"

@@ -20,12 +20,12 @@ def _options() -> None:
 def recompute(
     config: ConfigOption,
     set_: SetOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only say what would change.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, only report what would change.")] = False,
 ) -> None:
-    """Make the rewards of what is not trained yet anew from the feedback, by the rule of now. Services may run."""
+    """Recompute the rewards of untrained replies from their feedback, by the present rule. Services may run."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        done = ledger.recording.recompute_rewards(dry_run=dry_run)
+        result = ledger.recording.recompute_rewards(dry_run=dry_run)
     typer.echo(f"rule: {definition(settings.reward)}")
     change = "would change" if dry_run else "changed"
-    typer.echo(f"{done.replies} replies looked at, {done.changed} rewards {change}")
+    typer.echo(f"{result.replies} replies examined, {result.changed} rewards {change}")

@@ -10,27 +10,34 @@ import msgspec
 import typer
 
 from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
-from tuneloop.shared.evaluation.off_policy import REPLAY_OF
+from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
 from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.operations.diagnosis import ago, moment, number
-from tuneloop.shared.operations.version_comparison import FEWEST, Comparison, Mean, ScorePair, compared
-from tuneloop.shared.operations.version_decisions import Decided, pin, promote, roll_back, unpin
-from tuneloop.shared.operations.version_report import Event, Score, VersionRow, VersionStory, listed, story
+from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
+from tuneloop.shared.operations.version_decisions import DecisionRequest, pin, promote, roll_back, unpin
+from tuneloop.shared.operations.version_report import (
+    EventRow,
+    ScoreRow,
+    VersionReport,
+    VersionRow,
+    list_versions,
+    report_version,
+)
 from tuneloop.shared.settings.settings import Settings
 
-app = typer.Typer(help="The versions: what answers, what might, what must not.", no_args_is_help=True)
+app = typer.Typer(help="The versions: which one serves, which may, which must not.", no_args_is_help=True)
 
-#: What a database can be asked for.
+#: The largest number that the database's column holds.
 MAX_VERSION = 2**31 - 1
 
 _Version = Annotated[int, typer.Argument(metavar="N", min=0, max=MAX_VERSION, help="Its number.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
-_By = Annotated[str | None, typer.Option("--by", help="Who decides; your user name if you don't say.")]
+_By = Annotated[str | None, typer.Option("--by", help="Who decides; default: your user name.")]
 _Expect = Annotated[
     int | None,
-    typer.Option("--expect", metavar="N", min=0, max=MAX_VERSION, help="Do it only if this is the champion."),
+    typer.Option("--expect", metavar="N", min=0, max=MAX_VERSION, help="Only if this is the champion."),
 ]
-_Why = Annotated[str, typer.Option("--reason", help="Why, for those who read it later.")]
+_Reason = Annotated[str, typer.Option("--reason", help="The reason, for the record.")]
 
 
 @app.command("list")
@@ -38,17 +45,19 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = Fa
     """List the versions, the newest first."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        rows = listed(ledger)
-    typer.echo(_json(rows) if for_programs else "\n".join(_table(rows, time.time())) or "no version is registered yet")
+        rows = list_versions(ledger)
+    typer.echo(
+        _as_json(rows) if for_programs else "\n".join(_table_lines(rows, time.time())) or "no version is registered yet"
+    )
 
 
 @app.command()
 def show(version: _Version, config: ConfigOption, set_: SetOption = None, for_programs: _Json = False) -> None:
-    """Tell all that is known of a version."""
+    """Show everything about a version."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        told = story(ledger, version)
-    typer.echo(_json(told) if for_programs else "\n".join(_told(told)))
+        report = report_version(ledger, version)
+    typer.echo(_as_json(report) if for_programs else "\n".join(_version_lines(report)))
 
 
 @app.command()
@@ -62,8 +71,8 @@ def compare(
     """Put two versions side by side: rewards, lengths of their replies, evaluations."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        comparison = compared(ledger, a, b)
-    typer.echo(_json(comparison) if for_programs else "\n".join(_side_by_side(comparison)))
+        comparison = compare_versions(ledger, a, b)
+    typer.echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
 
 
 @app.command("promote")
@@ -71,33 +80,32 @@ def promote_(
     version: _Version,
     config: ConfigOption,
     set_: SetOption = None,
-    reason: _Why = "",
+    reason: _Reason = "",
     by: _By = None,
     expect: _Expect = None,
 ) -> None:
     """Make a version the champion, an older one too."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        promote(ledger, version, _decided(by, reason, expect))
-    typer.echo(f"version {version} is the champion; {_taken_up(settings)}")
+        promote(ledger, version, _decision_request(by, reason, expect))
+    typer.echo(f"version {version} is the champion; {_served_within(settings)}")
 
 
 @app.command("rollback")
 def rollback(
     config: ConfigOption,
-    reason: Annotated[str, typer.Option("--reason", help="Why, for those who read it later.")],
+    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
     version: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=MAX_VERSION, help="Its number.")] = None,
     set_: SetOption = None,
     by: _By = None,
     expect: _Expect = None,
 ) -> None:
-    """Take a version out of service for good: the canary, or the champion if there is none, unless you say which."""
+    """Take a version out of service for good: the canary, or the champion if there is none, unless one is given."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        ruling = roll_back(ledger, version, _decided(by, reason, expect))
-    typer.echo(
-        f"version {ruling.version} is rolled back; version {ruling.champion} is the champion; {_taken_up(settings)}"
-    )
+        result = roll_back(ledger, version, _decision_request(by, reason, expect))
+    champion = f"version {result.champion} is the champion"
+    typer.echo(f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
 
 
 @app.command("pin")
@@ -105,39 +113,39 @@ def pin_(
     version: _Version,
     config: ConfigOption,
     set_: SetOption = None,
-    reason: _Why = "",
+    reason: _Reason = "",
     by: _By = None,
     expect: _Expect = None,
 ) -> None:
     """Serve a version, and no other until it is unpinned."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        pin(ledger, version, _decided(by, reason, expect))
-    typer.echo(f"version {version} is pinned, and the champion until it is unpinned; {_taken_up(settings)}")
+        pin(ledger, version, _decision_request(by, reason, expect))
+    typer.echo(f"version {version} is pinned, and the champion until it is unpinned; {_served_within(settings)}")
 
 
 @app.command("unpin")
-def unpin_(config: ConfigOption, set_: SetOption = None, reason: _Why = "", by: _By = None) -> None:
+def unpin_(config: ConfigOption, set_: SetOption = None, reason: _Reason = "", by: _By = None) -> None:
     """Let newer versions be served again."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        ruling = unpin(ledger, _decided(by, reason))
-    typer.echo(f"version {ruling.version} is pinned no more; {_taken_up(settings)}")
+        result = unpin(ledger, _decision_request(by, reason))
+    typer.echo(f"version {result.version} is unpinned; {_served_within(settings)}")
 
 
-def _decided(by: str | None, reason: str, expect: int | None = None) -> Decided:
-    return Decided(by or getpass.getuser(), reason.strip(), expect)
+def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:
+    return DecisionRequest(by or getpass.getuser(), reason.strip(), expect)
 
 
-def _taken_up(settings: Settings) -> str:
+def _served_within(settings: Settings) -> str:
     return f"the explorer takes it up within {settings.explorer.service_status_check_interval:g} s"
 
 
-def _json(told: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(told)).decode()
+def _as_json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
-def _table(rows: list[VersionRow], now: float) -> Iterator[str]:
+def _table_lines(rows: list[VersionRow], now: float) -> Iterator[str]:
     if rows:
         columns = ("version", "state", "step", "trained on", "rewarded", "mean", "age")
         yield _line(columns, "reason").rstrip()
@@ -159,38 +167,38 @@ def _line(cells: tuple[str, ...], reason: str) -> str:
     return f"{version:>7}  {state:<19} {step:>6} {trained:>11} {rewarded:>15} {mean:>9} {age:>7}  {reason}"
 
 
-def _told(told: VersionStory) -> Iterator[str]:
-    row = told.version
-    rows = ", ".join(f"{count} of version {version}'s" for version, count in told.trained_on_replies_of.items())
+def _version_lines(report: VersionReport) -> Iterator[str]:
+    row = report.version
+    rows = ", ".join(f"{count} of version {version}'s" for version, count in report.trained_on_replies_of.items())
     facts = {
         "state": f"{row.state}{', pinned' if row.pinned else ''}{f': {row.reason}' if row.reason else ''}",
-        "parent": "" if told.parent is None else f"version {told.parent}",
+        "parent": "" if report.parent is None else f"version {report.parent}",
         "step": str(row.step),
         "trained on": f"{number(row.trained_on, 'row')}{f': {rows}' if rows else ''}",
         "rewarded": f"{row.rewarded} of {row.replies} replies, {_figure(row.mean_reward)} on average",
         "registered": moment(row.created_at),
         "first served": "" if row.served_at is None else moment(row.served_at),
-        "path": told.path,
-        "manifest": f"sha256 {told.manifest_sha256}" if told.manifest_sha256 else "",
+        "path": report.path,
+        "manifest": f"sha256 {report.manifest_sha256}" if report.manifest_sha256 else "",
     }
     yield f"version {row.version}"
     yield from (f"  {name:<12} {value}" for name, value in facts.items() if value)
-    scores = [each for each in told.evaluations if each.metric not in {TASKS, REPLAY_OF}]
+    scores = [each for each in report.evaluations if each.metric not in {TASKS, REPLAY_AGAINST}]
     if scores:
         yield "evaluations"
-        yield from (f"  {_named(each):<32} {_score(each)}" for each in scores)
+        yield from (f"  {_metric_name(each):<32} {_score(each)}" for each in scores)
     yield "events"
-    yield from (f"  {line}" for event in told.events for line in _event(event))
+    yield from (f"  {line}" for event in report.events for line in _event_lines(event))
 
 
-def _event(event: Event) -> Iterator[str]:
+def _event_lines(event: EventRow) -> Iterator[str]:
     why = f": {event.reason}" if event.reason else ""
     yield f"{moment(event.at)}  {event.action} by {event.actor}{why}"
     if event.details:
         yield f"  {msgspec.json.encode(event.details).decode()}"
 
 
-def _side_by_side(comparison: Comparison) -> Iterator[str]:
+def _comparison_lines(comparison: Comparison) -> Iterator[str]:
     a, b = comparison.a, comparison.b
     yield _columns("", *(f"version {side.version}" for side in (a, b)))
     yield _columns("state", a.state, b.state)
@@ -202,9 +210,9 @@ def _side_by_side(comparison: Comparison) -> Iterator[str]:
     yield _columns("difference", _difference(comparison))
     for pair in comparison.evaluations:
         if pair.metric != TASKS:
-            yield _columns(_named(pair), _score(pair.a), _score(pair.b))
+            yield _columns(_metric_name(pair), _score(pair.a), _score(pair.b))
         elif pair.a and pair.b and pair.a.value != pair.b.value:
-            yield f"by {pair.evaluator} they were asked different tasks: those figures say nothing of each other"
+            yield f"by {pair.evaluator} the tasks differ: those figures cannot be compared"
 
 
 def _columns(name: str, *values: str) -> str:
@@ -212,7 +220,7 @@ def _columns(name: str, *values: str) -> str:
 
 
 def _mean(mean: Mean | None) -> str:
-    return "-" if mean is None else f"{mean.mean:.4g}{_within(mean.error)}"
+    return "-" if mean is None else f"{mean.mean:.4g}{_plus_minus(mean.error)}"
 
 
 def _rewarded(mean: Mean | None) -> str:
@@ -222,22 +230,22 @@ def _rewarded(mean: Mean | None) -> str:
 def _difference(comparison: Comparison) -> str:
     if comparison.difference is None:
         return "-"
-    told = f"{comparison.difference:+.4g}"
+    difference = f"{comparison.difference:+.4g}"
     if comparison.interval is None:
-        return f"{told}, from too few sources to say more ({FEWEST} of each)"
+        return f"{difference}, from too few sources for an interval ({MIN_SOURCES} of each)"
     low, high = comparison.interval
-    return f"{told}, 95 % interval {low:+.4g} to {high:+.4g}"
+    return f"{difference}, 95 % interval {low:+.4g} to {high:+.4g}"
 
 
-def _named(each: Score | ScorePair) -> str:
+def _metric_name(each: ScoreRow | ScorePair) -> str:
     return f"{each.metric}{f' [{each.slice}]' if each.slice else ''} by {each.evaluator}"
 
 
-def _score(each: Score | None) -> str:
-    return "-" if each is None else f"{each.value:.4g}{_within(each.deviation)} of {each.samples}"
+def _score(each: ScoreRow | None) -> str:
+    return "-" if each is None else f"{each.value:.4g}{_plus_minus(each.deviation)} of {each.samples}"
 
 
-def _within(deviation: float | None) -> str:
+def _plus_minus(deviation: float | None) -> str:
     return "" if deviation is None else f" ± {deviation:.4g}"
 
 

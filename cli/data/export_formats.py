@@ -1,6 +1,6 @@
 """The rows of an exported file, each made of a reply or of two: pure functions.
 
-A function that makes a row answers with a sentence instead where a reply makes none: why it is left out.
+A function that makes a row returns the reason as a sentence where a reply is left out.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from tuneloop.shared.ledger.export import NO_ANSWER, Ranked, Reply
 Row = dict[str, Any]
 Message = dict[str, Any]
 
-#: What is said of a feedback event.
+#: The exported fields of a feedback event.
 EVENT = (
     *("event_id", "call_id", "msg_id", "choice", "task_id", "run_id", "kind", "metric", "value", "text"),
     *("other_msg_id", "other_choice", "source", "received_at", "occurred_at", "outcome"),
@@ -37,56 +37,56 @@ class Format(StrEnum):
 
 
 def sft(reply: Reply, *, min_reward: float | None = None, everything: bool = False) -> Row | str:
-    """A conversation that ends with the answer: the reply, or what somebody made of it."""
-    if why := _unusable(reply):
-        return why
-    edited = edit_of(reply)
-    if edited is None and (why := _no_answer(reply, everything) or _not_good_enough(reply, min_reward, everything)):
-        return why
-    answer = _said_by_the_model(reply) if edited is None else _edited(edited)
+    """A conversation that ends with the answer: the reply, or its edited version."""
+    if reason := _why_unusable(reply):
+        return reason
+    edited = latest_edit(reply)
+    if edited is None and (reason := _why_no_answer(reply, everything) or _why_too_low(reply, min_reward, everything)):
+        return reason
+    answer = _answer(reply) if edited is None else _edited_answer(edited)
     row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
-    return row | _labels(reply) | {"said_by": _people([edited] if edited is not None else reply.said)}
+    return row | _labels(reply) | {"said_by": _sources([edited] if edited is not None else reply.said)}
 
 
 def kto(reply: Reply, *, everything: bool = False) -> Row | str:
     """An answer and whether more people put their thumbs up than down."""
-    if why := _unusable(reply) or _no_answer(reply, everything):
-        return why
-    thumbs = {event.source: event for event in standing(reply) if event.kind == Kind.BOOLEAN}
+    if reason := _why_unusable(reply) or _why_no_answer(reply, everything):
+        return reason
+    thumbs = {event.source: event for event in current_feedback(reply) if event.kind == Kind.BOOLEAN}
     votes = sum(1 if event.value else -1 for event in thumbs.values())
     if not votes:
         return "no thumbs" if not thumbs else "as many thumbs up as down"
-    row = {"prompt": _messages(reply), "completion": [_said_by_the_model(reply)], "label": votes > 0}
-    return row | _tools(reply) | _labels(reply) | {"said_by": _people(thumbs.values())}
+    row = {"prompt": _messages(reply), "completion": [_answer(reply)], "label": votes > 0}
+    return row | _tools(reply) | _labels(reply) | {"said_by": _sources(thumbs.values())}
 
 
 def dpo_of_edit(reply: Reply) -> Row | str:
-    """The answer as somebody edited it against the answer as it was."""
-    edited = edit_of(reply)
+    """The edited answer against the sampled one."""
+    edited = latest_edit(reply)
     if edited is None:
         return "no preference"
-    if why := _unusable(reply) or _no_answer(reply):
-        return why
+    if reason := _why_unusable(reply) or _why_no_answer(reply):
+        return reason
     if edited.text == reply.text:
         return "edited without a change"
-    answers = {"chosen": [_edited(edited)], "rejected": [_said_by_the_model(reply)]}
-    return _pair(reply, None, answers, source="demonstration") | {"said_by": _people([edited])}
+    answers = {"chosen": [_edited_answer(edited)], "rejected": [_answer(reply)]}
+    return _pair(reply, None, answers, source="demonstration") | {"said_by": _sources([edited])}
 
 
 def dpo_of_two(better: Reply, worse: Reply, *, source: str, events: Iterable[Any]) -> Row | str:
     """One reply against another to the same prompt; `events` say which is better."""
-    if why := _unusable(better) or _unusable(worse) or _no_answer(better) or _no_answer(worse):
-        return why
+    if reason := _why_unusable(better) or _why_unusable(worse) or _why_no_answer(better) or _why_no_answer(worse):
+        return reason
     if (_messages(better), _tools(better)) != (_messages(worse), _tools(worse)):
         return "not the same prompt"
-    answers = {"chosen": [_said_by_the_model(better)], "rejected": [_said_by_the_model(worse)]}
+    answers = {"chosen": [_answer(better)], "rejected": [_answer(worse)]}
     if answers["chosen"] == answers["rejected"]:
         return "the same answer twice"
-    return _pair(better, worse, answers, source=source) | {"said_by": _people(events)}
+    return _pair(better, worse, answers, source=source) | {"said_by": _sources(events)}
 
 
 def experience(reply: Reply) -> Row:
-    """Everything that the ledger knows of a reply."""
+    """Everything that the ledger holds about a reply."""
     prompt_ids, completion_ids, logprobs = reply.numbers
     kept = {name: getattr(reply, name) for name in Reply.__slots__ if name not in {"id", "blob", "said", "request"}}
     return kept | {
@@ -100,38 +100,38 @@ def experience(reply: Reply) -> Row:
     }
 
 
-def standing(reply: Reply) -> list[Any]:
-    """The feedback about a reply that has not been taken back, in the order in which it came."""
-    found: list[Any] = []
+def current_feedback(reply: Reply) -> list[Any]:
+    """The feedback about a reply that was not retracted, in the order in which it came."""
+    events: list[Any] = []
     for event in reply.said:
         if not reply.is_meant_by(event):
             continue
         if event.kind == Kind.RETRACTION:
-            found = [each for each in found if (each.metric, each.source) != (event.metric, event.source)]
+            events = [each for each in events if (each.metric, each.source) != (event.metric, event.source)]
         else:
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
-def edit_of(reply: Reply) -> Any | None:
+def latest_edit(reply: Reply) -> Any | None:
     """The last edited answer."""
-    edits = [event for event in standing(reply) if event.kind == Kind.DEMONSTRATION]
+    edits = [event for event in current_feedback(reply) if event.kind == Kind.DEMONSTRATION]
     return edits[-1] if edits else None
 
 
-def preferences(reply: Reply) -> Iterator[Any]:
+def current_preferences(reply: Reply) -> Iterator[Any]:
     """The events that prefer the reply to another one."""
-    return (event for event in standing(reply) if event.kind == Kind.PREFERENCE)
+    return (event for event in current_feedback(reply) if event.kind == Kind.PREFERENCE)
 
 
 def preference_between(one: Reply, other: Reply) -> Any | None:
     """The last event that prefers either of the two to the other."""
-    found = [event for a, b in ((one, other), (other, one)) for event in preferences(a) if _is_other(event, b)]
-    return max(found, key=lambda event: (event.received_at, event.id), default=None)
+    events = [event for a, b in ((one, other), (other, one)) for event in current_preferences(a) if _is_other(event, b)]
+    return max(events, key=lambda event: (event.received_at, event.id), default=None)
 
 
 def digest(prompt_ids: bytes) -> int | None:
-    """A number for a prompt; None for a prompt that is not known."""
+    """A number for a prompt; None for a prompt without ids."""
     return int.from_bytes(hashlib.blake2b(prompt_ids, digest_size=8).digest()) if prompt_ids else None
 
 
@@ -153,7 +153,7 @@ def _is_other(event: Any, reply: Reply) -> bool:
     return event.other_msg_id == reply.msg_id and event.other_choice in (None, reply.choice)
 
 
-def _unusable(reply: Reply) -> str | None:
+def _why_unusable(reply: Reply) -> str | None:
     if reply.reason == "opt_out":
         return "opted out of training"
     if reply.reason == HELD_OUT:
@@ -163,7 +163,7 @@ def _unusable(reply: Reply) -> str | None:
     return None
 
 
-def _no_answer(reply: Reply, everything: bool = False) -> str | None:
+def _why_no_answer(reply: Reply, everything: bool = False) -> str | None:
     if not reply.text and not reply.tool_calls:
         return "empty"
     if (reply.reason in NO_ANSWER or reply.finish_reason is None) and not everything:
@@ -171,7 +171,7 @@ def _no_answer(reply: Reply, everything: bool = False) -> str | None:
     return None
 
 
-def _not_good_enough(reply: Reply, min_reward: float | None, everything: bool) -> str | None:
+def _why_too_low(reply: Reply, min_reward: float | None, everything: bool) -> str | None:
     if reply.reward is None:
         is_example = reply.reason == NO_TOKEN_IDS
         return None if is_example or (everything and min_reward is None) else "no reward"
@@ -198,16 +198,16 @@ def _labels(reply: Reply) -> Row:
     }
 
 
-def _people(events: Iterable[Any]) -> list[str]:
+def _sources(events: Iterable[Any]) -> list[str]:
     return sorted({event.source for event in events if event.source is not None})
 
 
-def _said_by_the_model(reply: Reply) -> Message:
+def _answer(reply: Reply) -> Message:
     calls = _tool_calls(reply)
     return {"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {})
 
 
-def _edited(event: Any) -> Message:
+def _edited_answer(event: Any) -> Message:
     return {"role": "assistant", "content": event.text}
 
 

@@ -1,4 +1,4 @@
-"""Files of rows, JSON lines or Parquet, written whole or not at all, and read row by row with the place of each.
+"""Files of rows, JSON lines or Parquet, written whole or not at all, and read row by row with the location of each.
 
 pyarrow is imported only where a Parquet file is touched: it is an extra, and JSON lines do without it.
 """
@@ -22,16 +22,16 @@ _GROUP = 1000
 _CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")
 
 
-class Place(NamedTuple):
-    """A row of a file; `row` None with what is `wrong` where it cannot be read."""
+class RowLocation(NamedTuple):
+    """A row of a file, and where it stands; without a row the `error` says why it cannot be read."""
 
     where: str
     row: Row | None
-    wrong: str = ""
+    error: str = ""
 
 
 class Draft:
-    """A file being written beside its place, and put there by `publish`. What is not published is deleted."""
+    """A file that is written beside its path and renamed by `publish`. What is not published is deleted."""
 
     def __init__(self, path: Path, format_: Format) -> None:
         self.rows = 0
@@ -107,7 +107,7 @@ class _Groups:
             self._waiting.clear()
 
 
-def read(path: Path, columns: frozenset[str]) -> Iterator[Place]:
+def read(path: Path, columns: frozenset[str]) -> Iterator[RowLocation]:
     """The rows of a file, of Parquet only these columns. Raises FileRefused if it is no such file."""
     try:
         yield from _read_parquet(path, columns) if _is_parquet(path) else _read_lines(path)
@@ -115,7 +115,7 @@ def read(path: Path, columns: frozenset[str]) -> Iterator[Place]:
         raise FileRefused(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _read_lines(path: Path) -> Iterator[Place]:
+def _read_lines(path: Path) -> Iterator[RowLocation]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -124,23 +124,23 @@ def _read_lines(path: Path) -> Iterator[Place]:
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                yield Place(where, None, f"no JSON: {error}")
+                yield RowLocation(where, None, f"no JSON: {error}")
                 continue
-            yield Place(where, row) if isinstance(row, dict) else Place(where, None, "no JSON object")
+            yield RowLocation(where, row) if isinstance(row, dict) else RowLocation(where, None, "no JSON object")
 
 
-def _read_parquet(path: Path, columns: frozenset[str]) -> Iterator[Place]:
+def _read_parquet(path: Path, columns: frozenset[str]) -> Iterator[RowLocation]:
     arrow, parquet = _pyarrow(), _parquet()
     try:
         with parquet.ParquetFile(path) as file:
-            there = [name for name in file.schema_arrow.names if name in columns]
+            present = [name for name in file.schema_arrow.names if name in columns]
             # One reader for all groups would keep what it has read of each.
             batches = chain.from_iterable(
-                file.iter_batches(batch_size=_GROUP, row_groups=[group], columns=there)
+                file.iter_batches(batch_size=_GROUP, row_groups=[group], columns=present)
                 for group in range(file.num_row_groups)
             )
             for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-                yield Place(f"{path}:{number}", row)
+                yield RowLocation(f"{path}:{number}", row)
     except arrow.ArrowInvalid as error:
         raise FileRefused(f"{path}: cannot be read as Parquet: {error}") from None
 
@@ -196,9 +196,9 @@ def _columns_of_experiences(pa: Any, messages: Any) -> list[tuple[str, Any]]:
     words += ["state", "reason", "unsampled"]
     numbers = ["temperature", "reward", "sampled_at", "rewarded_at", "committed_at", "latency_s", "priority"]
     counts = ["choice", "correction", "version_min", "version_max", "trained_version"]
-    said = ["event_id", "call_id", "msg_id", "task_id", "run_id", "kind", "metric", "text", "other_msg_id", "source"]
+    event_texts = ["event_id", "call_id", "msg_id", "task_id", "run_id", "kind", "metric", "text", "source"]
     event = [
-        *((name, text) for name in (*said, "outcome")),
+        *((name, text) for name in (*event_texts, "other_msg_id", "outcome")),
         *((name, real) for name in ("value", "received_at", "occurred_at")),
         *((name, whole) for name in ("choice", "other_choice")),
     ]
@@ -237,8 +237,8 @@ def _as_struct(message: Row) -> Row:
 def _as_call(call: Row) -> Row:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
-    told = {name: _as_text(function.get(name)) for name in ("name", "arguments")}
-    return {"id": _as_text(call.get("id")), "type": _as_text(call.get("type")), "function": told}
+    texts = {name: _as_text(function.get(name)) for name in ("name", "arguments")}
+    return {"id": _as_text(call.get("id")), "type": _as_text(call.get("type")), "function": texts}
 
 
 def _as_text(value: Any) -> str | None:

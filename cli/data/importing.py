@@ -1,7 +1,7 @@
 """Reads rows of a file into a ledger: experiences exported from another one, or plain conversations.
 
-Everything goes in as a record, as if it had just been said, so the ledger's own rules apply: what is there already
-stays, rewards are reckoned anew from the feedback, and a row starts as recorded, rewarded or dropped.
+Everything goes in as a record, as if it had just been captured, so the ledger's own rules apply: what is there already
+stays, rewards are recomputed from the feedback, and a row starts as recorded, rewarded or dropped.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import orjson
 
 from tuneloop.cli.data import files
 from tuneloop.cli.data.export_formats import NO_TOKEN_IDS
-from tuneloop.cli.data.files import Place
+from tuneloop.cli.data.files import RowLocation
 from tuneloop.shared.errors import FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
@@ -33,8 +33,8 @@ from tuneloop.shared.experience import (
 )
 from tuneloop.shared.ledger.ledger import Ledger
 
-#: Mistakes of a file that are told; more would say the same.
-_TOLD = 20
+#: Mistakes of a file that are listed; more would repeat them.
+_MAX_MISTAKES = 20
 
 _PAGE = 500
 
@@ -42,12 +42,12 @@ Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 MsgId = Annotated[str, msgspec.Meta(min_length=1, max_length=96)]
 Short = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-#: Seconds since 1970. The door takes no other times either.
+#: Seconds since 1970. The API accepts no other times either.
 Time = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 Choice = Annotated[int, msgspec.Meta(ge=0, lt=1 << 15)]
 
 
-class Said(msgspec.Struct, kw_only=True):
+class ImportedFeedback(msgspec.Struct, kw_only=True):
     """A feedback event of an exported experience."""
 
     event_id: Short
@@ -81,8 +81,8 @@ class Said(msgspec.Struct, kw_only=True):
         return Feedback(tenant=tenant, **msgspec.structs.asdict(self))
 
 
-class Exported(msgspec.Struct, kw_only=True):
-    """A row of an exported file of experiences; what of it cannot travel, such as a lease, is not read."""
+class ExperienceRow(msgspec.Struct, kw_only=True):
+    """A row of an exported file of experiences; what has no meaning elsewhere, such as a lease, is not read."""
 
     msg_id: MsgId
     choice: Choice
@@ -108,7 +108,7 @@ class Exported(msgspec.Struct, kw_only=True):
     user: Name | None = None
     task_id: Name | None = None
     run_id: Name | None = None
-    feedback: list[Said] = []
+    feedback: list[ImportedFeedback] = []
 
     def __post_init__(self) -> None:
         if len(self.completion_ids) != len(self.logprobs):
@@ -152,8 +152,8 @@ class Exported(msgspec.Struct, kw_only=True):
         yield from (each.record(self.tenant) for each in self.feedback)
 
 
-class Message(msgspec.Struct, kw_only=True):
-    """A message of a plain conversation; more of its fields are kept, but not looked at."""
+class ConversationMessage(msgspec.Struct, kw_only=True):
+    """A message of a plain conversation; its other fields are kept unread."""
 
     role: str
     content: str | list[Any] | None = None
@@ -163,7 +163,7 @@ class Message(msgspec.Struct, kw_only=True):
 class Conversation(msgspec.Struct, kw_only=True):
     """A row of SFT data: messages that end with the answer."""
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=2)]
+    messages: Annotated[list[ConversationMessage], msgspec.Meta(min_length=2)]
     tools: list[Any] | str | None = None
     msg_id: MsgId | None = None
     user: Name | None = None
@@ -177,16 +177,16 @@ class Conversation(msgspec.Struct, kw_only=True):
             raise ValueError("the answer's content must be a text")
 
 
-class Imported(NamedTuple):
-    """What an import came to. `reckoned_otherwise`: rows whose reward is not the file's, under this ledger's rule."""
+class ImportResult(NamedTuple):
+    """The result of an import. `changed_rewards`: rows whose reward under this ledger's rule is not the file's."""
 
     rows: int
     new: int
-    reckoned_otherwise: int
+    changed_rewards: int
 
 
-class Row(NamedTuple):
-    """A row understood: what the ledger takes of it, and the reward that it had, NaN if it names none."""
+class ParsedRow(NamedTuple):
+    """A parsed row: its records for the ledger, and its reward in the file, None if it names none."""
 
     msg_id: str
     choice: int
@@ -196,69 +196,69 @@ class Row(NamedTuple):
 
 def import_file(
     ledger: Ledger, path: Path, *, tenant: str = "default", clock: Callable[[], float] = time.time
-) -> Imported:
-    """Take in a file, from its first row to its last; a file with mistakes not at all.
+) -> ImportResult:
+    """Import a file, all of its rows; a file with mistakes not at all.
 
-    Raises FileRefused with the mistakes, or with how far it came when the ledger refused.
+    Raises FileRefused with the mistakes, or with the number of rows that are in when the ledger refused.
     """
-    columns = frozenset(Exported.__struct_fields__ + Conversation.__struct_fields__)
-    mistakes = list(islice(_mistakes(files.read(path, columns), tenant), _TOLD + 1))
+    columns = frozenset(ExperienceRow.__struct_fields__ + Conversation.__struct_fields__)
+    mistakes = list(islice(_mistakes(files.read(path, columns), tenant), _MAX_MISTAKES + 1))
     if mistakes:
-        more = ["and more"] if len(mistakes) > _TOLD else []
-        raise FileRefused("\n".join([*mistakes[:_TOLD], *more, f"{path}: nothing was imported"]))
+        more = ["and more"] if len(mistakes) > _MAX_MISTAKES else []
+        raise FileRefused("\n".join([*mistakes[:_MAX_MISTAKES], *more, f"{path}: nothing was imported"]))
     now = clock()
-    rows = (understood(place, tenant=tenant, now=now) for place in files.read(path, columns))
-    done = Imported(0, 0, 0)
+    rows = (parse_row(location, tenant=tenant, now=now) for location in files.read(path, columns))
+    result = ImportResult(0, 0, 0)
     while page := list(islice(rows, _PAGE)):
         try:
-            done = _take(ledger, page, done)
+            result = _record_page(ledger, page, result)
         except TuneloopError as error:
             raise FileRefused(
-                f"{path}: {error}\nThe first {done.rows} rows are in; import it again to go on: what is there stays"
+                f"{path}: {error}\nThe first {result.rows} rows are in; import it again to go on: what is there stays"
             ) from error
-    return done
+    return result
 
 
-def understood(place: Place, *, tenant: str, now: float) -> Row:
-    """A row of a file. Raises ValueError if it is none of ours."""
-    if place.row is None:
-        raise ValueError(place.wrong)
-    # A column that a row of Parquet has not got is null there.
-    row = {name: value for name, value in place.row.items() if value is not None}
+def parse_row(location: RowLocation, *, tenant: str, now: float) -> ParsedRow:
+    """Parse a row of a file. Raises ValueError if it is neither an experience nor a conversation."""
+    if location.row is None:
+        raise ValueError(location.error)
+    # A column that a row of Parquet does not have is null there.
+    row = {name: value for name, value in location.row.items() if value is not None}
     if "completion_ids" in row:
-        exported = msgspec.convert(row, Exported)
-        return Row(exported.msg_id, exported.choice, exported.reward, list(exported.records()))
+        exported = msgspec.convert(row, ExperienceRow)
+        return ParsedRow(exported.msg_id, exported.choice, exported.reward, list(exported.records()))
     if "messages" in row:
-        return _conversation(row, msgspec.convert(row, Conversation), tenant=tenant, now=now)
+        return _parse_conversation(row, msgspec.convert(row, Conversation), tenant=tenant, now=now)
     raise ValueError("neither an exported experience (completion_ids) nor a conversation (messages)")
 
 
-def _mistakes(places: Iterable[Place], tenant: str) -> Iterator[str]:
-    for place in places:
+def _mistakes(locations: Iterable[RowLocation], tenant: str) -> Iterator[str]:
+    for location in locations:
         try:
-            understood(place, tenant=tenant, now=0.0)
+            parse_row(location, tenant=tenant, now=0.0)
         except ValueError as error:
-            yield f"{place.where}: {error}"
+            yield f"{location.where}: {error}"
 
 
-def _take(ledger: Ledger, page: Sequence[Row], done: Imported) -> Imported:
+def _record_page(ledger: Ledger, page: Sequence[ParsedRow], result: ImportResult) -> ImportResult:
     msg_ids = {row.msg_id for row in page}
     before = ledger.exports.rewards_of(msg_ids)
     ledger.recording.record([record for row in page for record in row.records])
     after = ledger.exports.rewards_of(msg_ids)
     new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
-    otherwise = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
-    return Imported(
-        done.rows + len(page), done.new + len(new.keys() & after.keys()), done.reckoned_otherwise + otherwise
+    changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
+    return ImportResult(
+        result.rows + len(page), result.new + len(new.keys() & after.keys()), result.changed_rewards + changed
     )
 
 
-def _conversation(row: dict[str, Any], said: Conversation, *, tenant: str, now: float) -> Row:
-    *asked, answer = [_without_nulls(message) for message in row["messages"]]
-    tools = orjson.loads(said.tools) if isinstance(said.tools, str) else said.tools
-    request = {"messages": asked} | ({"tools": tools} if tools else {})
+def _parse_conversation(row: dict[str, Any], conversation: Conversation, *, tenant: str, now: float) -> ParsedRow:
+    *prompt, answer = [_without_nulls(message) for message in row["messages"]]
+    tools = orjson.loads(conversation.tools) if isinstance(conversation.tools, str) else conversation.tools
+    request = {"messages": prompt} | ({"tools": tools} if tools else {})
     whole = orjson.dumps([request, answer, tenant], option=orjson.OPT_SORT_KEYS)
-    msg_id = said.msg_id or f"imported-{hashlib.sha256(whole).hexdigest()[:40]}"
+    msg_id = conversation.msg_id or f"imported-{hashlib.sha256(whole).hexdigest()[:40]}"
     calls = answer.get("tool_calls")
     sampled = Experience(
         choice=0,
@@ -281,11 +281,11 @@ def _conversation(row: dict[str, Any], said: Conversation, *, tenant: str, now: 
         received_at=now,
         latency_s=0.0,
         experiences=(sampled,),
-        task_id=said.task_id,
-        run_id=said.run_id,
-        user=said.user,
+        task_id=conversation.task_id,
+        run_id=conversation.run_id,
+        user=conversation.user,
     )
-    return Row(msg_id, 0, None, [exchange])
+    return ParsedRow(msg_id, 0, None, [exchange])
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from starlette.datastructures import QueryParams
 from tuneloop.explorer.http.bodies import name, read_object, words, wrong_type
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.operations.version_comparison import compared
-from tuneloop.shared.operations.version_decisions import Decided, Ruling, pin, promote, roll_back, unpin
-from tuneloop.shared.operations.version_report import events, listed, story
+from tuneloop.shared.operations.version_comparison import compare_versions
+from tuneloop.shared.operations.version_decisions import DecisionRequest, DecisionResult, pin, promote, roll_back, unpin
+from tuneloop.shared.operations.version_report import list_events, list_versions, report_version
 from tuneloop.shared.settings.settings import Settings
 
 #: The longest reason, in characters.
@@ -34,7 +34,7 @@ _DIGITS = 9
 #: Who decides, where nobody says so.
 _NOBODY = "api"
 
-_Decision = Callable[[Ledger, Decided], Ruling]
+_Decision = Callable[[Ledger, DecisionRequest], DecisionResult]
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
@@ -64,7 +64,7 @@ def version_of(version: str, ledger: Ledger) -> int:
     return number
 
 
-def decided_of(body: dict[str, Any]) -> Decided:
+def decided_of(body: dict[str, Any]) -> DecisionRequest:
     """Who decides and why. Raises RequestRefused for a body that says something else."""
     if unknown := sorted(body.keys() - _FIELDS):
         raise RequestRefused(f"there is no field {unknown[0]!r} here", code="unknown_parameter", param=unknown[0])
@@ -73,13 +73,13 @@ def decided_of(body: dict[str, Any]) -> Decided:
         raise RequestRefused(f"reason must have at most {MAX_REASON} characters", code="too_long", param="reason")
     if isinstance(expect, bool) or not isinstance(expect, int | None) or not -1 < (expect or 0) < 10**_DIGITS:
         raise wrong_type("expect", "the number of a version")
-    return Decided(name(body, "by") or _NOBODY, reason, expect)
+    return DecisionRequest(name(body, "by") or _NOBODY, reason, expect)
 
 
 def _add_questions(router: APIRouter, ledger: Ledger) -> None:
     @router.get("")
     async def all_() -> Response:
-        return _json({"object": "list", "data": await asyncio.to_thread(listed, ledger)})
+        return _json({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
 
     @router.get("/events")
     async def happened(request: Request) -> Response:
@@ -88,21 +88,23 @@ def _add_questions(router: APIRouter, ledger: Ledger) -> None:
         if not 1 <= last <= MAX_EVENTS:
             raise RequestRefused(f"last must be from 1 to {MAX_EVENTS}", code="out_of_range", param="last")
         version = _asked(query, "version") if "version" in query else None
-        return _json({"object": "list", "data": await asyncio.to_thread(events, ledger, version, last=last)})
+        return _json({"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)})
 
     @router.get("/compare")
     async def compare(request: Request) -> Response:
         query = request.query_params
         sides = [str(_asked(query, side)) for side in ("a", "b")]
-        return _json(await asyncio.to_thread(lambda: compared(ledger, *(version_of(side, ledger) for side in sides))))
+        return _json(
+            await asyncio.to_thread(lambda: compare_versions(ledger, *(version_of(side, ledger) for side in sides)))
+        )
 
     @router.get("/{version}")
     async def one(version: str) -> Response:
-        return _json(await asyncio.to_thread(lambda: story(ledger, version_of(version, ledger))))
+        return _json(await asyncio.to_thread(lambda: report_version(ledger, version_of(version, ledger))))
 
 
 def _add_decisions(router: APIRouter, ledger: Ledger, *, within_s: float) -> None:
-    async def ruled(decision: _Decision, decided: Decided) -> Response:
+    async def ruled(decision: _Decision, decided: DecisionRequest) -> Response:
         ruling = await asyncio.to_thread(decision, ledger, decided)
         return _json(ruling._asdict() | {"taken_up_within_s": within_s})
 
@@ -129,14 +131,14 @@ def _add_decisions(router: APIRouter, ledger: Ledger, *, within_s: float) -> Non
         return await ruled(lambda ledger, decided: pin(ledger, version_of(version, ledger), decided), decided)
 
 
-async def _decided(request: Request) -> Decided:
+async def _decided(request: Request) -> DecisionRequest:
     return decided_of(await read_object(request, max_bytes=_MAX_BODY_BYTES, empty_is={}))
 
 
-DecidedOf = Annotated[Decided, Depends(_decided)]
+DecidedOf = Annotated[DecisionRequest, Depends(_decided)]
 
 
-def _require_reason(decided: Decided) -> None:
+def _require_reason(decided: DecisionRequest) -> None:
     if not decided.reason:
         message = "reason is missing: a version that is rolled back is never served again"
         raise RequestRefused(message, code="missing_required_parameter", param="reason")

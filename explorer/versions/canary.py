@@ -19,7 +19,7 @@ from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.comparison import RolloutDecision, decide
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
-from tuneloop.shared.evaluation.samples import Figures, Sample, Share
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
@@ -154,8 +154,8 @@ def figures_of(copies: Collection[ShadowReply]) -> Figures:
     return Figures(
         failures=Share(len(copies) - len(whole), len(copies)),
         refusals=Share(sum(each.refused for each in whole), len(whole)),
-        latency=Sample.ratio([(each.seconds, each.tokens) for each in whole]),
-        length=Sample.of([float(each.tokens) for each in whole]),
+        latency=SampleStatistics.ratio([(each.seconds, each.tokens) for each in whole]),
+        length=SampleStatistics.of([float(each.tokens) for each in whole]),
     )
 
 

@@ -15,7 +15,7 @@ from tuneloop.explorer.versions.sequential_tests import (
     scaled,
     standard_error,
 )
-from tuneloop.shared.evaluation.samples import Figures, Sample, Share
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.ledger.versions.comparison import MOST_SLICES
 from tuneloop.shared.settings.versions import RolloutSettings
 
@@ -114,9 +114,9 @@ def _unknown(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Ite
             yield f"there are only {fewest} of {enough} rewarded replies of each on the tasks {name!r}"
 
 
-def _pairs(champion: Figures, tried: Figures) -> Iterator[tuple[str, tuple[Sample, Sample]]]:
+def _pairs(champion: Figures, tried: Figures) -> Iterator[tuple[str, tuple[SampleStatistics, SampleStatistics]]]:
     for name, sample in champion.slices.items():
-        yield name, (tried.slices.get(name, Sample()), sample)
+        yield name, (tried.slices.get(name, SampleStatistics()), sample)
 
 
 def _least(rollout: RolloutSettings) -> int:
@@ -145,12 +145,14 @@ def _risen(what: str, mine: Share, other: Share, margin: float | None, error: fl
         yield f"more {what}: {counts}, a share higher by {margin:.4g} is allowed"
 
 
-def _grown(what: str, mine: Sample, other: Sample, times: float | None, error: float) -> Iterator[str]:
+def _grown(
+    what: str, mine: SampleStatistics, other: SampleStatistics, times: float | None, error: float
+) -> Iterator[str]:
     if times is not None and _larger(mine, other, times, error):
         yield f"more {what}: {mine.mean:.4g} against {other.mean:.4g}, {times:.4g} times as many are allowed"
 
 
-def _larger(one: Sample, other: Sample, times: float, error: float) -> bool:
+def _larger(one: SampleStatistics, other: SampleStatistics, times: float, error: float) -> bool:
     told = contrast(one, scaled(other, times), least=LEAST_REPLIES, error=error)
     return told is not None and told.higher
 
@@ -177,7 +179,7 @@ def _why_not(rollout: RolloutSettings, overall: Contrast | None, champion: Figur
     return f"the rewarded replies of one of the two are to fewer than {LEAST_UNITS} users or tasks"
 
 
-def _sentence(what: str, told: Contrast, mine: Sample, other: Sample) -> str:
+def _sentence(what: str, told: Contrast, mine: SampleStatistics, other: SampleStatistics) -> str:
     low, high = told.interval
     return (
         f"{what}: {mine.mean:.4g} in {mine.replies} replies against {other.mean:.4g} in {other.replies}, "
@@ -195,5 +197,5 @@ def _plain(figures: Figures) -> dict[str, Any]:
     return plain | {"slices": {name: _values(sample) for name, sample in figures.slices.items()}}
 
 
-def _values(of: Sample | Share) -> dict[str, Any]:
+def _values(of: SampleStatistics | Share) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else None for name, value in of._asdict().items()}

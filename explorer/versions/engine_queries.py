@@ -13,7 +13,7 @@ from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
-from tuneloop.shared.evaluation.scores import KL, Answered, Figure, mean
+from tuneloop.shared.evaluation.scores import KL, Figure, TaskReply, mean
 from tuneloop.shared.evaluation.tasks import Task, judge_of, without_reasoning
 from tuneloop.shared.settings.settings import Settings
 
@@ -43,15 +43,15 @@ class EngineQueries:
         self._most_tokens = settings.monitor.evaluation.most_tokens
         self._priority = priority_of(settings)
 
-    async def answers(self, engine: Engine, judge: Judge, *, at_once: int) -> list[Answered]:
+    async def answers(self, engine: Engine, judge: Judge, *, at_once: int) -> list[TaskReply]:
         """Greedy replies and their scores. Raises NotEvaluated if the judge cannot say."""
 
-        async def one(task: Task) -> Answered:
+        async def one(task: Task) -> TaskReply:
             said = await self._asked(engine.control, task, temperature=0.0)
             choice, usage = said["choices"][0], said["usage"]
             reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
             whole = choice["finish_reason"] != "length"
-            return Answered(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
+            return TaskReply(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
 
         return await _each(one, self._tasks, at_once)
 

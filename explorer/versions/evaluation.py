@@ -23,7 +23,7 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     NotEvaluated,
 )
-from tuneloop.shared.evaluation.off_policy import HeldOutReply, replayed
+from tuneloop.shared.evaluation.off_policy import HeldOutReply, replay_figures
 from tuneloop.shared.evaluation.scores import Figure, figures_of
 from tuneloop.shared.evaluation.tasks import fingerprint
 from tuneloop.shared.experience import VersionAction
@@ -209,7 +209,7 @@ class CandidateEvaluation:
         champion = self._champion
         told = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
         before = [champion.likelihoods[each.id] for each in champion.replies]
-        return replayed(champion.replies, told, before, of=champion.version)
+        return replay_figures(champion.replies, told, before, of=champion.version)
 
     async def _returned(self, engine: Engine, champion: Version) -> None:
         """Put the engine into rotation again with the champion, unless its supervisor has begun to."""

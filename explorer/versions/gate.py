@@ -6,9 +6,9 @@ import time
 import structlog
 
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared.evaluation.gate import Verdict, evaluator_of, judge
-from tuneloop.shared.evaluation.off_policy import is_beside
-from tuneloop.shared.evaluation.scores import Figure, if_of
+from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict
+from tuneloop.shared.evaluation.off_policy import is_replay_against
+from tuneloop.shared.evaluation.scores import Figure, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, judge_of, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -54,20 +54,20 @@ class Gate:
         await self.reject(candidate, reason, verdict.figures | {"instead_of": champion.version})
         return False
 
-    async def verdict(self, candidate: Version, champion: Version) -> Verdict | None:
+    async def verdict(self, candidate: Version, champion: Version) -> GateVerdict | None:
         """What comes of the figures of both; None as long as some are not there."""
         return await self.judged(await self.figures(candidate.version), champion)
 
-    async def judged(self, new: tuple[Figure, ...], champion: Version) -> Verdict | None:
+    async def judged(self, new: tuple[Figure, ...], champion: Version) -> GateVerdict | None:
         """What comes of a candidate's figures and the champion's; None as long as some are not there."""
         old = await self.figures(champion.version)
-        beside = not self._options.replays or is_beside(new, champion.version)
-        return judge(self._options, new, old) if new and old and beside else None
+        beside = not self._options.replays or is_replay_against(new, champion.version)
+        return gate_verdict(self._options, new, old) if new and old and beside else None
 
     async def figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
         found = await asyncio.to_thread(self._ledger.evaluations.of, version, self._evaluator)
-        return if_of(found, self._fingerprint)
+        return figures_on(found, self._fingerprint)
 
     async def record(self, version: int, figures: tuple[Figure, ...]) -> None:
         """Keep the figures of a version."""

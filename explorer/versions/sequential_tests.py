@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from scipy import special
 
-from tuneloop.shared.evaluation.samples import Sample, Share
+from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 
 #: A variance between fewer units is not known well enough.
 LEAST_UNITS = 10
@@ -52,7 +52,7 @@ class Contrast(NamedTuple):
         return self.difference - self.bound * self.error, self.difference + self.bound * self.error
 
 
-def contrast(one: Sample, other: Sample, *, least: int, error: float) -> Contrast | None:
+def contrast(one: SampleStatistics, other: SampleStatistics, *, least: int, error: float) -> Contrast | None:
     """How far `one` lies above `other`, with the probability `error` of a mistake on either side.
 
     None until both have `least` replies, and enough independent units.
@@ -66,7 +66,7 @@ def contrast(one: Sample, other: Sample, *, least: int, error: float) -> Contras
     return found if all(map(math.isfinite, found)) else None
 
 
-def scaled(sample: Sample, times: float) -> Sample:
+def scaled(sample: SampleStatistics, times: float) -> SampleStatistics:
     """The sample of values that are so many times as high."""
     return sample._replace(mean=times * sample.mean, variance=times**2 * sample.variance)
 
@@ -89,7 +89,7 @@ def exceeds(share: Share, limit: float, *, error: float) -> bool:
     return bool(mixed - at_limit >= -math.log(error))
 
 
-def standard_error(one: Sample, other: Sample) -> float:
+def standard_error(one: SampleStatistics, other: SampleStatistics) -> float:
     """That of the difference: by the spread within each, or by that of all values taken as one, whichever is larger.
 
     The second is right where the two are the same, and says enough where few values happen to be all alike. Both need
@@ -103,7 +103,7 @@ def standard_error(one: Sample, other: Sample) -> float:
     return math.sqrt(max(together, _widened(first + second, difference, _freedom(one, other))))
 
 
-def _freedom(one: Sample, other: Sample) -> float:
+def _freedom(one: SampleStatistics, other: SampleStatistics) -> float:
     """The degrees of freedom of the spread within both (Welch, Satterthwaite)."""
     first, second = one.variance / one.replies, other.variance / other.replies
     if not first + second > 0:

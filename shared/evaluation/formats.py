@@ -1,4 +1,4 @@
-"""The form that a task demands of a reply: JSON, or what a regular expression describes. Pure."""
+"""The format that a task demands of a reply: JSON, or what a regular expression describes. Pure."""
 
 import json
 import re
@@ -11,35 +11,37 @@ JSON = "json"
 _OF_JSON = ("json_object", "json_schema")
 
 
-def form_of(task: Mapping[str, Any]) -> str | None:
-    """JSON, a regular expression, or None for any form.
+def format_of(task: Mapping[str, Any]) -> str | None:
+    """JSON, a regular expression, or None for any format.
 
     Where `format` says nothing, `response_format`, as a request has it, may say JSON. Raises ValueError.
     """
-    said = task.get("format")
-    if said is None:
-        asked = task.get("response_format")
-        return JSON if isinstance(asked, dict) and asked.get("type") in _OF_JSON else None
-    if not isinstance(said, str) or not said:
+    pattern = task.get("format")
+    if pattern is None:
+        response_format = task.get("response_format")
+        return JSON if isinstance(response_format, dict) and response_format.get("type") in _OF_JSON else None
+    if not isinstance(pattern, str) or not pattern:
         raise ValueError('`format` must be "json" or a regular expression')
     try:
-        re.compile(said)
+        re.compile(pattern)
     except re.error as error:
         raise ValueError(f'`format` must be "json" or a regular expression of Python\'s ({error})') from None
-    return said
+    return pattern
 
 
-def has_form(form: str, reply: str) -> bool:
-    """Whether the whole reply, but for white space at its ends, has the form.
+def matches_format(wanted: str, reply: str) -> bool:
+    """Whether the whole reply, but for white space at its ends, has the format.
 
-    >>> has_form(JSON, ' {"a": 1}'), has_form(JSON, 'Here: {"a": 1}'), has_form("[A-D]", "B"), has_form("[A-D]", "B.")
-    (True, False, True, False)
+    >>> matches_format(JSON, ' {"a": 1}'), matches_format(JSON, 'Here: {"a": 1}')
+    (True, False)
+    >>> matches_format("[A-D]", "B"), matches_format("[A-D]", "B.")
+    (True, False)
     """
-    said = reply.strip()
-    if form != JSON:
-        return re.fullmatch(form, said) is not None
+    text = reply.strip()
+    if wanted != JSON:
+        return re.fullmatch(wanted, text) is not None
     try:
-        json.loads(said, parse_constant=_no_json)
+        json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return False
     return True

@@ -1,14 +1,14 @@
 """What two versions are compared by: means with their spread, and shares.
 
-Many replies may say little more than one: those to one user resemble each other. So a sample says how many independent
-units its replies come from, and its variance is that of a mean over such units.
+Many replies may carry little more information than one: those to one user resemble each other. So statistics count the
+independent units that replies come from, and its variance is that of a mean over such units.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 
-class Sample(NamedTuple):
+class SampleStatistics(NamedTuple):
     """A mean of `replies` from `units` independent sources; `variance / replies` is the variance of the mean."""
 
     replies: int = 0
@@ -18,7 +18,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The sample of values that are independent of each other."""
+        """The statistics of values that are independent of each other."""
         count = len(values)
         if not count:
             return cls()
@@ -45,18 +45,18 @@ class Share(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """How one version has done since its rollout began.
+    """The figures of one version since its rollout began.
 
     `failures` counts requests that failed by its own engine's fault, of all requests. `latency` is in seconds per token
     of a reply, `length` in tokens. `slices` are rewards again, of the tasks of each name.
     """
 
-    reward: Sample = Sample()
-    slices: Mapping[str, Sample] = {}
+    reward: SampleStatistics = SampleStatistics()
+    slices: Mapping[str, SampleStatistics] = {}
     failures: Share = Share()
     refusals: Share = Share()
-    latency: Sample = Sample()
-    length: Sample = Sample()
+    latency: SampleStatistics = SampleStatistics()
+    length: SampleStatistics = SampleStatistics()
 
 
 def spread(replies: int, units: int, squares: float, under: float) -> float:

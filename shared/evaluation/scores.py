@@ -1,4 +1,4 @@
-"""What an evaluation comes to: means over the tasks, of all of them and of each slice. Pure."""
+"""The figures of an evaluation: means over the tasks, of all of them and of each slice. Pure."""
 
 import re
 from collections import defaultdict
@@ -7,16 +7,16 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from tuneloop.shared.errors import NotEvaluated
-from tuneloop.shared.evaluation.formats import has_form
+from tuneloop.shared.evaluation.formats import matches_format
 from tuneloop.shared.evaluation.tasks import Task, without_reasoning
 
 SCORE, LENGTH, REFUSALS, MALFORMED, KL = "score", "reply_length", "refusals", "malformed", "kl"
 
-#: Not a measure: which tasks were asked, as their `fingerprint`. Figures of others cannot be compared.
+#: Not a measure: which tasks were evaluated, as their `fingerprint`. Figures on others cannot be compared.
 TASKS = "tasks"
 
-# Of so many replies the judge may have no verdict; with more, there is no evaluation.
-_UNJUDGED = 0.1
+# The share of replies that may lack a verdict of the judge; with more, there is no evaluation.
+_MAX_UNJUDGED = 0.1
 
 
 class Figure(NamedTuple):
@@ -29,10 +29,10 @@ class Figure(NamedTuple):
     samples: int
 
 
-class Answered(NamedTuple):
+class TaskReply(NamedTuple):
     """A task with the reply to it, the reply's tokens and its score; None: the judge has no verdict on it.
 
-    `whole`: whether the reply came to its end, and was not cut off at its limit of tokens.
+    `whole`: whether the reply was not cut off at its limit of tokens.
     """
 
     task: Task
@@ -42,42 +42,42 @@ class Answered(NamedTuple):
     whole: bool = True
 
 
-def if_of(figures: tuple[Figure, ...], fingerprint: int) -> tuple[Figure, ...]:
+def figures_on(figures: tuple[Figure, ...], fingerprint: int) -> tuple[Figure, ...]:
     """The figures if they are of the tasks with that fingerprint, else none."""
-    asked = next((each.value for each in figures if each.metric == TASKS), None)
-    return figures if asked == fingerprint else ()
+    evaluated_tasks = next((each.value for each in figures if each.metric == TASKS), None)
+    return figures if evaluated_tasks == fingerprint else ()
 
 
 def figures_of(
-    answered: Sequence[Answered], *, fingerprint: int, refusals: Iterable[re.Pattern[str]]
+    replies: Sequence[TaskReply], *, fingerprint: int, refusals: Iterable[re.Pattern[str]]
 ) -> tuple[Figure, ...]:
-    """The figures of one version; where nothing was asked, only that. Raises NotEvaluated without enough verdicts."""
-    asked = Figure(TASKS, "", float(fingerprint), 0.0, max(1, len(answered)))
-    if not answered:
-        return (asked,)
-    judged = [each for each in answered if each.score is not None]
-    if len(answered) - len(judged) > _UNJUDGED * len(answered):
-        raise NotEvaluated(f"the judge has no verdict on {len(answered) - len(judged)} of {len(answered)} replies")
+    """The figures of one version; only the fingerprint without replies. Raises NotEvaluated for want of verdicts."""
+    evaluated_tasks = Figure(TASKS, "", float(fingerprint), 0.0, max(1, len(replies)))
+    if not replies:
+        return (evaluated_tasks,)
+    judged = [each for each in replies if each.score is not None]
+    if len(replies) - len(judged) > _MAX_UNJUDGED * len(replies):
+        raise NotEvaluated(f"the judge has no verdict on {len(replies) - len(judged)} of {len(replies)} replies")
     scores: dict[str, list[float]] = defaultdict(list)
     for each in judged:
         for part in ("", *([each.task.slice] if each.task.slice else [])):
             scores[part].append(each.score or 0.0)
     patterns = list(refusals)
-    refused = [float(any(pattern.search(each.reply) for pattern in patterns)) for each in answered]
+    refused = [float(any(pattern.search(each.reply) for pattern in patterns)) for each in replies]
     return (
-        asked,
+        evaluated_tasks,
         *(mean(SCORE, values, part) for part, values in sorted(scores.items())),
-        mean(LENGTH, [float(each.tokens) for each in answered]),
+        mean(LENGTH, [float(each.tokens) for each in replies]),
         mean(REFUSALS, refused),
-        *_malformed(answered),
+        *_malformed(replies),
     )
 
 
-def _malformed(answered: Sequence[Answered]) -> Iterator[Figure]:
-    """The share of the replies without the form that is demanded of them, if one is demanded of any."""
+def _malformed(replies: Sequence[TaskReply]) -> Iterator[Figure]:
+    """The share of the replies without the format that their task demands, if any task demands one."""
     lacking = [
-        float(not (each.whole and has_form(form, without_reasoning(each.reply))))
-        for each in answered
+        float(not (each.whole and matches_format(form, without_reasoning(each.reply))))
+        for each in replies
         if (form := each.task.form) is not None
     ]
     if lacking:

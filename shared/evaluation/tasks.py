@@ -1,4 +1,4 @@
-"""Tasks with known answers that nothing is trained on, and how a reply to one is judged.
+"""Held-out tasks with known answers, and how a reply to one is judged.
 
 {"messages": [{"role": "user", "content": "7+5="}], "answer": "12", "slice": "sums"}
 {"prompt": "The capital of France is", "answer": "Paris"}
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.formats import form_of
+from tuneloop.shared.evaluation.formats import format_of
 from tuneloop.shared.settings.versions import EvaluationSettings
 
 Question = str | list[dict[str, Any]]
 
-#: Says how right a reply is, from 0 to 1; None if it has no verdict on it. Raises NotEvaluated if it cannot say now.
+#: Scores a reply from 0 to 1; None if it has no verdict on it. Raises NotEvaluated if it cannot score now.
 Judge = Callable[["Task", str], float | None]
 
 _LONGEST_SLICE = 64
@@ -30,7 +30,7 @@ _LONGEST_SLICE = 64
 class Task(NamedTuple):
     """A question, as messages or as the very text, and what its answer is judged by; `line` is where it stands.
 
-    `form` is that which the reply must have; None: any.
+    `form` is the format that the reply must have; None: any.
     """
 
     line: int
@@ -69,10 +69,10 @@ def tasks_of(options: EvaluationSettings) -> list[Task]:
 
 
 def fingerprint(tasks: Sequence[Task], options: EvaluationSettings) -> int:
-    """A number that differs where other tasks are asked, or the replies to them are judged otherwise."""
-    asked = [[task.question, task.answer, task.slice, task.form] for task in tasks]
-    said = [options.judge, options.function, options.most_tokens, asked]
-    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+    """A number that differs for other tasks, and for another judge of their replies."""
+    questions = [[task.question, task.answer, task.slice, task.form] for task in tasks]
+    judged_by = [options.judge, options.function, options.most_tokens, questions]
+    return zlib.crc32(json.dumps(judged_by, sort_keys=True).encode())
 
 
 def judge_of(options: EvaluationSettings) -> Judge | None:
@@ -87,19 +87,19 @@ def judge_of(options: EvaluationSettings) -> Judge | None:
 def is_right(answer: str, reply: str, options: EvaluationSettings) -> bool:
     """Whether the reply, without the reasoning before it, is the answer as `judge` says.
 
-    >>> is_right("12", "<think>7+5</think> It is 12.", Evaluation(judge="contains"))
+    >>> is_right("12", "<think>7+5</think> It is 12.", EvaluationSettings(judge="contains"))
     True
     """
-    said = without_reasoning(reply)
+    answered = without_reasoning(reply)
     if options.judge == "exact":
-        return said.strip() == answer.strip()
+        return answered.strip() == answer.strip()
     if options.judge == "regex":
-        return re.search(answer, said) is not None
-    return answer in said
+        return re.search(answer, answered) is not None
+    return answer in answered
 
 
 def without_reasoning(reply: str) -> str:
-    """What stands after the last `</think>`."""
+    """The text after the last `</think>`."""
     return reply.rpartition("</think>")[2]
 
 
@@ -112,7 +112,7 @@ def _by_function(options: EvaluationSettings) -> Judge:
         except Exception as error:
             raise NotEvaluated(f"monitor.evaluation.function: {options.function} raised {error!r}") from error
         if not (math.isfinite(score) and 0 <= score <= 1):
-            raise NotEvaluated(f"monitor.evaluation.function: {options.function} said {score}, not 0 to 1")
+            raise NotEvaluated(f"monitor.evaluation.function: {options.function} returned {score}, not 0 to 1")
         return score
 
     return judge
@@ -123,34 +123,34 @@ def _function(name: str) -> Callable[[Question, str, str], Any]:
     if str(Path.cwd()) not in sys.path:  # As `python -m` has it; a console script has not.
         sys.path.append(str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise EnvironmentRefused(f"monitor.evaluation.function: {name} cannot be imported: {error!r}") from error
-    if not callable(found):
-        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
     """Raises ValueError, whose message says what is wrong with the line."""
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError('must be an object, such as {"prompt": "7+5=", "answer": "12"}')
-    answer, part = found.get("answer"), found.get("slice")
+    answer, part = fields.get("answer"), fields.get("slice")
     if not isinstance(answer, str) or not answer.strip():
         raise ValueError("`answer` must be text, and not empty; write a number in quotes")
     if part is not None and not (isinstance(part, str) and 0 < len(part) <= _LONGEST_SLICE):
         raise ValueError(f"`slice` must be text of at most {_LONGEST_SLICE} characters")
     if options.judge == "regex":
         _require_pattern(answer)
-    return Task(number, _question(found), answer, part, form_of(found))
+    return Task(number, _question(fields), answer, part, format_of(fields))
 
 
-def _question(found: dict[str, Any]) -> Question:
-    prompt, messages = found.get("prompt"), found.get("messages")
+def _question(fields: dict[str, Any]) -> Question:
+    prompt, messages = fields.get("prompt"), fields.get("messages")
     if (prompt is None) == (messages is None):
         raise ValueError("needs either `prompt` or `messages`")
     if prompt is not None:

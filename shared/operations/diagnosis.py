@@ -1,6 +1,6 @@
 """Why no training step is happening: from facts about the ledger, its trainer and the spool to sentences with a cure.
 
-Nothing is asked here: who wants to know brings the facts.
+Pure: the caller brings the facts.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts
 
-#: What has waited in the spool for so many seconds is no longer on its way.
+#: Bytes that have waited in the spool for so many seconds are stuck.
 SPOOL_WAITS_S = 60.0
 
-#: So many replies to one that cannot be trained on are more than a client's own choice of what is for training.
+#: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
 
-#: The states that a step is made of, in the order of the road.
+#: The states before training, in their order.
 WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
 class Code(StrEnum):
-    """The reasons, in the order in which they are told: what stops everything first, then down the road."""
+    """The reasons, in the order in which they are reported: what stops everything first, then by state."""
 
     DATABASE_AWAY = "database_away"
     STEPS_DONE = "steps_done"
@@ -50,21 +50,21 @@ class Reason(NamedTuple):
 
 def diagnose(facts: Facts) -> list[Reason]:
     """Every reason that holds, the first to be cured first."""
-    found = list(_of_the_spool(facts))
+    reasons = list(_of_the_spool(facts))
     if facts.ledger is None:
         away = "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool"
-        return [Reason(Code.DATABASE_AWAY, away), *found]
-    found += _of_the_trainer(facts, facts.ledger)
+        return [Reason(Code.DATABASE_AWAY, away), *reasons]
+    reasons += _of_the_trainer(facts, facts.ledger)
     if not _busy(facts, facts.ledger) or facts.rules.save_interval > 1:
-        found += _of_the_batch(facts, facts.ledger)
-    found += _of_the_versions(facts.ledger)
-    if not found:
-        found.append(Reason(Code.NONE, "a full batch waits, and a trainer that lives is about to take it"))
-    return sorted(found, key=lambda reason: list(Code).index(reason.code))
+        reasons += _of_the_batch(facts, facts.ledger)
+    reasons += _of_the_versions(facts.ledger)
+    if not reasons:
+        reasons.append(Reason(Code.NONE, "a full batch waits, and a trainer that lives is about to take it"))
+    return sorted(reasons, key=lambda reason: list(Code).index(reason.code))
 
 
 def equation(ledger: LedgerFacts) -> list[str]:
-    """The two sums that must come out, as lines."""
+    """The two sums that must balance, as lines."""
     counts = {state: ledger.pile(state).rows for state in State}
     terms = " + ".join(f"{count} {state.value}" for state, count in counts.items())
     trained = f"{counts[State.TRAINED]} trained + {ledger.purged} purged"
@@ -74,7 +74,7 @@ def equation(ledger: LedgerFacts) -> list[str]:
 
 
 def ago(now: float, then: float) -> str:
-    """How long ago that was, as people say it."""
+    """How long ago that was, for people."""
     seconds = max(0.0, now - then)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -107,7 +107,9 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         stopped = (
             f"trainer {trainer.name} stopped at {moment(trainer.ended_at)}, {ago(facts.now, trainer.ended_at)} ago"
         )
-        yield Reason(Code.NO_TRAINER, f"{stopped}: start it again; if it did not mean to stop, its last words say why")
+        yield Reason(
+            Code.NO_TRAINER, f"{stopped}: start it again; if it did not mean to stop, the end of its log says why"
+        )
     elif not trainer.up(facts.now):
         seen = (
             f"trainer {trainer.name} was last seen at {moment(trainer.seen_at)}, {ago(facts.now, trainer.seen_at)} ago"
@@ -148,8 +150,8 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
 def _before_feedback(ledger: LedgerFacts, uncounted: str | None) -> Iterator[Reason]:
     recorded, dropped = ledger.pile(State.RECORDED).rows, ledger.pile(State.DROPPED).lately + ledger.unsampled
     alive = sum(ledger.pile(state).lately for state in WAITING) - ledger.unsampled
-    on_the_road = sum(ledger.pile(state).rows for state in WAITING)
-    if not on_the_road and not any(pile.lately for pile in ledger.piles.values()):
+    in_progress = sum(ledger.pile(state).rows for state in WAITING)
+    if not in_progress and not any(pile.lately for pile in ledger.piles.values()):
         since = "since the last that was trained on" if ledger.pile(State.TRAINED).rows else "yet"
         yield Reason(
             Code.NOTHING_RECORDED, f"no experience was recorded {since}: send requests to /v1/chat/completions"
@@ -162,7 +164,7 @@ def _before_feedback(ledger: LedgerFacts, uncounted: str | None) -> Iterator[Rea
             f"{dropped} of the last {number(dropped + alive, 'experience')} cannot be trained on{unsampled}{most}: see"
             " what the clients ask for, and `reason` and `unsampled` in the table experiences",
         )
-    if recorded == on_the_road and recorded:
+    if recorded == in_progress and recorded:
         pending = f"; {_waits(ledger.pending, 'event')} for a reply that is not recorded" if ledger.pending else ""
         yield Reason(
             Code.NO_FEEDBACK,
@@ -189,7 +191,7 @@ def _before_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
             f"{number(ledger.too_old, 'committed experience')} too old for the next batch, which lets them expire:"
             f" commit sooner, or raise {bounds}",
         )
-    # Without a trainer nobody has looked which of them are complete.
+    # Only a trainer finds out which of them are complete.
     if ledger.ungrouped and _up(facts, ledger):
         yield Reason(
             Code.GROUPS_INCOMPLETE,
@@ -203,8 +205,8 @@ def _of_the_versions(ledger: LedgerFacts) -> Iterator[Reason]:
     if weights is not None and weights.rejected >= 2:
         yield Reason(
             Code.REJECTED_VERSIONS,
-            f"the newest {weights.rejected} versions were rejected, each with what it learnt ({weights.reason}): see"
-            " the explorer's log",
+            f"the newest {weights.rejected} versions were rejected, and their training with them ({weights.reason}):"
+            " see the explorer's log",
         )
 
 

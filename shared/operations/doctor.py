@@ -1,4 +1,4 @@
-"""The report of `tuneloop doctor`: does the ledger add up, what waits where, and why is no step happening."""
+"""The report of `tuneloop doctor`: whether the ledger balances, what waits where, and why no step is happening."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +10,13 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
-from tuneloop.shared.operations.open_versions import Standing, undecided
+from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import spooled
 
-#: How many of the reasons of what is aside are told.
-REASONS = 5
+#: How many of the reasons of dropped and expired rows are listed.
+MAX_DROP_REASONS = 5
 
 _WAITS_FOR = {
     State.RECORDED: "feedback",
@@ -26,52 +26,52 @@ _WAITS_FOR = {
 }
 
 
-class Report(NamedTuple):
-    """What was found: the facts, the sentences of the ledger that do not add up, and why no step is happening.
+class DoctorReport(NamedTuple):
+    """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
-    `undecided` are the versions that wait, are tried or are pinned.
+    `open_versions` are the waiting candidate, the canary and the pinned version.
     """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
-    undecided: tuple[Standing, ...]
+    open_versions: tuple[OpenVersion, ...]
 
 
-def examine(settings: Settings, *, clock: Callable[[], float] = time.time) -> Report:
+def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
     """Look at the ledger and the spool; nothing is changed."""
-    ledger, imbalance, standings, away = None, list[str](), tuple[Standing, ...](), ""
+    ledger, imbalance, open_versions, away = None, list[str](), tuple[OpenVersion, ...](), ""
     try:
-        ledger, imbalance, standings = _asked(settings)
+        ledger, imbalance, open_versions = _read_ledger(settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {without_password(settings.database_url)}: {error}"
     facts = Facts(now=clock(), rules=Rules.of(settings), spool=spooled(settings.spool_dir), ledger=ledger, away=away)
-    return Report(facts, imbalance, diagnose(facts), standings)
+    return DoctorReport(facts, imbalance, diagnose(facts), open_versions)
 
 
-def _asked(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Standing, ...]]:
+def _read_ledger(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[OpenVersion, ...]]:
     schema = settings.buffer.trainer_input.experience_buffer.name
-    there, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
-    if there is None:  # nothing has run yet
+    present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+    if present is None:  # nothing has run yet
         return LedgerFacts(piles={}), [], ()
-    if there != newest:
+    if present != newest:
         raise EnvironmentRefused(
-            f"the database has the schema {there}, this release works with {newest}: `tuneloop db upgrade`"
+            f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
         )
     ledger = Ledger.of(settings)
     try:
         return (
-            ledger.reports.facts(BatchPolicy.of(settings), aside=REASONS),
+            ledger.reports.facts(BatchPolicy.of(settings), aside=MAX_DROP_REASONS),
             ledger.reports.audit(),
-            undecided(ledger, settings),
+            find_open_versions(ledger, settings),
         )
     finally:
         ledger.close()
 
 
-def as_text(report: Report, settings: Settings) -> Iterator[str]:
+def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
     """The report for people, line by line."""
     facts = report.facts
     sections: dict[str, list[str]] = {}
@@ -82,8 +82,8 @@ def as_text(report: Report, settings: Settings) -> Iterator[str]:
         sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"])]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
         sections["Trainer"] = [_trainer(facts.ledger, facts.now)]
-        standings = (_standing(each, facts.now) for each in report.undecided)
-        sections["Versions"] = [_versions(facts.ledger, facts.now), *standings]
+        open_versions = (_open_version(each, facts.now) for each in report.open_versions)
+        sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
@@ -125,10 +125,10 @@ def _versions(ledger: LedgerFacts, now: float) -> str:
     return f"newest {weights.newest}, {registered}; served {served}; {number(weights.step, 'step')} done{rejected}"
 
 
-def _standing(standing: Standing, now: float) -> str:
-    how = {"pinned": "is pinned", "tried": "is tried", "waits": "waits"}[standing.how]
-    since = f"for {ago(now, standing.since)}, since {moment(standing.since)}"
-    return f"version {standing.version} {how} {since}: {standing.why}"
+def _open_version(version: OpenVersion, now: float) -> str:
+    how = {"pinned": "is pinned", "canary": "is the canary", "waits": "waits"}[version.how]
+    since = f"for {ago(now, version.since)}, since {moment(version.since)}"
+    return f"version {version.version} {how} {since}: {version.why}"
 
 
 def _alarm(alarm: Alarm, now: float) -> str:
@@ -143,7 +143,7 @@ def _spool(facts: Facts) -> str:
     return f"{number(spool.slots, 'slot')}, {waits}{aside}"
 
 
-def as_json(report: Report) -> Mapping[str, object]:
+def as_json(report: DoctorReport) -> Mapping[str, object]:
     """The report for programs. Times are seconds since 1970, UTC."""
     facts, ledger = report.facts, report.facts.ledger
     found: dict[str, object] = {
@@ -161,7 +161,7 @@ def as_json(report: Report) -> Mapping[str, object]:
             "trained": {"consumed": ledger.consumed, "purged": ledger.purged, "versions": ledger.versions},
             "trainer": ledger.trainer and ledger.trainer._asdict() | {"up": ledger.trainer.up(facts.now)},
             "versions": ledger.weights and ledger.weights._asdict(),
-            "undecided": [each._asdict() for each in report.undecided],
+            "undecided": [each._asdict() for each in report.open_versions],
             "aside": [each._asdict() for each in ledger.aside],
             "unsampled": ledger.unsampled,
             "alarms": [each._asdict() for each in ledger.alarms],

@@ -5,21 +5,21 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tuneloop.shared.evaluation.off_policy import OF_A_REPLAY
-from tuneloop.shared.evaluation.samples import Sample
+from tuneloop.shared.evaluation.off_policy import REPLAY_METRICS
+from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import Evaluator, VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.evaluations import Evaluation
-from tuneloop.shared.operations.version_report import Score, existing, score
+from tuneloop.shared.operations.version_report import ScoreRow, require_version, score_row
 
-#: With fewer sources of rewards on either side nothing is said of how far the difference may be off.
-FEWEST = 4
+#: With fewer sources of rewards on either side no interval is given for the difference.
+MIN_SOURCES = 4
 
 _LEVEL = 0.95
 
 
 class Mean(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over `replies` from `sources` that have nothing to do with each other: people, tasks, or runs.
+    """A mean over `replies` from `sources` that are independent of each other: people, tasks, or runs.
 
     `error` is its standard error, None where there are fewer than two sources.
     """
@@ -42,13 +42,13 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScorePair(msgspec.Struct, frozen=True, kw_only=True):
-    """What one evaluator found of two versions; None where it did not look."""
+    """One evaluator's figures of two versions; None where it has none."""
 
     evaluator: Evaluator
     metric: str
     slice: str
-    a: Score | None
-    b: Score | None
+    a: ScoreRow | None
+    b: ScoreRow | None
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,20 +64,20 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: list[ScorePair]
 
 
-def compared(ledger: Ledger, a: int, b: int) -> Comparison:
+def compare_versions(ledger: Ledger, a: int, b: int) -> Comparison:
     """Two versions side by side. Raises VersionRefused if there is no such version."""
-    versions = [existing(ledger, number) for number in (a, b)]
+    versions = [require_version(ledger, number) for number in (a, b)]
     one, other = (ledger.comparisons.figures(each.version, each.created_at) for each in versions)
     sides = [
         Side(
             version=version.version,
             state=version.state,
-            replies=found.length.replies,
-            reward=_mean(found.reward),
-            tokens=_mean(found.length),
-            seconds_per_token=_mean(found.latency),
+            replies=figures.length.replies,
+            reward=_mean(figures.reward),
+            tokens=_mean(figures.length),
+            seconds_per_token=_mean(figures.latency),
         )
-        for version, found in zip(versions, (one, other), strict=True)
+        for version, figures in zip(versions, (one, other), strict=True)
     ]
     return Comparison(
         a=sides[0],
@@ -88,9 +88,9 @@ def compared(ledger: Ledger, a: int, b: int) -> Comparison:
     )
 
 
-def welch(one: Sample, other: Sample) -> tuple[float, float] | None:
+def welch(one: SampleStatistics, other: SampleStatistics) -> tuple[float, float] | None:
     """The interval that holds the difference of the true means, the other's less the one's, in 95 of 100 cases."""
-    if min(one.units, other.units) < FEWEST:
+    if min(one.units, other.units) < MIN_SOURCES:
         return None
     first, second = (each.variance / each.replies for each in (one, other))
     difference = other.mean - one.mean
@@ -103,22 +103,22 @@ def welch(one: Sample, other: Sample) -> tuple[float, float] | None:
 
 def _quantile(freedom: float) -> float:
     """Student's t at the upper end of the interval."""
-    from scipy.special import stdtrit  # not before it is needed: every worker of the explorer would hold it
+    from scipy.special import stdtrit  # only when needed: every worker of the explorer would hold it in memory
 
     return float(stdtrit(freedom, (1 + _LEVEL) / 2))
 
 
-def _mean(sample: Sample) -> Mean | None:
+def _mean(sample: SampleStatistics) -> Mean | None:
     if not sample.replies:
         return None
     error = math.sqrt(sample.variance / sample.replies) if sample.units > 1 else None
     return Mean(mean=sample.mean, error=error, replies=sample.replies, sources=sample.units)
 
 
-def _pairs(found: Sequence[Evaluation], a: int, b: int) -> Iterator[ScorePair]:
-    by = {(each.evaluator, each.metric, each.slice, each.version): score(each) for each in found}
-    for evaluator, metric, part in dict.fromkeys(key[:3] for key in by):
-        if metric in OF_A_REPLAY:
+def _pairs(evaluations: Sequence[Evaluation], a: int, b: int) -> Iterator[ScorePair]:
+    by_metric = {(each.evaluator, each.metric, each.slice, each.version): score_row(each) for each in evaluations}
+    for evaluator, metric, part in dict.fromkeys(key[:3] for key in by_metric):
+        if metric in REPLAY_METRICS:
             continue
-        one, other = (by.get((evaluator, metric, part, version)) for version in (a, b))
+        one, other = (by_metric.get((evaluator, metric, part, version)) for version in (a, b))
         yield ScorePair(evaluator=evaluator, metric=metric, slice=part, a=one, b=other)

@@ -1,4 +1,4 @@
-"""What people are told of the versions, by the command line and by the admin API alike."""
+"""Reports about the versions, for the command line and the admin API alike."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a version, with the figures that decided it."""
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a version, with the figures that decided it."""
 
     id: int
     version: int
@@ -44,7 +44,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, Any]
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreRow(msgspec.Struct, frozen=True, kw_only=True):
     """How a version did on tasks that it was not trained on; `slice` is empty for all of them."""
 
     evaluator: Evaluator
@@ -56,8 +56,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     evaluated_at: float
 
 
-class VersionStory(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a version. `parent` is None for the base model, and where the checkpoint is gone.
+class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a version. `parent` is None for the base model, and where the checkpoint is gone.
 
     `trained_on_replies_of` counts its rows by the version that sampled them.
     """
@@ -67,70 +67,70 @@ class VersionStory(msgspec.Struct, frozen=True, kw_only=True):
     manifest_sha256: str | None
     parent: int | None
     trained_on_replies_of: dict[int, int]
-    evaluations: list[Score]
-    events: list[Event]
+    evaluations: list[ScoreRow]
+    events: list[EventRow]
 
 
-def listed(ledger: Ledger) -> list[VersionRow]:
+def list_versions(ledger: Ledger) -> list[VersionRow]:
     """All versions, the newest first."""
     rewards = {each.version: each for each in ledger.reports.rewards()}
     return [_row(each, rewards.get(each.version)) for each in reversed(ledger.versions.all())]
 
 
-def existing(ledger: Ledger, version: int) -> Version:
+def require_version(ledger: Ledger, version: int) -> Version:
     """That version. Raises VersionRefused if there is none."""
-    found = ledger.versions.get(version)
-    if found is None:
+    existing = ledger.versions.get(version)
+    if existing is None:
         raise VersionRefused(f"there is no version {version}")
-    return found
+    return existing
 
 
-def story(ledger: Ledger, number: int) -> VersionStory:
-    """All that is known of a version. Raises VersionRefused if there is none of that number."""
-    version = existing(ledger, number)
-    said = next((each for each in ledger.reports.rewards() if each.version == number), None)
-    return VersionStory(
-        version=_row(version, said),
+def report_version(ledger: Ledger, number: int) -> VersionReport:
+    """Everything about a version. Raises VersionRefused if there is none of that number."""
+    version = require_version(ledger, number)
+    rewards = next((each for each in ledger.reports.rewards() if each.version == number), None)
+    return VersionReport(
+        version=_row(version, rewards),
         path=str(version.path),
         manifest_sha256=version.manifest_sha256,
         parent=_parent(version.path) if version.manifest_sha256 else None,
         trained_on_replies_of=ledger.evaluations.trained_on(number),
-        evaluations=[score(each) for each in ledger.evaluations.of_versions([number])],
-        events=events(ledger, number),
+        evaluations=[score_row(each) for each in ledger.evaluations.of_versions([number])],
+        events=list_events(ledger, number),
     )
 
 
-def events(ledger: Ledger, version: int | None = None, *, last: int | None = None) -> list[Event]:
+def list_events(ledger: Ledger, version: int | None = None, *, last: int | None = None) -> list[EventRow]:
     """What happened to the versions, or to one, oldest first; only the `last` so many."""
     return [_event(each) for each in ledger.versions.events(version, last=last)]
 
 
-def _row(version: Version, said: VersionReward | None) -> VersionRow:
-    rewarded = said.rewarded if said else 0
+def _row(version: Version, rewards: VersionReward | None) -> VersionRow:
+    rewarded = rewards.rewarded if rewards else 0
     return VersionRow(
         version=version.version,
         state=version.state,
         pinned=version.pinned,
         step=version.step,
         trained_on=version.consumed,
-        replies=said.replies if said else 0,
+        replies=rewards.replies if rewards else 0,
         rewarded=rewarded,
-        mean_reward=said.reward_sum / rewarded if said and rewarded else None,
+        mean_reward=rewards.reward_sum / rewarded if rewards and rewarded else None,
         created_at=version.created_at,
         served_at=version.served_at,
         reason=version.reason,
     )
 
 
-def _event(event: VersionEvent) -> Event:
-    return Event(**event._asdict())
+def _event(event: VersionEvent) -> EventRow:
+    return EventRow(**event._asdict())
 
 
-def score(found: Evaluation) -> Score:
+def score_row(evaluation: Evaluation) -> ScoreRow:
     """A row of `evaluations` without its version."""
-    told = found._asdict()
-    del told["version"]
-    return Score(**told)
+    fields = evaluation._asdict()
+    del fields["version"]
+    return ScoreRow(**fields)
 
 
 def _parent(path: Path) -> int | None:

@@ -54,9 +54,9 @@ def test_rewards_are_reckoned_anew_and_first_only_told(file: Path, ledger: Ledge
     tripled = ("--set", "reward.weights={reward: 3.0}")
     rule, told = recompute(file, *tripled, "--dry-run")
     assert '"weights":{"reward":3.0}' in rule
-    assert told == "3 replies looked at, 3 rewards would change"
-    assert recompute(file, *tripled)[1] == "3 replies looked at, 3 rewards changed"
-    assert recompute(file, *tripled, "--dry-run")[1] == "3 replies looked at, 0 rewards would change"
+    assert told == "3 replies examined, 3 rewards would change"
+    assert recompute(file, *tripled)[1] == "3 replies examined, 3 rewards changed"
+    assert recompute(file, *tripled, "--dry-run")[1] == "3 replies examined, 0 rewards would change"
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
     assert [sample.reward for sample in ledger.training.lease(epoch, 3, BatchPolicy())] == [3.0] * 3

@@ -19,8 +19,8 @@ from tests.explorer.checkpoints import register, write_model
 from tests.factories import exchange, experience, feedback, rewarded, trained
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import VersionRefused
-from tuneloop.shared.evaluation.off_policy import OF_A_REPLAY
-from tuneloop.shared.evaluation.samples import Sample
+from tuneloop.shared.evaluation.off_policy import REPLAY_METRICS
+from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Ledger
@@ -176,12 +176,12 @@ def test_figures_of_different_tasks_are_not_passed_off_as_comparable(file: Path,
         evaluate(ledger, version, 0.5)
     same, other = (versions(file, "compare", 1, version).output for version in (2, 3))
     assert "different tasks" not in same
-    assert "by engine they were asked different tasks" in other
+    assert "by engine the tasks differ" in other
     assert "tasks" not in versions(file, "show", 1).output
 
 
 def test_a_replay_is_shown_of_one_version_and_compared_with_no_other(file: Path, ledger: Ledger) -> None:
-    figures = [Figure(metric, "", 2.0, 0.5, 120) for metric in OF_A_REPLAY]
+    figures = [Figure(metric, "", 2.0, 0.5, 120) for metric in REPLAY_METRICS]
     for version in (1, 2):
         ledger.evaluations.record(version, Evaluator.ENGINE, figures)
     shown = versions(file, "show", 1).output
@@ -193,7 +193,7 @@ def test_of_few_rewards_only_the_difference_is_told(file: Path, ledger: Ledger) 
     say(ledger, 1, 0.0)
     assert versions(file, "compare", 1, 2).output.splitlines()[-1].split() == ["difference", "-"]
     say(ledger, 2, 1.0)
-    assert "+1, from too few sources to say more (4 of each)" in versions(file, "compare", 1, 2).output
+    assert "+1, from too few sources for an interval (4 of each)" in versions(file, "compare", 1, 2).output
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_of_few_rewards_only_the_difference_is_told(file: Path, ledger: Ledger) 
     [((4, 4), (1.0, 1.0), 1.730228), ((5, 40), (0.5, 2.0), 0.796821), ((200, 300), (1.0, 1.0), 0.179428)],
 )
 def test_the_interval_is_welchs(counts: tuple[int, int], deviations: tuple[float, float], half: float) -> None:
-    a, b = (Sample(count, count, 0.0, width**2) for count, width in zip(counts, deviations, strict=True))
+    a, b = (SampleStatistics(count, count, 0.0, width**2) for count, width in zip(counts, deviations, strict=True))
     assert welch(a, b) == (pytest.approx(-half, rel=1e-5), pytest.approx(half, rel=1e-5))
     assert welch(a._replace(units=3), b) is None
 
@@ -224,7 +224,7 @@ def test_a_candidate_or_an_older_version_is_promoted(file: Path, ledger: Ledger)
 def test_without_a_number_the_canary_is_rolled_back_and_then_the_champion(file: Path, ledger: Ledger) -> None:
     ledger.versions.begin_canary(3, by="explorer", reason="a tenth")
     assert versions(file, "rollback").exit_code == 2, "a reason is required"
-    assert "say why" in refusal(versions(file, "rollback", "--reason", " "))
+    assert "give a reason" in refusal(versions(file, "rollback", "--reason", " "))
     told = versions(file, "rollback", "--reason", "it swears")
     assert told.output.startswith(
         "version 3 is rolled back; version 2 is the champion; the explorer takes it up within"
@@ -242,7 +242,7 @@ def test_a_pinned_version_stays_until_it_is_unpinned(file: Path, ledger: Ledger)
     assert states(ledger) == ["retired", "champion pinned", "retired", "candidate"]
     for refused in (("promote", 3), ("pin", 2), ("rollback", 1, "--reason", "no")):
         assert refusal(versions(file, *refused)) == "version 1 is pinned; unpin it first"
-    assert versions(file, "unpin", "--by", "ann").output.startswith("version 1 is pinned no more; the explorer takes")
+    assert versions(file, "unpin", "--by", "ann").output.startswith("version 1 is unpinned; the explorer takes")
     assert ledger.versions.events(1)[-1].actor == "admin:ann"
     assert refusal(versions(file, "unpin")) == "no version is pinned"
 

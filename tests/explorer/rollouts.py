@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tuneloop.explorer.versions.comparison import RolloutDecision, decide
-from tuneloop.shared.evaluation.samples import Figures, Sample
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics
 from tuneloop.shared.settings.versions import RolloutSettings
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -79,9 +79,9 @@ def _sums(values: np.ndarray, mine: np.ndarray) -> np.ndarray:
     return np.cumsum(np.stack([mine, values * mine, values**2 * mine]), axis=1).T
 
 
-def _sample(sums: np.ndarray) -> Sample:
+def _sample(sums: np.ndarray) -> SampleStatistics:
     count, total, squares = int(sums[0]), float(sums[1]), float(sums[2])
     if count == 0:
-        return Sample()
+        return SampleStatistics()
     variance = max(0.0, squares - total**2 / count) / (count - 1) if count > 1 else 0.0
-    return Sample(count, count, total / count, variance)
+    return SampleStatistics(count, count, total / count, variance)

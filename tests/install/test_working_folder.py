@@ -108,7 +108,7 @@ def test_the_whole_loop_imports_nothing_from_it(
         both.wait_until_ready()
         _use(both)
         ledger = ledger_of(both.settings)
-        wait_for(lambda: len(ledger.versions()) > 1, why=f"nothing is trained: {both.log.read_text()}")
+        wait_for(lambda: len(ledger.versions.all()) > 1, why=f"nothing is trained: {both.log.read_text()}")
         wait_until_served(ledger, 1)
         ledger.close()
     finally:

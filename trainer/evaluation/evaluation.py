@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.evaluation.scores import KL, SCORE, Answered, Figure, figures_of, mean
+from tuneloop.shared.evaluation.scores import KL, SCORE, Figure, TaskReply, figures_of, mean
 from tuneloop.shared.evaluation.tasks import Task, fingerprint
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
@@ -70,7 +70,7 @@ class HeldOut:
         pairs = [(task, self._words(ids)) for task, ids in said]
         scores = self._judged(pairs)
         answered = [
-            Answered(task, reply, len(ids), score, whole=ids[-1] in self._ends)
+            TaskReply(task, reply, len(ids), score, whole=ids[-1] in self._ends)
             for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
         ]
         return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)

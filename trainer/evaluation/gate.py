@@ -11,9 +11,9 @@ import torch
 
 from tuneloop.shared.checkpoint import ACTOR
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.gate import evaluator_of, judge
-from tuneloop.shared.evaluation.off_policy import is_beside, replayed
-from tuneloop.shared.evaluation.scores import KL, Figure, figures_of, if_of
+from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict
+from tuneloop.shared.evaluation.off_policy import is_replay_against, replay_figures
+from tuneloop.shared.evaluation.scores import KL, Figure, figures_of, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -63,7 +63,7 @@ class Examination:
         """Whether the figures have all that is measured beside a champion, and beside this one."""
         gate = self._settings.gate
         knows_distance = gate.kl is None or any(each.metric == KL for each in found)
-        return knows_distance and (not gate.replays or is_beside(found, champion.version))
+        return knows_distance and (not gate.replays or is_replay_against(found, champion.version))
 
     def _compare(self, learner: Learner, version: int, champion: Version) -> None:
         started, found, gate = time.perf_counter(), self._answers(learner.actor), self._settings.gate
@@ -80,7 +80,7 @@ class Examination:
                 found = (*found, self._held_out.distance(learner.actor, actor))
             if gate.replays:
                 found = (*found, *self._replayed(learner.actor, actor, champion.version))
-        verdict = judge(gate, found, before)
+        verdict = gate_verdict(gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
         self._ledger.versions.note(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
@@ -100,11 +100,11 @@ class Examination:
         replies = [each for each in newest if known_to(actor, each)]
         budget = self._settings.trainer.micro_batch_tokens
         now, before = (likelihoods(each, replies, budget=budget) for each in (actor, champion))
-        return replayed(replies, now, before, of=of)
+        return replay_figures(replies, now, before, of=of)
 
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
-        return if_of(self._ledger.evaluations.of(version, Evaluator.TRAINER), self._fingerprint)
+        return figures_on(self._ledger.evaluations.of(version, Evaluator.TRAINER), self._fingerprint)
 
     def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
         self._ledger.evaluations.record(version, Evaluator.TRAINER, figures)

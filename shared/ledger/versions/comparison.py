@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Double, Select, and_, case, func, select
 from sqlalchemy import cast as as_type
 
-from tuneloop.shared.evaluation.samples import Figures, Sample, Share, spread
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
@@ -54,7 +54,7 @@ class Comparisons(LedgerPart):
             refusals=self._refusals(version, since, refusals) if refusals else Share(),
         )
 
-    def _slices(self, version: int, since: float, shift: float) -> dict[str, Sample]:
+    def _slices(self, version: int, since: float, shift: float) -> dict[str, SampleStatistics]:
         position = func.strpos if self._engine.dialect.name == "postgresql" else func.instr
         name, slash = experiences.c.task_id, position(experiences.c.task_id, "/")
         before = case((slash > 0, func.substr(name, 1, slash - 1)), else_=name)
@@ -115,11 +115,11 @@ def _sums(replies: Any, over: Any, under: Any) -> tuple[ColumnElement[Any], ...]
     return func.sum(replies), func.count().filter(replies > 0), *(func.sum(each) for each in products)
 
 
-def _sample(sums: Any, shift: float = 0.0) -> Sample:
+def _sample(sums: Any, shift: float = 0.0) -> SampleStatistics:
     replies, units, over, under, squared, mixed, under_squared = (float(each or 0) for each in sums)
     if not under:
-        return Sample()
+        return SampleStatistics()
     mean = over / under
     squares = squared - 2 * mean * mixed + mean**2 * under_squared
     count, sources = int(replies), int(units)
-    return Sample(count, sources, shift + mean, spread(count, sources, squares, under))
+    return SampleStatistics(count, sources, shift + mean, spread(count, sources, squares, under))

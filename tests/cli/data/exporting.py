@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 
 from tests.factories import exchange, experience, feedback
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Exchange, Feedback, Kind
 from tuneloop.shared.ledger.export import Selection
@@ -38,7 +38,7 @@ def about(said: Exchange, kind: Kind = Kind.NUMBER, **but: Any) -> Feedback:
 def exported(ledger: Ledger, to: Path, format_: Format, **but: Any) -> list[dict[str, Any]]:
     """The rows of a file, as Hugging Face datasets reads them; `but` goes to Wish and its Selection."""
     of_selection = {name: but.pop(name) for name in set(but) & set(Selection._fields)}
-    done = export(ledger, Wish(format_, Selection(**{"tenant": "acme"} | of_selection), **but), to)
+    done = export(ledger, ExportRequest(format_, Selection(**{"tenant": "acme"} | of_selection), **but), to)
     rows = loaded(to) if done.rows else []
     assert len(rows) == done.rows
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.data.exporting import about, asked
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import Selection
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     ledger.recording.record([good, bad, about(good), about(bad, value=0.0), about(good, Kind.BOOLEAN, metric="thumb")])
     for format_ in Format:
         for kind in ("jsonl", "parquet"):
-            export(ledger, Wish(format_, Selection("acme")), tmp_path / f"{format_}.{kind}")
+            export(ledger, ExportRequest(format_, Selection("acme")), tmp_path / f"{format_}.{kind}")
     ledger.close()
     return tmp_path
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.data.exporting import about, asked, loaded
 from tuneloop.cli.data.erasure import erase
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import Selection
@@ -27,7 +27,7 @@ def say(ledger: Ledger, user: str, *, source: str | None = None) -> None:
 
 
 def exported(ledger: Ledger, to: Path, format_: Format) -> None:
-    assert export(ledger, Wish(format_, Selection("acme")), to).rows == 3
+    assert export(ledger, ExportRequest(format_, Selection("acme")), to).rows == 3
 
 
 @pytest.mark.parametrize(("format_", "suffix"), FORMATS)
@@ -56,5 +56,5 @@ def test_their_rows_go_from_files_of_every_format(
 def test_a_pair_goes_with_either_of_its_people(ledger: Ledger, tmp_path: Path, suffix: str) -> None:
     better, worse = asked("Yes.", user="bob"), asked("No.", user="ann")
     ledger.recording.record([better, worse, about(better, Kind.PREFERENCE, worse=worse, source="bob")])
-    export(ledger, Wish(Format.DPO, Selection("acme")), tmp_path / f"pairs.{suffix}")
+    export(ledger, ExportRequest(Format.DPO, Selection("acme")), tmp_path / f"pairs.{suffix}")
     assert [(each.removed, each.left) for each in erase(ledger, "acme", "ann").files] == [(1, 0)]

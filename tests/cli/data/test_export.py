@@ -8,7 +8,7 @@ from sqlalchemy import Engine, insert, select
 
 from tests.cli.data.exporting import ANSWER, ASKED, CALLS, TOOLS, about, asked, exported
 from tests.factories import experience, feedback, trained
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, pack_ids
@@ -80,7 +80,7 @@ def test_what_is_no_example_is_left_out_and_counted(ledger: Ledger, lines: Path)
     silent, private = asked(request={"prompt": "x"}), asked(drop_reason="opt_out")
     said = [low, cut, silent, private]
     ledger.recording.record([*said, mute, *(about(each, value=0.1) for each in said)])
-    done = export(ledger, Wish(SFT, ACME, min_reward=0.5), lines)
+    done = export(ledger, ExportRequest(SFT, ACME, min_reward=0.5), lines)
     assert done.rows == 0
     assert done.left_out == {
         "too low a reward": 1,
@@ -146,7 +146,7 @@ def test_replies_to_different_questions_are_no_pair(ledger: Ledger, lines: Path,
     good = asked("Good.")
     bad = asked("Bad.", request=request_, prompt_ids=pack_ids([9]))
     ledger.recording.record([good, bad, about(good, Kind.PREFERENCE, worse=bad)])
-    assert export(ledger, Wish(DPO, ACME), lines).left_out == {"not the same prompt": 1}
+    assert export(ledger, ExportRequest(DPO, ACME), lines).left_out == {"not the same prompt": 1}
 
 
 def test_an_edited_answer_is_better_than_the_reply(ledger: Ledger, to: Path) -> None:
@@ -198,7 +198,7 @@ def test_thumbs_are_labels_by_the_majority_of_their_last(ledger: Ledger, to: Pat
 def test_thumbs_that_were_taken_back_do_not_count(ledger: Ledger, lines: Path) -> None:
     said = asked()
     ledger.recording.record([said, about(said, Kind.BOOLEAN), about(said, Kind.RETRACTION)])
-    assert export(ledger, Wish(KTO, ACME), lines).left_out == {"no thumbs": 1}
+    assert export(ledger, ExportRequest(KTO, ACME), lines).left_out == {"no thumbs": 1}
 
 
 def test_an_experience_is_everything_that_is_known(ledger: Ledger, to: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(
     before = to.read_bytes()
     monkeypatch.setattr(Ledger, "exported", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        export(ledger, Wish(SFT, ACME), to)
+        export(ledger, ExportRequest(SFT, ACME), to)
     assert to.read_bytes() == before
     assert [each.name for each in to.parent.iterdir() if "partial" in each.name] == []
 
@@ -326,9 +326,9 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(
 def test_a_folder_that_is_not_there_is_a_sentence(ledger: Ledger, tmp_path: Path) -> None:
     for name in ("no/rows.jsonl", "no/rows.parquet"):
         with pytest.raises(FileRefused, match="cannot be written"):
-            export(ledger, Wish(SFT, ACME), tmp_path / name)
+            export(ledger, ExportRequest(SFT, ACME), tmp_path / name)
     with pytest.raises(FileRefused, match=r"must end in \.jsonl or \.parquet"):
-        export(ledger, Wish(SFT, ACME), tmp_path / "rows.csv")
+        export(ledger, ExportRequest(SFT, ACME), tmp_path / "rows.csv")
 
 
 def test_parquet_without_pyarrow_names_the_extra(
@@ -336,6 +336,6 @@ def test_parquet_without_pyarrow_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(EnvironmentRefused, match=r"pip install tuneloop\[parquet\]"):
-        export(ledger, Wish(SFT, ACME), tmp_path / "rows.parquet")
+        export(ledger, ExportRequest(SFT, ACME), tmp_path / "rows.parquet")
     assert list(tmp_path.glob("*partial")) == []
-    assert export(ledger, Wish(SFT, ACME), tmp_path / "rows.jsonl").rows == 0
+    assert export(ledger, ExportRequest(SFT, ACME), tmp_path / "rows.jsonl").rows == 0

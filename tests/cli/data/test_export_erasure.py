@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop.cli.data.export_erasure import Cleared, Theirs, clear
+from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
 
-ANN = Theirs("acme", "ann", frozenset({"m1"}))
+ANN = Person("acme", "ann", frozenset({"m1"}))
 
 THEIRS: list[dict[str, Any]] = [
     {"msg_id": "m1"},
@@ -53,19 +53,21 @@ def test_a_row_of_others_is_not(row: dict[str, Any]) -> None:
 def test_their_lines_are_taken_out_and_the_others_stay_as_they_were(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [*OTHERS, *THEIRS, OTHERS[0]])
     path.chmod(0o640)
-    assert clear(str(path), ANN, dry_run=True) == Cleared(str(path), 8, 5)
+    assert erase_rows(str(path), ANN, dry_run=True) == FileErasure(str(path), 8, 5)
     assert len(read_lines(path)) == 13
-    assert clear(str(path), ANN) == Cleared(str(path), 8, 5)
+    assert erase_rows(str(path), ANN) == FileErasure(str(path), 8, 5)
     assert read_lines(path) == [*OTHERS, OTHERS[0]]
     assert path.stat().st_mode & 0o777 == 0o640
-    assert clear(str(path), ANN) == Cleared(str(path), 0, 5)
+    assert erase_rows(str(path), ANN) == FileErasure(str(path), 0, 5)
     assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_lines_that_cannot_be_read_stay_and_are_told(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'nonsense ann\n{"msg_id": "m1"}\n[1]\n')
-    assert clear(str(path), ANN) == Cleared(str(path), 1, 2, "2 lines are no rows of ours and were left as they are")
+    assert erase_rows(str(path), ANN) == FileErasure(
+        str(path), 1, 2, "2 lines are no rows of ours and were left as they are"
+    )
     assert path.read_bytes() == b"nonsense ann\n[1]\n"
 
 
@@ -84,7 +86,7 @@ def test_their_rows_are_taken_out_of_parquet_group_by_group(tmp_path: Path) -> N
     rows[1]["feedback"] = [{"source": "ann", "text": "canary"}]
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, row_group_size=2)
     before = pq.read_table(path).schema
-    assert clear(str(path), ANN, dry_run=True) == clear(str(path), ANN) == Cleared(str(path), 5, 2)
+    assert erase_rows(str(path), ANN, dry_run=True) == erase_rows(str(path), ANN) == FileErasure(str(path), 5, 2)
     left = pq.read_table(path)
     assert left.to_pylist() == [rows[2], rows[6]]
     assert left.schema.equals(before, check_metadata=True)
@@ -103,7 +105,7 @@ def test_their_rows_are_taken_out_of_parquet_group_by_group(tmp_path: Path) -> N
 def test_what_cannot_be_reached_is_told(tmp_path: Path, name: str, data: bytes | None, problem: str) -> None:
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    done = clear(str(tmp_path / name), ANN)
+    done = erase_rows(str(tmp_path / name), ANN)
     assert (done.removed, done.left) == (0, 0)
     assert (done.problem or "").startswith(problem)
     assert "\n" not in (done.problem or "")
@@ -111,4 +113,4 @@ def test_what_cannot_be_reached_is_told(tmp_path: Path, name: str, data: bytes |
 
 def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'tuneloop[parquet]'" in (clear(str(tmp_path / "a.parquet"), ANN).problem or "")
+    assert "pip install 'tuneloop[parquet]'" in (erase_rows(str(tmp_path / "a.parquet"), ANN).problem or "")

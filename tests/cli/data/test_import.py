@@ -14,10 +14,10 @@ from tests.cli.test_main import settings_file, tuneloop
 from tests.databases import put_file
 from tests.factories import experience, leased, trained
 from tests.factories import feedback as event
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
-from tuneloop.cli.data.files import Place
-from tuneloop.cli.data.importing import Imported, import_file, understood
+from tuneloop.cli.data.files import RowLocation
+from tuneloop.cli.data.importing import ImportResult, import_file, parse_row
 from tuneloop.shared.errors import FileRefused, LedgerUnavailable
 from tuneloop.shared.experience import Kind, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.export import Selection
@@ -61,8 +61,8 @@ def everything(ledger: Ledger) -> tuple[list[dict[str, Any]], ...]:
     return of_experiences, table(ledger, exchanges), table(ledger, feedback, "id", "outcome")
 
 
-def moved(source: Ledger, file: Path, ledger: Ledger) -> Imported:
-    export(source, Wish(Format.EXPERIENCES, ACME), file)
+def moved(source: Ledger, file: Path, ledger: Ledger) -> ImportResult:
+    export(source, ExportRequest(Format.EXPERIENCES, ACME), file)
     return import_file(ledger, file)
 
 
@@ -100,7 +100,7 @@ def varied() -> list[Any]:
 
 def test_an_empty_ledger_has_the_same_rows_afterwards(source: Ledger, file: Path, ledger: Ledger) -> None:
     source.recording.record(varied())
-    assert moved(source, file, ledger) == Imported(4, 4, 0)
+    assert moved(source, file, ledger) == ImportResult(4, 4, 0)
     assert [sorted(map(str, rows)) for rows in everything(ledger)] == [
         sorted(map(str, rows)) for rows in everything(source)
     ]
@@ -118,14 +118,14 @@ def test_a_file_that_is_imported_again_changes_nothing(source: Ledger, file: Pat
     moved(source, file, ledger)
     ledger.recording.commit("acme")
     before = everything(ledger)
-    assert import_file(ledger, file) == Imported(4, 0, 0)
+    assert import_file(ledger, file) == ImportResult(4, 0, 0)
     assert everything(ledger) == before
 
 
 def test_leased_and_trained_rows_come_in_as_rewarded(source: Ledger, file: Path, ledger: Ledger) -> None:
     trained(source, 2)
     leased(source, 1)
-    assert moved(source, file, ledger) == Imported(3, 3, 0)
+    assert moved(source, file, ledger) == ImportResult(3, 3, 0)
     assert {row["state"] for row in everything(ledger)[0]} == {"rewarded"}
     assert ledger.reports.imbalance() == []
 
@@ -136,19 +136,19 @@ def test_rewards_are_reckoned_by_the_rule_of_the_ledger_and_differences_are_told
     said = [asked(), asked()]
     source.recording.record([*said, about(said[0], value=0.5), about(said[1], value=0.5)])
     other = Ledger(ledger.transactions.engine, rule=ledger.settlement.rule.model_copy(update={"clip": (0.0, 0.25)}))
-    assert moved(source, file, other) == Imported(2, 2, 2)
+    assert moved(source, file, other) == ImportResult(2, 2, 2)
     assert [row["reward"] for row in everything(other)[0]] == [0.25, 0.25]
 
 
 def test_plain_conversations_are_examples_for_sft(lines: Path, ledger: Ledger, tmp_path: Path) -> None:
     rows = [{"messages": [*ASKED, ANSWER]}, {"messages": [ASKED[1], ANSWER | {"tool_calls": CALLS}], "tools": TOOLS}]
     lines.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    assert import_file(ledger, lines, tenant="acme") == Imported(2, 2, 0)
-    assert import_file(ledger, lines, tenant="acme") == Imported(2, 0, 0)
+    assert import_file(ledger, lines, tenant="acme") == ImportResult(2, 2, 0)
+    assert import_file(ledger, lines, tenant="acme") == ImportResult(2, 0, 0)
     states = [(row["state"], row["reason"]) for row in everything(ledger)[0]]
     assert states == [("dropped", "imported: no token ids")] * 2
     out = tmp_path / "out.jsonl"
-    export(ledger, Wish(Format.SFT, ACME), out)
+    export(ledger, ExportRequest(Format.SFT, ACME), out)
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["messages"] for row in found] == [row["messages"] for row in rows]
     assert [row["tools"] for row in found] == [None, TOOLS]
@@ -158,7 +158,7 @@ def test_an_exported_conversation_of_parquet_is_one_again(source: Ledger, tmp_pa
     said = asked("", request={"messages": ASKED, "tools": TOOLS}, tool_calls=json.dumps(CALLS).encode())
     source.recording.record([said, about(said)])
     file = tmp_path / "sft.parquet"
-    export(source, Wish(Format.SFT, ACME), file)
+    export(source, ExportRequest(Format.SFT, ACME), file)
     import_file(ledger, file, tenant="acme")
     [page] = ledger.exports.replies(ACME)
     assert [json.loads(each.request) for each in page] == [{"messages": ASKED, "tools": TOOLS}]
@@ -169,7 +169,7 @@ def exported_line(source: Ledger, file: Path, **but: Any) -> str:
     """One exported experience, changed."""
     said = asked()
     source.recording.record([said, about(said)])
-    export(source, Wish(Format.EXPERIENCES, ACME), file)
+    export(source, ExportRequest(Format.EXPERIENCES, ACME), file)
     return json.dumps(json.loads(file.read_text().splitlines()[-1]) | but)
 
 
@@ -204,7 +204,7 @@ def test_numbers_that_nothing_can_reckon_with_are_refused(source: Ledger, lines:
     row = json.loads(exported_line(source, lines))
     (row if name in row else row["feedback"][0])[name] = value
     with pytest.raises(ValueError, match=name):
-        understood(Place("x.parquet:1", row, ""), tenant="acme", now=0.0)
+        parse_row(RowLocation("x.parquet:1", row, ""), tenant="acme", now=0.0)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_ledger_that_goes_away_says_how_far_it_came(source: Ledger, lines: Pat
     away.recording = Failing(away.transactions, away.settlement)
     with pytest.raises(FileRefused, match="the server is gone\nThe first 500 rows are in"):
         moved(source, lines, away)
-    assert import_file(ledger, lines) == Imported(501, 1, 0)
+    assert import_file(ledger, lines) == ImportResult(501, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "rows.csv", "bad.parquet"])

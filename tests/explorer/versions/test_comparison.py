@@ -9,14 +9,14 @@ import pytest
 
 from tests.explorer.rollouts import Traffic, bernoulli, normal, trials
 from tuneloop.explorer.versions.comparison import decide
-from tuneloop.shared.evaluation.samples import Figures, Sample, Share
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.settings.versions import RolloutSettings
 
 CANARY, AB, SHADOW = (RolloutSettings(mode=mode) for mode in ("canary", "ab", "shadow"))
 
 
-def sample(mean: float, replies: int = 400, *, deviation: float = 1.0, units: int | None = None) -> Sample:
-    return Sample(replies, replies if units is None else units, mean, deviation**2)
+def sample(mean: float, replies: int = 400, *, deviation: float = 1.0, units: int | None = None) -> SampleStatistics:
+    return SampleStatistics(replies, replies if units is None else units, mean, deviation**2)
 
 
 def fine(**but: Any) -> Figures:
@@ -117,8 +117,8 @@ def test_a_broken_guard_rolls_it_back_unless_it_is_switched_off(but, word, setti
         {"refusals": Share(19, 19)},
         {"failures": Share(8, 400)},
         {"latency": sample(9.0, 19, deviation=0.1)},
-        {"latency": Sample.of([0.02] * 99 + [60.0])},  # one slow reply
-        {"length": Sample.of([100.0] * 99 + [100_000.0])},
+        {"latency": SampleStatistics.of([0.02] * 99 + [60.0])},  # one slow reply
+        {"length": SampleStatistics.of([100.0] * 99 + [100_000.0])},
         {"latency": sample(0.029, deviation=0.01)},
         {"reward": sample(0.5, deviation=0.5)},
         {"reward": sample(-100.0, 49)},
@@ -130,7 +130,7 @@ def test_few_observations_or_small_differences_break_no_guard(but):
 
 
 def test_a_shadow_is_promoted_at_the_end_if_it_had_replies():
-    unrewarded = fine(reward=Sample())
+    unrewarded = fine(reward=SampleStatistics())
     assert decide(SHADOW, fine(), unrewarded, elapsed_s=0.0).action == "wait"
     assert decide(SHADOW, fine(), unrewarded, elapsed_s=SHADOW.window).action == "promote"
     assert decide(SHADOW, fine(), Figures(), elapsed_s=SHADOW.window).action == "roll_back"
@@ -172,7 +172,7 @@ def test_the_reason_has_the_numbers_and_says_what_is_missing():
 @pytest.mark.parametrize("mean", [1e100, -1e100, math.inf, math.nan])
 @pytest.mark.parametrize("variance", [0.0, 1e200, math.inf, math.nan])
 def test_details_are_json_whatever_the_figures(mean, variance):
-    odd = Sample(100, 100, mean, variance)
+    odd = SampleStatistics(100, 100, mean, variance)
     tried = fine(reward=odd, latency=odd, length=odd, slices={"a": odd})
     for champion in (fine(slices={"a": sample(0.5)}), tried, Figures()):
         decision = decide(CANARY, champion, tried, elapsed_s=1.5)

@@ -16,7 +16,7 @@ from tests.factories import exchange, experience, feedback
 from tuneloop.explorer.engines.version_routing import is_held_out
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.gate import Gate
-from tuneloop.shared.evaluation.off_policy import LEAST_SIZE
+from tuneloop.shared.evaluation.off_policy import MIN_EFFECTIVE_SIZE
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.evaluation.tasks import fingerprint
 from tuneloop.shared.experience import HELD_OUT, Evaluator, State, VersionState, pack_ids, pack_logprobs
@@ -25,7 +25,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
 from tuneloop.shared.settings.versions import GateSettings as GateSettings
 
-ENOUGH = int(LEAST_SIZE) + 20
+ENOUGH = int(MIN_EFFECTIVE_SIZE) + 20
 
 Rows = Sequence[tuple[int, float]]
 
@@ -161,12 +161,12 @@ def test_from_too_few_nothing_is_concluded_and_that_is_said(tmp_path: Path, doub
     rewards = [(token, float(apart < 0)) for token, apart in rows_near(settings, 50)]
     event, _ = tried(settings, rewards, until_it_is=VersionState.CHAMPION)
     assert event.details["replay"]["concluded"] is False
-    assert "the replay concludes nothing: 50 held-out replies are worth" in event.reason
+    assert "the replay is inconclusive: 50 held-out replies are worth" in event.reason
 
 
 def test_with_nothing_held_out_yet_a_candidate_passes(tmp_path: Path, doubles: list[EngineDouble]) -> None:
     event, figures = tried(settings_with(tmp_path, doubles), [], until_it_is=VersionState.CHAMPION)
-    assert event.details["replay"] == {"replies": 0, "size": 0.0, "concluded": False, "needed": LEAST_SIZE}
+    assert event.details["replay"] == {"replies": 0, "size": 0.0, "concluded": False, "needed": MIN_EFFECTIVE_SIZE}
     assert {each.metric for each in figures} == {"tasks", "replay_of"}
 
 

@@ -7,11 +7,11 @@ import pytest
 from scipy import stats
 
 from tuneloop.explorer.versions.sequential_tests import allowed, contrast, exceeds, scaled
-from tuneloop.shared.evaluation.samples import Sample, Share
+from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 
 
-def sample(mean: float, replies: int = 100, *, variance: float = 1.0) -> Sample:
-    return Sample(replies, replies, mean, variance)
+def sample(mean: float, replies: int = 100, *, variance: float = 1.0) -> SampleStatistics:
+    return SampleStatistics(replies, replies, mean, variance)
 
 
 def test_the_bound_is_that_of_robbins_and_siegmund():
@@ -55,9 +55,9 @@ def test_the_error_is_wider_where_few_values_happen_to_be_alike():
 
 
 def test_units_count_not_replies():
-    many = Sample(1000, 20, 1.0, 50.0)
-    few = Sample(20, 20, 1.0, 1.0)
-    other = Sample(1000, 20, 0.0, 50.0)
+    many = SampleStatistics(1000, 20, 1.0, 50.0)
+    few = SampleStatistics(20, 20, 1.0, 1.0)
+    other = SampleStatistics(1000, 20, 0.0, 50.0)
     errors = [contrast(one, other, least=20, error=0.025) for one in (many, few)]
     assert errors[0] is not None
     assert errors[1] is not None
@@ -65,13 +65,13 @@ def test_units_count_not_replies():
 
 
 def test_no_contrast_of_too_few_or_of_what_is_no_number():
-    for odd in (sample(0.0, 49), Sample(100, 9, 0.0, 1.0), sample(math.nan), sample(0.0, variance=math.inf)):
+    for odd in (sample(0.0, 49), SampleStatistics(100, 9, 0.0, 1.0), sample(math.nan), sample(0.0, variance=math.inf)):
         assert contrast(odd, sample(0.0), least=50, error=0.025) is None
         assert contrast(sample(0.0), odd, least=50, error=0.025) is None
 
 
 def test_scaled_values_have_a_scaled_mean_and_variance():
-    assert scaled(Sample.of([1.0, 2.0, 4.0]), 2.0) == Sample.of([2.0, 4.0, 8.0])
+    assert scaled(SampleStatistics.of([1.0, 2.0, 4.0]), 2.0) == SampleStatistics.of([2.0, 4.0, 8.0])
 
 
 def test_a_share_exceeds_the_limit_only_when_that_is_shown():
@@ -103,8 +103,8 @@ def test_the_ratio_of_totals_has_the_spread_of_its_linear_approximation():
     rng = np.random.default_rng(3)
     tokens = rng.integers(10, 100, size=(400, 200)).astype(float)
     seconds = 0.02 * tokens + rng.normal(0, 0.2, size=tokens.shape)
-    found = [Sample.ratio(list(zip(*pair, strict=True))) for pair in zip(seconds, tokens, strict=True)]
+    found = [SampleStatistics.ratio(list(zip(*pair, strict=True))) for pair in zip(seconds, tokens, strict=True)]
     seen = np.var([each.mean for each in found])
     assert np.mean([each.variance / each.replies for each in found]) == pytest.approx(seen, rel=0.2)
-    assert Sample.ratio([]) == Sample.of([]) == Sample()
-    assert Sample.of([2.0]) == Sample(1, 1, 2.0, 0.0)
+    assert SampleStatistics.ratio([]) == SampleStatistics.of([]) == SampleStatistics()
+    assert SampleStatistics.of([2.0]) == SampleStatistics(1, 1, 2.0, 0.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.loop.harness.services import Service, commit
-from tuneloop.cli.data.export import Wish, export
+from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.export import Reply, Selection
@@ -289,8 +289,8 @@ def _rows(path: Path) -> dict[str, Json]:
 def test_what_is_marked_can_be_learnt_from_otherwise(recorded: Recorded, ledger: Ledger, tmp_path: Path) -> None:
     """Supervised fine-tuning takes the rewarded answer to a chat, however it was sampled."""
     everything = Selection(tenant="default")
-    export(ledger, Wish(Format.SFT, everything, min_reward=1.0), tmp_path / "sft.jsonl")
-    export(ledger, Wish(Format.EXPERIENCES, everything), tmp_path / "all.jsonl")
+    export(ledger, ExportRequest(Format.SFT, everything, min_reward=1.0), tmp_path / "sft.jsonl")
+    export(ledger, ExportRequest(Format.EXPERIENCES, everything), tmp_path / "all.jsonl")
     examples, written = _rows(tmp_path / "sft.jsonl"), _rows(tmp_path / "all.jsonl")
     for msg_id, name in recorded.dropped.items():
         path, _, reason = OFF_POLICY[name]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tuneloop.shared.evaluation.gate import evaluator_of, judge, same_tasks
+from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, same_tasks
 from tuneloop.shared.evaluation.scores import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
@@ -54,14 +54,14 @@ def test_each_margin_and_guard_at_its_edge(
     gate: dict[str, float], candidate: dict[str, float], complaint: str | None
 ) -> None:
     found = figures(**{"score__sums": 0.8, "score__words": 1.0} | candidate)
-    verdict = judge(GateSettings.model_validate(gate), found, CHAMPION)
+    verdict = gate_verdict(GateSettings.model_validate(gate), found, CHAMPION)
     assert verdict.passed == (complaint is None)
     assert len(verdict.reasons) == (complaint is not None)
     assert (complaint or "") in "".join(verdict.reasons)
 
 
 def test_all_that_is_wrong_is_told_with_the_figures_of_both() -> None:
-    verdict = judge(GateSettings(), figures(score=0.5, reply_length=300.0, refusals=0.9), CHAMPION)
+    verdict = gate_verdict(GateSettings(), figures(score=0.5, reply_length=300.0, refusals=0.9), CHAMPION)
     assert len(verdict.reasons) == 3
     assert verdict.figures["candidate"] == {SCORE: 0.5, LENGTH: 300.0, REFUSALS: 0.9}
     assert verdict.figures["champion"]["score/sums"] == 0.8
@@ -69,7 +69,7 @@ def test_all_that_is_wrong_is_told_with_the_figures_of_both() -> None:
 
 
 def test_a_champion_that_says_nothing_makes_no_length_too_long() -> None:
-    assert judge(GateSettings(), figures(), figures(reply_length=0.0)).passed
+    assert gate_verdict(GateSettings(), figures(), figures(reply_length=0.0)).passed
 
 
 def test_figures_of_other_tasks_are_not_compared() -> None:
@@ -101,27 +101,27 @@ def replay(now: float, size: float = 100.0, part: str = "") -> tuple[Figure, ...
     ],
 )
 def test_a_replay_decides_where_it_is_worth_enough(found: tuple[Figure, ...], complaint: str | None) -> None:
-    verdict = judge(GateSettings.model_validate(REPLAYS), figures() + found, figures())
+    verdict = gate_verdict(GateSettings.model_validate(REPLAYS), figures() + found, figures())
     assert verdict.passed == (complaint is None)
     assert (complaint or "") in "".join(verdict.reasons)
-    assert judge(GateSettings(), figures() + found, figures()).passed  # where nothing is held out any more
+    assert gate_verdict(GateSettings(), figures() + found, figures()).passed  # where nothing is held out any more
 
 
 def test_what_a_replay_found_is_told_and_that_it_concludes_nothing() -> None:
     gate = GateSettings.model_validate(REPLAYS)
-    enough = judge(gate, figures() + replay(2.0) + replay(1.0, part="a") + replay(1.0, 9.0, "b"), figures())
+    enough = gate_verdict(gate, figures() + replay(2.0) + replay(1.0, part="a") + replay(1.0, 9.0, "b"), figures())
     whole = {"replies": 300, "size": 100.0, "concluded": True, "candidate": 2.0, "champion": 2.0}
     slices = {"a": whole | {"candidate": 1.0}}
     assert enough.figures["replay"] == whole | {"needed": 100.0, "slices": slices}
     assert "replay" not in enough.figures["candidate"]
     assert enough.reason(7) == "no worse than version 7"
-    few = judge(gate, figures() + replay(0.0, 12.5), figures())
+    few = gate_verdict(gate, figures() + replay(0.0, 12.5), figures())
     assert few.figures["replay"]["concluded"] is False
     assert few.reason(7) == (
-        "nothing is known to be worse than version 7; the replay concludes nothing: 300 held-out replies are worth"
+        "no figure is worse than version 7's; the replay is inconclusive: 300 held-out replies are worth"
         " 12.5 rewards, 100 are needed"
     )
-    none = judge(gate, figures(), figures())
+    none = gate_verdict(gate, figures(), figures())
     assert none.figures["replay"] == {"replies": 0, "size": 0.0, "concluded": False, "needed": 100.0}
     assert json.loads(json.dumps(enough.figures)) == enough.figures
 

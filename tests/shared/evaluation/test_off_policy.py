@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from tuneloop.shared.errors import NotEvaluated
-from tuneloop.shared.evaluation.off_policy import LEAST_SIZE, HeldOutReply, Pair, estimate, is_beside, pairs, replayed
+from tuneloop.shared.evaluation.off_policy import (
+    MIN_EFFECTIVE_SIZE,
+    HeldOutReply,
+    ReplayPair,
+    estimate,
+    is_replay_against,
+    replay_figures,
+    replay_pairs,
+)
 from tuneloop.shared.evaluation.scores import Figure
 
 #: The reward of each of three tokens, and how likely they are to some versions.
@@ -76,7 +84,7 @@ def test_a_version_that_is_far_away_is_worth_little() -> None:
     shares = SAMPLED / SAMPLED.sum()
     said = rng.choice(3, size=(1000, 12), p=shares)
     ratios = np.log(FAR / FAR.sum() / shares)[said].sum(1).tolist()
-    assert estimate(EARNS[said].mean(1).tolist(), ratios).size < LEAST_SIZE
+    assert estimate(EARNS[said].mean(1).tolist(), ratios).size < MIN_EFFECTIVE_SIZE
 
 
 # Figures.
@@ -84,23 +92,23 @@ def test_a_version_that_is_far_away_is_worth_little() -> None:
 
 def test_both_versions_are_compared_on_the_same_replies() -> None:
     replies = [reply(1, reward=1.0), reply(2, reward=0.0)]  # each was sampled with -1.5
-    found = replayed(replies, [-1.5 + math.log(1.2), -1.5 - math.log(2)], [-1.5, -1.5], of=3)
-    assert is_beside(found, 3)
-    assert not is_beside(found, 4)
-    [pair] = pairs(found)
+    found = replay_figures(replies, [-1.5 + math.log(1.2), -1.5 - math.log(2)], [-1.5, -1.5], of=3)
+    assert is_replay_against(found, 3)
+    assert not is_replay_against(found, 4)
+    [pair] = replay_pairs(found)
     assert pair[:1] + pair[4:] == ("", 2)
     # The sum of 1.2 and 0.5 is less than 2, and more than Kish's 1.7² / 1.69.
     assert pair[1:4] == pytest.approx((1.2 / 1.7, 0.5, min(1.7, 1.7**2 / (1.44 + 0.25))))
     assert not pair.concludes
-    assert Pair("", 1.0, 1.0, LEAST_SIZE, 1).concludes
+    assert ReplayPair("", 1.0, 1.0, MIN_EFFECTIVE_SIZE, 1).concludes
 
 
 def test_a_slice_is_what_stands_before_the_slash_where_there_are_enough() -> None:
-    enough, few = int(LEAST_SIZE), int(LEAST_SIZE) - 1
+    enough, few = int(MIN_EFFECTIVE_SIZE), int(MIN_EFFECTIVE_SIZE) - 1
     named = [("sums/1", enough), ("words/1", few), ("alone", enough), ("/x", enough), (None, enough), ("x" * 99, 100)]
     replies = [reply(task_id=name) for name, count in named for _ in range(count)]
     told = [-1.5] * len(replies)
-    found = {pair.slice: pair for pair in pairs(replayed(replies, told, told, of=0))}
+    found = {pair.slice: pair for pair in replay_pairs(replay_figures(replies, told, told, of=0))}
     assert {name: pair.replies for name, pair in found.items()} == {
         "": len(replies),
         "alone": enough,
@@ -111,5 +119,5 @@ def test_a_slice_is_what_stands_before_the_slash_where_there_are_enough() -> Non
 
 
 def test_without_held_out_replies_there_is_only_that_it_was_looked_for() -> None:
-    assert replayed([], [], [], of=3) == (Figure("replay_of", "", 3.0, 0.0, 1),)
-    assert list(pairs(replayed([], [], [], of=3))) == []
+    assert replay_figures([], [], [], of=3) == (Figure("replay_of", "", 3.0, 0.0, 1),)
+    assert list(replay_pairs(replay_figures([], [], [], of=3))) == []

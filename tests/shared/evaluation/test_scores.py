@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.scores import Answered, Figure, figures_of
+from tuneloop.shared.evaluation.scores import Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of
 from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
 
@@ -65,10 +65,10 @@ def test_a_function_goes_with_its_judge() -> None:
 
 def test_an_evaluation_comes_to_means_of_all_and_of_each_slice() -> None:
     answered = [
-        Answered(TASK, "12", 2, 1.0),
-        Answered(SUM, "I cannot", 4, 0.0),
-        Answered(SUM, "12", 6, 1.0),
-        Answered(SUM, "12", 8, 0.5),
+        TaskReply(TASK, "12", 2, 1.0),
+        TaskReply(SUM, "I cannot", 4, 0.0),
+        TaskReply(SUM, "12", 6, 1.0),
+        TaskReply(SUM, "12", 8, 0.5),
     ]
     found = figures_of(answered, fingerprint=5, refusals=[re.compile("cannot")])
     assert [each._replace(deviation=0.0) for each in found] == [
@@ -81,7 +81,7 @@ def test_an_evaluation_comes_to_means_of_all_and_of_each_slice() -> None:
 
 
 def test_a_few_replies_may_be_without_a_verdict_but_not_many() -> None:
-    judged, not_judged = Answered(TASK, "12", 1, 1.0), Answered(TASK, "12", 1, None)
+    judged, not_judged = TaskReply(TASK, "12", 1, 1.0), TaskReply(TASK, "12", 1, None)
     found = figures_of([judged] * 9 + [not_judged], fingerprint=1, refusals=[])
     assert next(each for each in found if each.metric == "score").samples == 9
     with pytest.raises(NotEvaluated, match="no verdict on 2 of 10"):
@@ -91,11 +91,11 @@ def test_a_few_replies_may_be_without_a_verdict_but_not_many() -> None:
 def test_the_share_of_replies_without_the_form_that_is_demanded_is_of_those_tasks_alone() -> None:
     data, letter = TASK._replace(form="json"), TASK._replace(form="[A-D]")
     answered = [
-        Answered(TASK, "anything", 1, 1.0),
-        Answered(data, '<think>{</think> {"a": [1]}\n', 1, 0.0),
-        Answered(data, '{"a": NaN}', 1, 1.0),
-        Answered(data, "12", 1, 1.0, whole=False),
-        Answered(letter, "B", 1, 1.0),
+        TaskReply(TASK, "anything", 1, 1.0),
+        TaskReply(data, '<think>{</think> {"a": [1]}\n', 1, 0.0),
+        TaskReply(data, '{"a": NaN}', 1, 1.0),
+        TaskReply(data, "12", 1, 1.0, whole=False),
+        TaskReply(letter, "B", 1, 1.0),
     ]
     found = figures_of(answered, fingerprint=1, refusals=[])
     assert found[-1]._replace(deviation=0.0) == Figure("malformed", "", 0.5, 0.0, 4)

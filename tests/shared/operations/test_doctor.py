@@ -18,7 +18,7 @@ from tuneloop.shared.experience import encode
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Code
-from tuneloop.shared.operations.doctor import as_json, as_text, examine
+from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -72,7 +72,7 @@ def doctor(file: Path, *arguments: str) -> tuple[int, str, str]:
 def page(settings: Settings) -> dict[str, list[str]]:
     """The lines of the report, by section."""
     found: dict[str, list[str]] = {}
-    for line in as_text(examine(settings), settings):
+    for line in as_text(examine_experiment(settings), settings):
         title = line[:10].strip() or list(found)[-1]
         found.setdefault(title, []).append(line[11:])
     return found
@@ -181,7 +181,7 @@ def test_the_most_frequent_reasons_of_what_is_aside_are_told(settings: Settings,
 @pytest.mark.usefixtures("made")
 def test_what_the_spool_holds_is_told_without_touching_it(settings: Settings) -> None:
     waiting = spool_one(settings, received_at=1000.0)
-    report = examine(settings, clock=lambda: 4600.5)
+    report = examine_experiment(settings, clock=lambda: 4600.5)
     text = "\n".join(as_text(report, settings))
     assert f"1 slot, {waiting} bytes not in the database yet, the oldest for 60 min, since 1970-01-01" in text
     assert Code.SPOOL_NOT_FLUSHED in [reason.code for reason in report.reasons]
@@ -206,7 +206,7 @@ def test_while_the_database_is_away_the_spool_is_told(tmp_path: Path) -> None:
 def test_a_database_of_another_release_is_left_alone(settings: Settings, made: Ledger) -> None:
     with made.transactions.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0000'")
-    report = examine(settings)
+    report = examine_experiment(settings)
     assert report.facts.ledger is None
     assert report.facts.away.startswith("the database has the schema 0000, this release works with ")
     assert as_json(report)["holds"] is None
@@ -215,7 +215,7 @@ def test_a_database_of_another_release_is_left_alone(settings: Settings, made: L
 def test_a_database_that_breaks_while_it_is_asked_is_away(settings: Settings, made: Ledger) -> None:
     with made.transactions.write() as connection:
         connection.exec_driver_sql("DROP TABLE feedback")
-    report = examine(settings)
+    report = examine_experiment(settings)
     assert report.facts.ledger is None
     assert [reason.code for reason in report.reasons] == [Code.DATABASE_AWAY]
     assert "cannot use the database" in report.facts.away
@@ -228,5 +228,5 @@ def test_open_alarms_are_told(settings: Settings, made: Ledger) -> None:
     made.alarms.clear("entropy")
     (line,) = page(settings)["Alarms"]
     assert re.fullmatch(r"length: replies got long; raised \d s ago; no new version is served", line)
-    [told] = json.loads(json.dumps(as_json(examine(settings))["alarms"]))
+    [told] = json.loads(json.dumps(as_json(examine_experiment(settings))["alarms"]))
     assert (told["name"], told["step"], told["holds"]) == ("length", 3, True)

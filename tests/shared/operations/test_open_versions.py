@@ -13,7 +13,7 @@ from tests.factories import trained
 from tuneloop.shared.evaluation.scores import SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
-from tuneloop.shared.operations.doctor import as_json, as_text, examine
+from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.settings.settings import Settings
 
 SINCE = r"for \d s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
@@ -47,7 +47,7 @@ def made(options: dict[str, Any], migrated_place: Place) -> Iterator[Ledger]:
 def lines(options: dict[str, Any], gate: str | dict[str, Any] = "off", engines: int = 1) -> list[str]:
     """What the page says of versions, but for its first line."""
     settings = with_gate(options, gate, engines)
-    page = list(as_text(examine(settings), settings))
+    page = list(as_text(examine_experiment(settings), settings))
     first = next(number for number, line in enumerate(page) if line.startswith("Versions"))
     told = page[first + 1 :]
     return [line.strip() for line in told[: next(number for number, line in enumerate(told) if line[0] != " ")]]
@@ -72,20 +72,22 @@ def test_a_candidate_that_nothing_is_in_the_way_of_waits_for_the_explorer(option
 def test_where_all_is_decided_nothing_is_told(made: Ledger, options: dict[str, Any]) -> None:
     made.versions.promote(2)
     assert lines(options, "block") == []
-    assert as_json(examine(Settings.model_validate(options)))["undecided"] == []
+    assert as_json(examine_experiment(Settings.model_validate(options)))["undecided"] == []
 
 
 def test_before_anything_ran_nothing_is_told(options: dict[str, Any]) -> None:
-    report = examine(Settings.model_validate(options))
-    assert (report.facts.ledger is not None, report.undecided) == (True, ())
+    report = examine_experiment(Settings.model_validate(options))
+    assert (report.facts.ledger is not None, report.open_versions) == (True, ())
 
 
 def test_the_one_that_is_tried_is_told_and_the_one_behind_it(made: Ledger, options: dict[str, Any]) -> None:
     made.versions.begin_canary(2, by="explorer", reason="rollout.mode: ab, with 0.5 of the requests")
     trained(made)
-    tried, waits = lines(options)
-    assert re.fullmatch(f"version 2 is tried {SINCE}: by explorer: rollout.mode: ab, with 0.5 of the requests", tried)
-    assert re.fullmatch(f"version 3 waits {SINCE}: version 2 is tried first", waits)
+    canary, waits = lines(options)
+    assert re.fullmatch(
+        f"version 2 is the canary {SINCE}: by explorer: rollout.mode: ab, with 0.5 of the requests", canary
+    )
+    assert re.fullmatch(f"version 3 waits {SINCE}: version 2 is decided about first", waits)
 
 
 def test_the_one_that_is_pinned_is_told_and_the_one_that_waits_for_its_end(
@@ -107,8 +109,10 @@ def test_an_alarm_that_holds_is_told_of_what_waits_and_of_what_is_tried(made: Le
     (waits,) = lines(options)
     assert re.fullmatch(f"version 2 waits {SINCE}: the alarm length holds, since .* UTC", waits)
     made.versions.begin_canary(2, by="explorer", reason="a tenth")
-    (tried,) = lines(options)
-    assert re.fullmatch(f"version 2 is tried {SINCE}: .*a tenth; not promoted while the alarm length holds, .*", tried)
+    (canary,) = lines(options)
+    assert re.fullmatch(
+        f"version 2 is the canary {SINCE}: .*a tenth; not promoted while the alarm length holds, .*", canary
+    )
 
 
 @pytest.mark.parametrize(("engines", "evaluator"), [(1, Evaluator.TRAINER), (2, Evaluator.ENGINE)])
@@ -170,7 +174,7 @@ def test_every_reason_that_holds_is_told(made: Ledger, options: dict[str, Any]) 
 
 def test_programs_are_told(made: Ledger, options: dict[str, Any]) -> None:
     made.versions.pin(1, instead_of=1, by="admin:anna", reason="the demo")
-    told = json.loads(json.dumps(as_json(examine(Settings.model_validate(options)))["undecided"]))
+    told = json.loads(json.dumps(as_json(examine_experiment(Settings.model_validate(options)))["undecided"]))
     assert [(each["version"], each["how"], each["why"]) for each in told] == [
         (1, "pinned", "by admin:anna: the demo"),
         (2, "waits", "version 1 is pinned"),

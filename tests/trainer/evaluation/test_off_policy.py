@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.evaluation.off_policy import REPLAY, REPLAY_BEFORE, REPLAY_SIZE, HeldOutReply
+from tuneloop.shared.evaluation.off_policy import REPLAY, REPLAY_CHAMPION, REPLAY_SIZE, HeldOutReply
 from tuneloop.shared.evaluation.scores import MALFORMED
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import HELD_OUT, Evaluator, Exchange, Experience, Feedback, VersionAction, pack_ids
@@ -128,7 +128,7 @@ def test_a_version_that_turns_away_from_what_was_praised_is_found_out(settings, 
     assert told["candidate"] == pytest.approx(float(shares_V[odd].sum()), abs=0.03)
     assert told["slices"]["sums"]["candidate"] == told["candidate"]
     found = figures(ledger, 1)
-    assert {metric for metric, _ in found} == {"tasks", REPLAY, REPLAY_BEFORE, REPLAY_SIZE, "replay_of"}
+    assert {metric for metric, _ in found} == {"tasks", REPLAY, REPLAY_CHAMPION, REPLAY_SIZE, "replay_of"}
     assert figures(ledger, 0).keys() == {("tasks", "")}
     if not passes:
         assert event.reason.startswith("on held-out replies it would earn 0.")
@@ -144,7 +144,7 @@ def test_the_loop_trains_on_nothing_that_is_held_out_and_replays_it_for_each_ver
     first, second = evaluated(ledger)
     assert (first.version, second.version) == (1, 2)
     assert first.details["replay"]["replies"] == 8
-    assert "the replay concludes nothing: 8 held-out replies" in first.reason
+    assert "the replay is inconclusive: 8 held-out replies" in first.reason
     assert figures(ledger, 2)["replay_of", ""] == 0.0
 
 

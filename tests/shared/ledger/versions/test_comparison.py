@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine, event, insert, select, update
 
 from tests.factories import exchange, experience, feedback, fill
-from tuneloop.shared.evaluation.samples import Sample, Share
+from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.versions.comparison import MOST_SLICES
@@ -79,7 +79,7 @@ def test_only_replies_of_this_version_alone_since_then_count(ledger: Ledger) -> 
     said(ledger, 1.0, received_at=100.0, experiences=(experience(version_min=0, version_max=1),))
     said(ledger, 1.0, received_at=100.0, experiences=(experience(version_min=1, version_max=2),))
     figures = ledger.comparisons.figures(1, 100.0)
-    assert figures.reward == Sample(1, 1, 0.5, 0.0)
+    assert figures.reward == SampleStatistics(1, 1, 0.5, 0.0)
     assert figures.length.replies == 1
 
 
@@ -89,7 +89,11 @@ def test_a_slice_is_what_comes_before_the_first_slash(ledger: Ledger) -> None:
     said(ledger, 1.0)
     said(ledger, task_id="unrewarded")
     found = ledger.comparisons.figures(1, 0.0).slices
-    assert found == {"sum": Sample(3, 3, 0.5, 0.25), "product": Sample(1, 1, 1.0, 0.0), "": Sample(1, 1, 1.0, 0.0)}
+    assert found == {
+        "sum": SampleStatistics(3, 3, 0.5, 0.25),
+        "product": SampleStatistics(1, 1, 1.0, 0.0),
+        "": SampleStatistics(1, 1, 1.0, 0.0),
+    }
 
 
 def test_only_the_slices_with_the_most_rewards_are_told(ledger: Ledger) -> None:
@@ -105,8 +109,8 @@ def test_length_and_latency_are_those_of_replies(ledger: Ledger) -> None:
     for tokens, seconds in ((10, 1.0), (30, 2.0), (0, 0.5)):
         said(ledger, tokens=tokens, latency_s=seconds)
     figures = ledger.comparisons.figures(1, 0.0)
-    assert figures.length == pytest.approx(Sample.of([10.0, 30.0, 0.0]))
-    assert figures.latency == pytest.approx(Sample.ratio([(1.0, 10.0), (2.0, 30.0)]))
+    assert figures.length == pytest.approx(SampleStatistics.of([10.0, 30.0, 0.0]))
+    assert figures.latency == pytest.approx(SampleStatistics.ratio([(1.0, 10.0), (2.0, 30.0)]))
     assert figures.latency.mean == pytest.approx(3 / 40)
 
 
@@ -125,7 +129,7 @@ def test_a_reply_that_was_corrected_once_it_was_trained_on_counts_once(ledger: L
         row = dict(connection.execute(select(experiences)).mappings().one())
         connection.execute(insert(experiences).values(row | {"id": row["id"] + 1, "correction": 1, "reward": 0.0}))
     figures = ledger.comparisons.figures(1, 0.0)
-    assert (figures.reward, figures.length.replies) == (Sample(1, 1, 1.0, 0.0), 1)
+    assert (figures.reward, figures.length.replies) == (SampleStatistics(1, 1, 1.0, 0.0), 1)
 
 
 def test_refusals_are_counted_among_the_newest_replies(ledger: Ledger) -> None:
@@ -138,7 +142,11 @@ def test_refusals_are_counted_among_the_newest_replies(ledger: Ledger) -> None:
 
 def test_a_version_without_replies_has_empty_figures(ledger: Ledger) -> None:
     figures = ledger.comparisons.figures(7, 0.0, refusals=[re.compile("x")])
-    assert (figures.reward, figures.length, figures.latency) == (Sample(), Sample(), Sample())
+    assert (figures.reward, figures.length, figures.latency) == (
+        SampleStatistics(),
+        SampleStatistics(),
+        SampleStatistics(),
+    )
     assert (figures.slices, figures.refusals) == ({}, Share())
 
 

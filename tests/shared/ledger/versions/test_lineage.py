@@ -4,8 +4,8 @@ from tests.factories import committed, experience, ids, leased, published, train
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import evaluations
-from tuneloop.shared.operations.version_comparison import compared
-from tuneloop.shared.operations.version_report import listed, story
+from tuneloop.shared.operations.version_comparison import compare_versions
+from tuneloop.shared.operations.version_report import list_versions, report_version
 
 
 def test_a_version_tells_whose_replies_it_was_trained_on(ledger: Ledger) -> None:
@@ -37,11 +37,11 @@ def test_evaluations_are_told_version_by_version(ledger: Ledger) -> None:
 def test_the_reports_are_the_same_on_either_database(ledger: Ledger) -> None:
     trained(ledger)
     trained(ledger)
-    assert [(row.version, row.trained_on) for row in listed(ledger)] == [(2, 1), (1, 1)]
-    told = story(ledger, 2)
+    assert [(row.version, row.trained_on) for row in list_versions(ledger)] == [(2, 1), (1, 1)]
+    told = report_version(ledger, 2)
     assert (told.parent, told.trained_on_replies_of, [event.action for event in told.events]) == (
         None,
         {0: 1},
         ["published"],
     )
-    assert compared(ledger, 1, 2).difference is None
+    assert compare_versions(ledger, 1, 2).difference is None

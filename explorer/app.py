@@ -12,7 +12,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from tuneloop.explorer.capture.control_client import ControlClient, OnFailure, Task, report
+from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
 from tuneloop.explorer.capture.spool import Spool
@@ -74,7 +75,7 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
         async with AsyncExitStack() as stack:
             app.state.road, tasks = await opening(stack)
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(report(task, on_failure)) for task in tasks]
+                running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
                 for each in running:
                     each.cancel()
@@ -201,4 +202,4 @@ def open_services(
         limits=limits,
         spool=spool,
     )
-    return road, [limits.run(), proxy.background.run(), copies.run()]
+    return road, [limits.run(metrics), proxy.background.run(), copies.run()]

@@ -58,6 +58,12 @@ class Metrics:
         self.purged = Counter(
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
         )
+        self.background_failures = Counter(
+            "tuneloop_background_failures",
+            "Turns of a background task that ended with an error of ours: alarm on any",
+            ["task"],
+            registry=registry,
+        )
         self._of_the_engines(registry)
         self._of_what_is_tried(registry)
         self._of_the_judge(registry)

@@ -1,12 +1,8 @@
-"""What the routes ask of those who run beside them, and how what must run for ever is run."""
+"""What the request handlers need from the control process."""
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-import structlog
-
-from tuneloop.shared.errors import TuneloopError
 
 
 class ShadowReply(msgspec.Struct, frozen=True):
@@ -17,14 +13,6 @@ class ShadowReply(msgspec.Struct, frozen=True):
     refused: bool = False
     seconds: float = 0.0
     tokens: int = 0
-
-
-log = structlog.get_logger()
-
-#: Told when something that must run cannot, such as an engine that dies at start.
-OnFailure = Callable[[TuneloopError], None]
-
-Task = Coroutine[Any, Any, None]
 
 
 class ControlClient(Protocol):
@@ -38,15 +26,3 @@ class ControlClient(Protocol):
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
-
-
-async def report(task: Task, on_failure: OnFailure) -> None:
-    """Run what must run for ever, and tell if it cannot."""
-    try:
-        await task
-    except TuneloopError as error:
-        on_failure(error)
-    except Exception as error:
-        # A bug. Its task is gone, so go down and be started again rather than go on without it.
-        log.exception("task_failed")
-        on_failure(TuneloopError(f"an internal error: {error!r}"))

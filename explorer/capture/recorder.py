@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import SpoolFull
@@ -54,14 +55,15 @@ class SpoolLimits:
         self._waits: dict[Path, _Waits] = {}
         self.look()
 
-    async def run(self) -> None:
-        """Look every half a second, for ever."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                await asyncio.to_thread(self.look)
-            except OSError as error:
-                log.error("spool_not_looked_at", folder=str(self._root), reason=str(error))
+    async def run(self, metrics: Metrics) -> None:
+        """Bring the limits up to date every half a second."""
+        await every(_LOOK_S, self._turn, task="spool_limits", metrics=metrics)
+
+    async def _turn(self) -> None:
+        try:
+            await asyncio.to_thread(self.look)
+        except OSError as error:
+            log.error("spool_limits_not_updated", folder=str(self._root), reason=str(error))
 
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import take_slot
 from tuneloop.explorer.capture.spool_erasure import clear, kept_files
 from tuneloop.explorer.capture.spool_slots import Slot, Slots
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of
 from tuneloop.shared.settings.settings import Settings
@@ -42,6 +42,7 @@ class SpoolRetention:
         self._bounds = bounds_of(settings.retention)
         self._retention = retention
         self._slots = spools
+        self._metrics = metrics
         self._purged = {state: metrics.purged.labels(state.value) for state in PURGEABLE}
         self._interval_s = interval_s
         self._clock = clock
@@ -51,13 +52,14 @@ class SpoolRetention:
         self._cleared: dict[Path, tuple[int, int, int]] = {}
 
     async def run(self) -> None:
-        """Look every `interval_s` seconds, for ever."""
-        while True:
-            try:
-                await asyncio.to_thread(self.look)
-            except (LedgerError, OSError) as error:  # the database or the disk is away
-                log.warning("not_forgotten", reason=str(error))
-            await asyncio.sleep(self._interval_s)
+        """Apply the retention and the erasures every `interval_s` seconds."""
+        await every(self._interval_s, self._turn, task="retention", metrics=self._metrics)
+
+    async def _turn(self) -> None:
+        try:
+            await asyncio.to_thread(self.look)
+        except OSError as error:  # the disk is away
+            log.warning("retention_put_off", reason=str(error))
 
     def look(self) -> None:
         """Forget what is to be forgotten by now."""

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.feedback.judge_input import Conversation, reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judge import Judge, Verdict
 from tuneloop.runner.rubric import Rubric
-from tuneloop.shared.errors import EnvironmentRefused, LedgerError, LedgerUnavailable, RequestRefused, SpoolFull
+from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Feedback, Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.judging import JUDGED, Said, Standing
@@ -82,31 +83,25 @@ class JudgeLoop:
         self._away = False
 
     async def run(self, interval_s: float) -> None:
-        """Look every `interval_s` seconds, and at once again while there is more, for ever."""
+        """Judge replies every `interval_s` seconds, and at once again while there are more."""
         try:
-            while True:
-                pause_s = await self.look()
-                await asyncio.sleep(pause_s or interval_s)
+            await every(interval_s, self.look, task="judge", metrics=self._metrics)
         finally:
             await self._judge.close_async()
 
-    async def look(self) -> float:
-        """Judge some replies; how many seconds to wait then, 0 if there is nothing more to judge now."""
-        try:
-            if not await self._swept():
-                return _SHORTEST_PAUSE_S
-            found, last = await asyncio.to_thread(self._next)
-            said = await asyncio.to_thread(self._ledger.judging.exchanges_of, [each.reply.id for each in found])
-        except LedgerError as error:
-            log.warning("nothing_judged", reason=str(error))
-            return self._longer_pause()
+    async def look(self) -> float | None:
+        """Judge some replies; how many seconds to wait then, None if there is nothing more to judge now."""
+        if not await self._swept():
+            return _SHORTEST_PAUSE_S
+        found, last = await asyncio.to_thread(self._next)
+        said = await asyncio.to_thread(self._ledger.judging.exchanges_of, [each.reply.id for each in found])
         outcomes = await asyncio.gather(*(self._judged(each, said.get(each.reply.id)) for each in found))
         waits = [outcome for outcome in outcomes if outcome is not None]
         if waits:
             return max(self._longer_pause(), *waits)  # those are found again
         self._away, self._pause_s = False, _SHORTEST_PAUSE_S
         more, self._last = last > self._last, last
-        return _NOW if more else 0.0
+        return _NOW if more else None
 
     async def _swept(self) -> bool:
         """Go back to the first reply that is not too old if it is time; False if that cannot be yet."""

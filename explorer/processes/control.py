@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.capture.control_client import report
+from tuneloop.explorer.background_tasks import run_task
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.version_routing import TrafficSplit
@@ -274,7 +274,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     workers = Workers(settings, sockets, slots := Slots(settings.spool_dir))
     async with AsyncExitStack() as stack:
         # They import what they need while the database is opened.
-        serving = [loop.create_task(report(workers.keep_running(each), fail)) for each in range(len(sockets))]
+        serving = [loop.create_task(run_task(workers.keep_running(each), fail)) for each in range(len(sockets))]
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
@@ -282,7 +282,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         _say(settings, sockets)
         workers.serve_with(services)
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(report(task, fail)) for task in tasks]
+            running = [group.create_task(run_task(task, fail)) for task in tasks]
             await ending.wait()
             for each in sockets:
                 each.close()

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.loading import actor_of, load, verified
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -112,14 +114,22 @@ async def _until_ill(engine: Engine, health_timeout_s: float) -> None:
 
 
 async def stay_attached(
-    engine: Engine, *, fleet: Fleet, ledger: Ledger, health_timeout_s: float, host: Engine | None = None
+    engine: Engine,
+    *,
+    fleet: Fleet,
+    ledger: Ledger,
+    metrics: Metrics,
+    health_timeout_s: float,
+    host: Engine | None = None,
 ) -> None:
     """Use an engine that somebody else runs whenever it is healthy; first it is given the champion's weights.
 
     With a `host`, which has the same process, it is up only as long as that is.
     """
     misses = 0
-    while True:
+
+    async def turn() -> None:
+        nonlocal misses
         hosted = host is None or host.state in {EngineState.READY, EngineState.RELOADING}
         healthy = hosted and await engine.control.healthy(health_timeout_s)
         misses = 0 if healthy else misses + 1 if hosted else _MISSES
@@ -130,12 +140,13 @@ async def stay_attached(
                 champion = await _give_champion(engine, fleet, ledger)
                 await fleet.set(engine, EngineState.READY)
                 log.info("engine_attached", engine=engine.number, version=champion.version)
-            except (EngineError, LedgerUnavailable) as error:
+            except EngineError as error:
                 log.warning("engine_not_attached", engine=engine.number, reason=str(error))
         elif misses >= _MISSES and engine.state is EngineState.READY:
             log.error("engine_down", engine=engine.number, reason="it does not say that it is healthy")
             await fleet.set(engine, EngineState.DOWN)
-        await asyncio.sleep(_LOOK_S)
+
+    await every(_LOOK_S, turn, task="engine_attachment", metrics=metrics)
 
 
 async def _give_champion(engine: Engine, fleet: Fleet, ledger: Ledger) -> Version:

@@ -5,6 +5,7 @@ import time
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
@@ -35,24 +36,24 @@ class LedgerGauges:
         self._alarmed: set[str] = set()
 
     async def run(self) -> None:
-        """Look every `interval_s` seconds, for ever."""
-        while True:
-            await asyncio.to_thread(self.look_or_say_why_not)
-            await asyncio.sleep(self._interval_s)
+        """Update the gauges every `interval_s` seconds."""
+        await every(self._interval_s, self._turn, task="ledger_gauges", metrics=self._metrics)
 
-    def look_or_say_why_not(self) -> None:
-        """Look, if the database answers."""
+    async def _turn(self) -> None:
+        await asyncio.to_thread(self.update)
+
+    def update(self) -> None:
+        """Bring gauges and curves up to date. Raises LedgerError, with the gauges that say so set."""
         try:
-            self.look()
+            self._update()
             self.reached = True
-        except LedgerError as error:  # the database is away
+        except LedgerError as error:
             self.reached = False
-            self._tell(None, away=str(error))
-            log.warning("not_looked", reason=str(error))
+            self._set_gauges(None, away=str(error))
+            raise
 
-    def look(self) -> None:
-        """Bring gauges and curves up to date."""
-        self._tell(self._ledger.reports.facts(BatchPolicy.of(self._settings)))
+    def _update(self) -> None:
+        self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings)))
         imbalance = self._ledger.reports.imbalance()
         for sentence in imbalance:
             log.error("ledger_imbalance", sentence=sentence)
@@ -62,7 +63,7 @@ class LedgerGauges:
             if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
                 self._written[served.version] = now
 
-    def _tell(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
+    def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
         now, metrics = time.time(), self._metrics
         spool = spooled(self._settings.spool_dir)

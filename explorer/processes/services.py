@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.capture.control_client import OnFailure, ShadowReply, Task
+from tuneloop.explorer.background_tasks import OnFailure, Task
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
 from tuneloop.explorer.capture.retention import SpoolRetention
@@ -97,9 +98,9 @@ async def open_control_services(
     watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s)
     stack.callback(watch.close)
     forgetting = SpoolRetention(settings, ledger.retention, slots, metrics=metrics, interval_s=interval_s)
-    fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience)
+    fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience=audience, metrics=metrics)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
-    examination = CandidateEvaluation(settings, fleet, ledger=ledger, reloader=reloader)
+    examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     tally = ProcessTotals(metrics.registry)
     canary_controller = CanaryController(settings, ledger, tally=tally, metrics=metrics)
@@ -149,7 +150,7 @@ def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLo
 
 
 async def _open_fleet(
-    settings: Settings, ledger: Ledger, stack: AsyncExitStack, audience: FleetReplicas | None
+    settings: Settings, ledger: Ledger, stack: AsyncExitStack, *, audience: FleetReplicas | None, metrics: Metrics
 ) -> tuple[Fleet, list[Address], list[Task]]:
     explorer, base = settings.explorer, settings.model.model_path.absolute()
     urls = explorer.rollout_model.engine_urls
@@ -168,7 +169,8 @@ async def _open_fleet(
         runs.append(run)
     host = engines[0] if own else None
     for engine in engines[len(own) :]:
-        runs.append(stay_attached(engine, fleet=fleet, ledger=ledger, health_timeout_s=timeout_s, host=host))
+        run = stay_attached(engine, fleet=fleet, ledger=ledger, metrics=metrics, health_timeout_s=timeout_s, host=host)
+        runs.append(run)
     return fleet, addresses, runs
 
 

@@ -23,7 +23,8 @@ import uvicorn
 import uvloop
 
 from tuneloop.explorer.app import Services, create_app, open_services, open_spool
-from tuneloop.explorer.capture.control_client import ShadowReply, Task
+from tuneloop.explorer.background_tasks import Task, every
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -183,7 +184,7 @@ class Worker:
         await self._fleet.divide(known.split)
         await self._fleet.learn(known.engines)
         stack.push_async_callback(self._count)
-        return road, [*tasks, self._count_for_ever()]
+        return road, [*tasks, every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics)]
 
     async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
         key = self._settings.explorer.rollout_model.engine_key
@@ -195,11 +196,6 @@ class Worker:
         log.error("worker_failed", worker=self._number, reason=str(error))
         self._failed = True
         self._server.should_exit = True
-
-    async def _count_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(_COUNT_S)
-            await self._count()
 
     async def _count(self) -> None:
         with suppress(ChannelLost):

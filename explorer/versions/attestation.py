@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
@@ -77,22 +78,18 @@ class Attestation:
         self._untold: list[Mismatch] = []
 
     async def run(self) -> None:
-        """Probe each engine when it has new weights, and every `probe_interval` seconds, for ever."""
+        """Probe each engine when it has new weights, and every `probe_interval` seconds."""
         async with asyncio.TaskGroup() as group:
             for engine in self._fleet.engines:
                 group.create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
-        while True:
-            try:
-                await self._tell()
-                if self._due(engine):
-                    await self.attest(engine)
-            except LedgerUnavailable as error:
-                log.warning("database_away", reason=str(error))
-            except Exception:
-                log.exception("attestation_failed", engine=engine.number)
-            await asyncio.sleep(min(_LOOK_S, self._interval_s))
+        async def turn() -> None:
+            await self._tell()
+            if self._due(engine):
+                await self.attest(engine)
+
+        await every(min(_LOOK_S, self._interval_s), turn, task="attestation", metrics=self._metrics)
 
     def _due(self, engine: Engine) -> bool:
         if engine.state is not EngineState.READY:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
@@ -78,17 +79,16 @@ class CanaryController:
         self._copies: deque[ShadowReply] = deque(maxlen=_COPIES)
 
     async def run(self) -> None:
-        """Look again and again, for ever."""
-        while True:
-            try:
-                await self.turn()
-            except LedgerUnavailable as error:
-                log.warning("database_away", reason=str(error))
-            except LedgerError as error:  # somebody else has decided meanwhile
-                log.warning("rollout_not_decided", reason=str(error))
-            except Exception:
-                log.exception("rollout_failed")
-            await asyncio.sleep(self._interval_s)
+        """Compare the canary with the champion every few seconds, and decide when the figures do."""
+        await every(self._interval_s, self._turn, task="canary", metrics=self._metrics)
+
+    async def _turn(self) -> None:
+        try:
+            await self.turn()
+        except LedgerUnavailable:
+            raise
+        except LedgerError as error:  # somebody else has decided meanwhile
+            log.warning("rollout_not_decided", reason=str(error))
 
     def record_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""

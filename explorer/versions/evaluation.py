@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.engine_queries import TEMPERATURE, EngineQueries, EngineSample, Judge, judging
 from tuneloop.explorer.versions.loading import load, verified
 from tuneloop.explorer.versions.reload import Reloader
@@ -20,6 +22,7 @@ from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,
     EngineError,
+    EnvironmentRefused,
     LedgerUnavailable,
     NotEvaluated,
 )
@@ -55,13 +58,21 @@ class CandidateEvaluation:
     """Evaluates what waits at the gate, where there is an engine to spare. Raises EnvironmentRefused as Gate does."""
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, *, ledger: Ledger, reloader: Reloader, again_s: float = AGAIN_S
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        *,
+        ledger: Ledger,
+        metrics: Metrics,
+        reloader: Reloader,
+        again_s: float = AGAIN_S,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._ledger = ledger
         self._reloader = reloader
         self._gate = reloader.gate
+        self._metrics = metrics
         self._asking = EngineQueries(settings, self._gate.tasks)
         self._refusals = settings.monitor.drift.refusals_found
         self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation)
@@ -71,15 +82,10 @@ class CandidateEvaluation:
         self._champion = _Champion(version=-1)
 
     async def run(self) -> None:
-        """Look for a candidate every `service_status_check_interval` seconds, for ever."""
-        while self._gate.on_engine:
-            try:
-                await self.turn()
-            except LedgerUnavailable as error:
-                log.warning("database_away", reason=str(error))
-            except Exception:
-                log.exception("evaluation_failed")
-            await asyncio.sleep(self._settings.explorer.service_status_check_interval)
+        """Look for a candidate every `service_status_check_interval` seconds, if engines evaluate at all."""
+        if self._gate.on_engine:
+            seconds = self._settings.explorer.service_status_check_interval
+            await every(seconds, self.turn, task="evaluation", metrics=self._metrics)
 
     async def turn(self) -> None:
         """Evaluate the newest candidate, unless somebody has, or another version is being tried."""
@@ -94,7 +100,7 @@ class CandidateEvaluation:
             return
         try:
             await self._evaluate(candidate, champion)
-        except NotEvaluated as error:
+        except (NotEvaluated, EnvironmentRefused) as error:
             self._gate.give_up(candidate, str(error))
             self._not_before[candidate.version] = time.monotonic() + self._again_s
 

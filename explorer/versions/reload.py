@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.version_routing import split_of
 from tuneloop.explorer.metrics import Metrics
@@ -25,7 +26,6 @@ from tuneloop.shared.errors import (
     CheckpointUnreadable,
     EngineError,
     LedgerError,
-    LedgerUnavailable,
     VersionRefused,
 )
 from tuneloop.shared.experience import VersionState
@@ -151,17 +151,14 @@ class Reloader(WeightSwapper):
         self.gate = Gate(settings, ledger, metrics)
 
     async def run(self) -> None:
-        """Look for a new version every `service_status_check_interval` seconds, for ever."""
-        while True:
-            try:
-                await self.turn()
-            except LedgerUnavailable as error:
-                log.warning("database_away", reason=str(error))
-            except VersionRefused as error:  # somebody else has decided meanwhile
-                log.warning("version_not_taken_up", reason=str(error))
-            except Exception:
-                log.exception("reload_failed")
-            await asyncio.sleep(self._interval_s)
+        """Look for a new version every `service_status_check_interval` seconds."""
+        await every(self._interval_s, self._turn, task="reload", metrics=self._metrics)
+
+    async def _turn(self) -> None:
+        try:
+            await self.turn()
+        except VersionRefused as error:  # somebody else has decided meanwhile
+            log.warning("version_not_taken_up", reason=str(error))
 
     async def turn(self) -> None:
         """Take up the newest candidate, if there is one; bring engines that missed a turn to what they should serve.

@@ -4,7 +4,7 @@ from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
 from tuneloop.explorer.app import Services, open_services, open_spool
-from tuneloop.explorer.capture.control_client import OnFailure, Task
+from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.processes.services import open_control_services

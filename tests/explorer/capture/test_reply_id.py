@@ -66,7 +66,7 @@ def test_a_guess_is_refused(text: str) -> None:
 def test_another_tenant_or_key_is_refused() -> None:
     msg_id = SIGNER.mint("acme", 1)
     assert SIGNER.parse(msg_id, "other") is None
-    assert ReplyIdSigner(b"x" * 32).read(msg_id, "acme") is None
+    assert ReplyIdSigner(b"x" * 32).parse(msg_id, "acme") is None
 
 
 def test_ids_sort_by_time() -> None:

@@ -13,6 +13,7 @@ from tests.explorer.running import eventually
 from tests.factories import exchange, feedback
 from tuneloop.explorer.capture.recorder import RESERVE_BYTES, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import spool_format
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.experience import encode
@@ -179,6 +180,6 @@ async def test_a_disk_that_cannot_be_looked_at_is_looked_at_again(own: Spool) ->
 
     found = limits(own)
     found._disk = disk
-    running = asyncio.ensure_future(found.run())
+    running = asyncio.ensure_future(found.run(Metrics()))
     await asyncio.to_thread(eventually, lambda: refused(found))
     running.cancel()

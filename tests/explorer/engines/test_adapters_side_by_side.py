@@ -17,6 +17,7 @@ from tests.explorer.versions.test_trial import SHARE, answered, by_hash
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.engine_supervisor import stay_attached
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.settings.settings import Settings
@@ -121,7 +122,7 @@ async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, d
         second = Engine(1, EngineHttp(), vllm.EngineControl(session, model_name=MODEL))
         fleet = Fleet([host, second], patience_s=60)
         staying = asyncio.ensure_future(
-            stay_attached(second, fleet=fleet, ledger=ledger, health_timeout_s=1.0, host=host)
+            stay_attached(second, fleet=fleet, ledger=ledger, metrics=Metrics(), health_timeout_s=1.0, host=host)
         )
         try:
             for state, then in (

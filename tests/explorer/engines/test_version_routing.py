@@ -12,7 +12,7 @@ KEYS = [f"default:user-{number}" for number in range(10_000)]
 
 def engine(number: int, version: int, *, in_flight: int = 0, state: EngineState = EngineState.READY) -> Engine:
     made = Engine(number, cast("Any", None))
-    made.versions.get, made.in_flight, made.state = version, in_flight, state
+    made.version, made.in_flight, made.state = version, in_flight, state
     return made
 
 

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
@@ -87,12 +88,13 @@ def test_a_database_that_is_away_is_the_reason(tmp_path: Path) -> None:
     settings, metrics = settings_for(tmp_path), Metrics()
     ledger = open_ledger(settings)
     ledger.reports = AwayReports(ledger.transactions)
-    watch = LedgerGauges(ledger, metrics, settings, interval_s=60)
-    watch.look_or_say_why_not()
-    assert not watch.reached
+    gauges = LedgerGauges(ledger, metrics, settings, interval_s=60)
+    with pytest.raises(LedgerUnavailable):
+        gauges.update()
+    assert not gauges.reached
     assert metrics.registry.get_sample_value("tuneloop_no_step", {"reason": "database_away"}) == 1
     assert metrics.registry.get_sample_value("tuneloop_no_step", {"reason": "no_trainer"}) == 0
-    watch.close()
+    gauges.close()
     ledger.close()
 
 

@@ -166,15 +166,15 @@ class Workers:
         for worker in self._running.values():
             worker.kill()
 
-    async def tell(self, engine: Engine) -> None:
+    async def publish(self, engine: Engine) -> None:
         """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(Learn(_view(engine, self._upkeep)), kill=True, timeout_s=_LEARN_S)
 
-    async def divide(self, split: TrafficSplit | None) -> None:
+    async def set_split(self, split: TrafficSplit | None) -> None:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(Divide(split), kill=True, timeout_s=_LEARN_S)
 
-    async def until_idle(self, engine: Engine) -> None:
+    async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(UntilIdle(engine.number))
 
@@ -198,7 +198,7 @@ class Workers:
         if worker.slot is not None:
             self._slots.leave(worker.slot)
         if self._begun.is_set():
-            self._upkeep.tally.bury(worker.serial)
+            self._upkeep.totals.retire(worker.serial)
 
     async def _share_out(self) -> None:
         """Have the others take in whom the kernel sends to workers that are no more."""
@@ -229,7 +229,7 @@ class Workers:
             case Expose():
                 return await self._exposition()
             case Counted(samples):
-                upkeep.tally.note(worker.serial, samples)
+                upkeep.totals.update(worker.serial, samples)
             case Failed(reason):
                 worker.reason = reason
             case _:
@@ -253,7 +253,7 @@ class Workers:
             with suppress(ChannelLost):
                 samples = await worker.ask(Count(), list[MetricSample], timeout_s=_COUNT_S)
                 if self._running.get(worker.number) is worker:
-                    self._upkeep.tally.note(worker.serial, samples)
+                    self._upkeep.totals.update(worker.serial, samples)
 
         await asyncio.gather(*map(count, self._serving))
         return await self._upkeep.exposition()

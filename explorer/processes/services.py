@@ -52,7 +52,7 @@ class Upkeep:
     fleet: Fleet
     addresses: list[Address]
     metrics: Metrics
-    tally: ProcessTotals
+    totals: ProcessTotals
     settings: Settings
     flusher: Flusher
     watch: Watch
@@ -74,7 +74,7 @@ class Upkeep:
         metrics.database_up.set(self.watch.reached and not self.flusher.away)
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
-        return generate_latest(self.tally)
+        return generate_latest(self.totals)
 
 
 async def open_upkeep(
@@ -100,13 +100,13 @@ async def open_upkeep(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = Examination(settings, fleet, ledger=ledger, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    tally = ProcessTotals(metrics.registry)
-    rollout = Rollout(settings, ledger, tally=tally, metrics=metrics)
+    totals = ProcessTotals(metrics.registry)
+    rollout = Rollout(settings, ledger, totals=totals, metrics=metrics)
     upkeep = Upkeep(
         fleet=fleet,
         addresses=addresses,
         metrics=metrics,
-        tally=tally,
+        totals=totals,
         rollout=rollout,
         settings=settings,
         flusher=flusher,
@@ -142,7 +142,7 @@ def _judging(upkeep: Upkeep, ledger: Ledger, spool: Spool) -> Judging:
         ledger,
         spool,
         metrics=upkeep.metrics,
-        conversation=Conversations(mint, backstage=upkeep, reports=ledger.reports).of,
+        conversation=Conversations(mint, backstage=upkeep, reports=ledger.reports).read,
         caught_up=upkeep.caught_up,
     )
 
@@ -158,7 +158,7 @@ async def _open_fleet(
     # One that holds two adapters is two engines at one address.
     addresses += addresses * (settings.engine_places - len(addresses))
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
-    fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
+    fleet = Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience)
     timeout_s = explorer.rollout_model.health_timeout
     runs: list[Task] = []
     for engine, socket in zip(engines, own, strict=False):

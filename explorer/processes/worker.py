@@ -168,8 +168,8 @@ class Worker:
         self, ledger: PatientLedger, beginning: Beginning, stack: AsyncExitStack
     ) -> tuple[Services, list[Task]]:
         engines = [await self._open_engine(each, stack) for each in beginning.engines]
-        self._fleet = Fleet(engines, patience_s=self._settings.explorer.request_timeout)
-        road, tasks = open_services(
+        self._fleet = Fleet(engines, wait_timeout_s=self._settings.explorer.request_timeout)
+        services, tasks = open_services(
             self._settings,
             ledger,
             spool=self._spool,
@@ -178,10 +178,10 @@ class Worker:
             backstage=Remote(self._channel),
         )
         known: FleetView = await self._channel.ask(Writes(str(self._spool.folder)), FleetView)
-        await self._fleet.divide(known.split)
-        await self._fleet.learn(known.engines)
+        await self._fleet.set_split(known.split)
+        await self._fleet.apply(known.engines)
         stack.push_async_callback(self._count)
-        return road, [*tasks, self._count_for_ever()]
+        return services, [*tasks, self._count_for_ever()]
 
     async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
         key = self._settings.explorer.rollout_model.engine_key
@@ -207,9 +207,9 @@ class Worker:
         """What the control process asks; none of it before it has been told what is written to."""
         match question:
             case Learn(engine):
-                await self._fleet.learn([engine])
+                await self._fleet.apply([engine])
             case Divide(split):
-                await self._fleet.divide(split)
+                await self._fleet.set_split(split)
             case UntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
             case Count():

@@ -106,8 +106,8 @@ class RunningExplorer:
     failures: list[TuneloopError] = field(default_factory=list)
 
     @property
-    def road(self) -> Services:
-        found: Services = self.app.app.state.road
+    def services(self) -> Services:
+        found: Services = self.app.app.state.services
         return found
 
     def openai(self) -> OpenAI:
@@ -127,7 +127,7 @@ class RunningExplorer:
 
     def records(self) -> list[Record]:
         """Everything on disk that was not forgotten, oldest first."""
-        return [decode(payload) for payload, _ in spool.read(self.road.spool.folder, Position(0, 0))]
+        return [decode(payload) for payload, _ in spool.read(self.services.spool.folder, Position(0, 0))]
 
     def exchanges(self) -> list[Exchange]:
         return [each for each in self.records() if isinstance(each, Exchange)]
@@ -136,7 +136,7 @@ class RunningExplorer:
         return [each for each in self.records() if isinstance(each, Feedback)]
 
     def until_flushed(self) -> None:
-        eventually(lambda: self.road.spool.flushed.position >= self.road.spool.end)
+        eventually(lambda: self.services.spool.flushed.position >= self.services.spool.end)
 
     def counts(self) -> dict[State, int]:
         """Experiences per state, after all that was acknowledged has reached the database."""

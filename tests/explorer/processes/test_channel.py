@@ -61,7 +61,7 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
 
     async with talking(counts, waits) as (worker, control):
         told = await asyncio.gather(
-            control.ask(Count(), list[MetricSample]), worker.ask(CaughtUp(2.0), bool), worker.ask(CaughtUp(0.5), bool)
+            control.query(Count(), list[MetricSample]), worker.ask(CaughtUp(2.0), bool), worker.ask(CaughtUp(0.5), bool)
         )
     assert told == [samples, True, False]
 

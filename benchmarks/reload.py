@@ -85,7 +85,7 @@ class Bare:
             control = vllm.EngineControl(session, model_name=self._settings.served_model_name)
             await control.pause("keep")
             await control.load(self._weights[number])
-            await control.forget_prefixes()
+            await control.reset_prefix_cache()
             await control.resume()
 
 

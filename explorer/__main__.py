@@ -1,4 +1,4 @@
-"""`python -m tuneloop.explorer --config X.yaml`: checks what must be there, then serves until it is told to stop."""
+"""`python -m tuneloop.explorer --config X.yaml`: checks its requirements, then serves until SIGTERM or SIGINT."""
 
 import errno
 import importlib.util

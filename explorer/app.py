@@ -1,4 +1,4 @@
-"""Puts the explorer together: what it needs is opened and closed by the app's lifespan, and routes only hand over."""
+"""The composition root of a worker: the app's lifespan opens and closes its services, and routes only call them."""
 
 import asyncio
 import functools
@@ -48,7 +48,7 @@ from tuneloop.shared.settings.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """What the routes hand over to."""
+    """The services that the routes call."""
 
     proxy: Proxy
     dialects: Mapping[str, Dialect]
@@ -60,20 +60,20 @@ class Services:
     spool: Spool
 
 
-#: Opens what the routes hand over to, closed by the stack; also returns what must run beside the requests.
+#: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.
 OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]]
 
 
 def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_failure: OnFailure) -> FastRoutes:
-    """The routes as an ASGI app over an up-to-date ledger; `Door` knows the short ways of those who want replies.
+    """The ASGI app over an up-to-date ledger, with fast routes for requests for replies.
 
-    `on_failure` is told when something that must run cannot.
+    `on_failure` is called when a task that must run has failed.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.road, tasks = await opening(stack)
+            app.state.services, tasks = await opening(stack)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
@@ -88,42 +88,42 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     responses.add_routes(app)
     admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
-        app.post(path)(_not_here)
-    return FastRoutes(app, {("POST", path): _way(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})
+        app.post(path)(_not_served_here)
+    return FastRoutes(app, {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})
 
 
-async def _not_here() -> Response:
-    """Tell those who come with another method, or through another server."""
+async def _not_served_here() -> Response:
+    """Refuse a request that comes with another method, or through another server."""
     raise RequestRefused(
         "this route is answered by `python -m tuneloop.explorer` only", status=501, code="not_served_here"
     )
 
 
-def _way(app: FastAPI, path: str) -> FastRoute:
-    async def answer(visit: RawRequest) -> None:
-        road: Services = app.state.road
-        await road.proxy.answer(road.dialects[path], visit)
+def _fast_route(app: FastAPI, path: str) -> FastRoute:
+    async def answer(raw: RawRequest) -> None:
+        services: Services = app.state.services
+        await services.proxy.answer(services.dialects[path], raw)
 
     return answer
 
 
-def _road(request: Request) -> Services:
-    road: Services = request.app.state.road
-    return road
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
 
 
-ServicesOf = Annotated[Services, Depends(_road)]
+ServicesOf = Annotated[Services, Depends(_services)]
 
 
 def _add_routes(app: FastAPI) -> None:
     @app.post("/feedback")
-    async def feedback(request: Request, road: ServicesOf) -> Response:
-        # Not JSONResponse: a hundred thousand outcomes would take it a second, in which streams stand still.
-        return Response(orjson.dumps(await road.feedback.feedback(request)), media_type="application/json")
+    async def feedback(request: Request, services: ServicesOf) -> Response:
+        # Not JSONResponse: a hundred thousand outcomes would take it a second, during which streams stand still.
+        return Response(orjson.dumps(await services.feedback.feedback(request)), media_type="application/json")
 
     @app.post("/commit")
-    async def commit(request: Request, road: ServicesOf) -> Response:
-        return JSONResponse(await road.feedback.commit(request))
+    async def commit(request: Request, services: ServicesOf) -> Response:
+        return JSONResponse(await services.feedback.commit(request))
 
     @app.get("/health")
     @app.get("/health/live")
@@ -131,20 +131,20 @@ def _add_routes(app: FastAPI) -> None:
         return JSONResponse({"status": "live"})
 
     @app.get("/health/ready")
-    async def ready(road: ServicesOf) -> Response:
-        reason = _why_not_ready(road)
+    async def ready(services: ServicesOf) -> Response:
+        reason = _why_not_ready(services)
         return JSONResponse({"status": "not_ready" if reason else "ready", "reason": reason}, 503 if reason else 200)
 
     @app.get("/metrics")
-    async def metrics(road: ServicesOf) -> Response:
-        return Response(await road.control_client.exposition(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(services: ServicesOf) -> Response:
+        return Response(await services.control_client.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _why_not_ready(road: Services) -> str | None:
-    if not road.fleet.ready:
+def _why_not_ready(services: Services) -> str | None:
+    if not services.fleet.ready:
         return "no engine is ready"
     try:
-        road.limits.admit()
+        services.limits.admit()
     except SpoolFull as error:
         return str(error)
     return None
@@ -160,40 +160,40 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
-    """What the routes hand over to, and what it must run."""
+    """Open the services that the routes call, and the tasks that they need."""
     explorer = settings.explorer
     limits = SpoolLimits(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
     signer, recorder = ReplyIdSigner(load_key(key_path(settings))), Recorder(spool, limits, metrics)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
-    copies = Shadow(
+    shadow = Shadow(
         fleet,
         refusals=settings.monitor.drift.refusals_found,
-        told=control_client.report_shadow_reply,
+        report=control_client.report_shadow_reply,
         metrics=metrics,
         timeout_s=explorer.request_timeout,
     )
-    proxy = Proxy(settings, fleet, signer=signer, recorder=recorder, metrics=metrics, copied=copies.offer)
-    metrics.in_flight.set_function(lambda: proxy.places.taken)
-    metrics.waiting.set_function(lambda: proxy.places.waiting)
-    asked = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
+    proxy = Proxy(settings, fleet, signer=signer, recorder=recorder, metrics=metrics, shadow=shadow.offer)
+    metrics.in_flight.set_function(lambda: proxy.admission.in_flight)
+    metrics.waiting.set_function(lambda: proxy.admission.waiting)
+    defaults = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
     responses = ResponsesDialect(
-        conversations.of,
-        defaults=asked,
-        context=functools.partial(passthrough.longest_sequence, fleet),
-        beyond=NativeResponsesDialect(conversations.of, defaults=asked),
+        conversations.read,
+        defaults=defaults,
+        find_context_length=functools.partial(passthrough.context_length, fleet),
+        native=NativeResponsesDialect(conversations.read, defaults=defaults),
     )
-    kept = StoredResponses(
+    stored_responses = StoredResponses(
         signer=signer,
         stored=ledger.stored,
         control_client=control_client,
         fleet=fleet,
-        again=responses.again,
+        rebuild=responses.rebuild,
         default_model=settings.served_model_name,
     )
-    road = Services(
+    services = Services(
         proxy=proxy,
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
-        responses=kept,
+        responses=stored_responses,
         feedback=FeedbackRoutes(
             signer=signer, recorder=recorder, control_client=control_client, ledger=ledger, metrics=metrics
         ),
@@ -202,4 +202,4 @@ def open_services(
         limits=limits,
         spool=spool,
     )
-    return road, [limits.run(metrics), proxy.background.run(), copies.run()]
+    return services, [limits.run(metrics), proxy.background.run(), shadow.run()]

@@ -24,7 +24,7 @@ class Metrics:
         )
         self.replies = Counter(
             "tuneloop_replies",
-            "What became of the requests that each version's engines were asked, whoever answered in the end",
+            "Outcomes of the requests sent to each version's engines, whichever engine answered in the end",
             ["version", "outcome"],
             registry=registry,
         )
@@ -37,23 +37,25 @@ class Metrics:
         )
         self.recorded = Counter(
             "tuneloop_experiences_recorded",
-            "Experiences brought to disk; reason is empty for samples of the policy",
+            "Experiences written to the spool; reason is empty for samples of the policy",
             ["reason"],
             registry=registry,
         )
         self.feedback = Counter(
-            "tuneloop_feedback", "Feedback events, by what became of them", ["kind", "outcome"], registry=registry
+            "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
-        self._of_the_ledger(registry)
+        self._add_ledger_metrics(registry)
         self.spool_bytes = Gauge(
-            "tuneloop_spool_bytes", "Bytes in all spools that the database has not taken", registry=registry
+            "tuneloop_spool_bytes", "Bytes in all spools that are not yet in the database", registry=registry
         )
         self.spool_oldest_seconds = Gauge(
-            "tuneloop_spool_oldest_seconds", "How long the oldest of them have waited for it", registry=registry
+            "tuneloop_spool_oldest_seconds",
+            "Age of the oldest record that is not yet in the database",
+            registry=registry,
         )
         self.database_up = Gauge("tuneloop_database_up", "1 while the database answers, else 0", registry=registry)
         self.quarantined = Counter(
-            "tuneloop_spool_quarantined", "Records that the database refused again and again", registry=registry
+            "tuneloop_spool_quarantined", "Records that the database refused repeatedly", registry=registry
         )
         self.purged = Counter(
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
@@ -64,44 +66,44 @@ class Metrics:
             ["task"],
             registry=registry,
         )
-        self._of_the_engines(registry)
-        self._of_what_is_tried(registry)
-        self._of_the_judge(registry)
+        self._add_engine_metrics(registry)
+        self._add_canary_metrics(registry)
+        self._add_judge_metrics(registry)
         self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
-        self._answered = cache(self._counters_of)
-        self._replied = cache(self.replies.labels)
-        self._recorded = cache(self.recorded.labels)
+        self._request_counters = cache(self._counters_of)
+        self._reply_counters = cache(self.replies.labels)
+        self._recorded_counters = cache(self.recorded.labels)
 
-    def answered(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
-        """Count a request that has been answered; `version` None: no engine was asked."""
-        count, duration = self._answered(endpoint, status, version)
+    def count_request(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
+        """Count a request that has been answered; `version` None: it was sent to no engine."""
+        count, duration = self._request_counters(endpoint, status, version)
         count.inc()
         duration.observe(seconds)
 
-    def replied(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
-        """Count what became of a request that an engine of a version was asked."""
-        self._replied(str(version), outcome).inc()
+    def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
+        """Count the outcome of a request that was sent to an engine of a version."""
+        self._reply_counters(str(version), outcome).inc()
 
-    def brought_to_disk(self, reason: str) -> None:
-        """Count an experience that is on disk; `reason` says why it is no sample of the policy, if it is none."""
-        self._recorded(reason).inc()
+    def count_recorded(self, reason: str) -> None:
+        """Count an experience that is on disk; `reason` is why it is not a sample of the policy, else empty."""
+        self._recorded_counters(reason).inc()
 
     def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
-        named = "" if version is None else str(version)
-        return self.requests.labels(endpoint, status, named), self.request_seconds.labels(endpoint)
+        label = "" if version is None else str(version)
+        return self.requests.labels(endpoint, status, label), self.request_seconds.labels(endpoint)
 
-    def _of_the_engines(self, registry: CollectorRegistry) -> None:
-        self.engines = Gauge("tuneloop_engines", "Engines by what they are doing", ["state"], registry=registry)
+    def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
+        self.engines = Gauge("tuneloop_engines", "Engines by state", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
         self.probes = Counter(
-            "tuneloop_engine_probes", "Proofs of engines' weights, by what came of them", ["outcome"], registry=registry
+            "tuneloop_engine_probes", "Proofs of engines' weights, by outcome", ["outcome"], registry=registry
         )
         self.last_good_probe = Gauge(
             "tuneloop_engine_last_good_probe_timestamp_seconds",
-            "When the last proof that found the engine right began",
+            "Start of the engine's last proof that matched",
             ["engine"],
             registry=registry,
         )
@@ -125,16 +127,18 @@ class Metrics:
             registry=registry,
         )
 
-    def _of_what_is_tried(self, registry: CollectorRegistry) -> None:
+    def _add_canary_metrics(self, registry: CollectorRegistry) -> None:
         self.canary_version = Gauge(
-            "tuneloop_canary_version", "The version that is being tried beside the champion; 0: none", registry=registry
+            "tuneloop_canary_version",
+            "The candidate version that is served beside the champion; 0: none",
+            registry=registry,
         )
         self.canary_share = Gauge(
-            "tuneloop_canary_share", "The part of the requests that it answers", registry=registry
+            "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
         )
         self.rollouts = Counter(
             "tuneloop_rollouts",
-            "Versions that were tried, by what the explorer has decided about them",
+            "Canary versions, by the explorer's decision about them",
             ["action"],
             registry=registry,
         )
@@ -142,39 +146,44 @@ class Metrics:
             self.rollouts.labels(action)
         self.copies = Counter(
             "tuneloop_copies",
-            "Copies of requests for a version that is being tried, by what became of them",
+            "Shadow copies of requests, sent to a candidate version, by outcome",
             ["outcome"],
             registry=registry,
         )
         for outcome in ("answered", "failed", "dropped"):
             self.copies.labels(outcome)
 
-    def _of_the_ledger(self, registry: CollectorRegistry) -> None:
+    def _add_ledger_metrics(self, registry: CollectorRegistry) -> None:
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
         self.waiting_seconds = Gauge(
-            "tuneloop_waiting_seconds", "Since when the oldest experience waits", ["state"], registry=registry
+            "tuneloop_waiting_seconds", "Age of the oldest experience in each state", ["state"], registry=registry
         )
         self.no_step = Gauge(
-            "tuneloop_no_step", "1 for the reasons why no training step is happening", ["reason"], registry=registry
+            "tuneloop_no_step", "1 for each reason why no training step is happening", ["reason"], registry=registry
         )
         self.trainer_up = Gauge("tuneloop_trainer_up", "1 if a trainer was seen in the last minute", registry=registry)
         self.feedback_pending = Gauge(
-            "tuneloop_feedback_pending", "Feedback in the ledger that waits for its reply", registry=registry
+            "tuneloop_feedback_pending",
+            "Feedback in the ledger whose reply has not been recorded yet",
+            registry=registry,
         )
         self.ledger_imbalance = Gauge(
-            "tuneloop_ledger_imbalance", "Sentences of the ledger that do not add up; 0 is right", registry=registry
+            "tuneloop_ledger_imbalance", "Violated invariants of the ledger; 0 is right", registry=registry
         )
         self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
 
-    def _of_the_judge(self, registry: CollectorRegistry) -> None:
+    def _add_judge_metrics(self, registry: CollectorRegistry) -> None:
         self.judged = Counter(
-            "tuneloop_judged", "Replies given to the judge, by what became of it", ["outcome"], registry=registry
+            "tuneloop_judged", "Replies sent to the judge, by outcome", ["outcome"], registry=registry
         )
         self.judge_seconds = Histogram(
-            "tuneloop_judge_seconds", "From taking up a reply to its verdict", buckets=_SECONDS, registry=registry
+            "tuneloop_judge_seconds",
+            "From sending a reply to the judge to its verdict",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.judge_tokens = Counter(
-            "tuneloop_judge_tokens", "Tokens that verdicts took, as the judge counts them", ["kind"], registry=registry
+            "tuneloop_judge_tokens", "Tokens of verdicts, as the judge counts them", ["kind"], registry=registry
         )
         for outcome in ("judged", "failed", "away", "not_kept"):
             self.judged.labels(outcome)
@@ -182,14 +191,14 @@ class Metrics:
             self.judge_tokens.labels(kind)
 
 
-#: Gauges of which each process has its part. All others are the control process's alone.
-_PARTS = frozenset({"tuneloop_requests_in_flight", "tuneloop_requests_waiting"})
+#: Gauges that are the sum over all processes. All others are the control process's alone.
+_SUMMED_GAUGES = frozenset({"tuneloop_requests_in_flight", "tuneloop_requests_waiting"})
 
 
-_Key = tuple[str, str, tuple[tuple[str, str], ...]]
+_SampleKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
-_Values = dict[_Key, float]
+_Values = dict[_SampleKey, float]
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
@@ -202,36 +211,37 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 def process_samples(registry: CollectorRegistry) -> list[MetricSample]:
-    """What a process has to add: its counters and histograms, and its parts of gauges."""
+    """What a process adds to the sum: its counters and histograms, and its parts of summed gauges."""
     families = registry.collect()
-    return [sample for each in families if each.type != "gauge" or each.name in _PARTS for sample in _samples(each)]
+    summed = [each for each in families if each.type != "gauge" or each.name in _SUMMED_GAUGES]
+    return [sample for each in summed for sample in _samples(each)]
 
 
 class ProcessTotals:
-    """The control process's own metrics, and with them what its workers have counted, those too that are no more."""
+    """The metrics of all processes in one: the control process's own, and those of its workers, live and retired."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
-        self._living: dict[int, Sequence[MetricSample]] = {}
-        self._dead: _Values = {}
+        self._live: dict[int, Sequence[MetricSample]] = {}
+        self._retired: _Values = {}
 
-    def note(self, worker: int, samples: Sequence[MetricSample]) -> None:
-        """Take down what a worker has counted until now."""
-        self._living[worker] = samples
+    def update(self, worker: int, samples: Sequence[MetricSample]) -> None:
+        """Replace what a worker has counted until now."""
+        self._live[worker] = samples
 
-    def bury(self, worker: int) -> None:
-        """Keep what a worker had counted that is no more, so that no counter falls."""
-        _add(self._dead, [each for each in self._living.pop(worker, ()) if each.family not in _PARTS])
+    def retire(self, worker: int) -> None:
+        """Keep the counts of a worker that has ended, so that no counter falls."""
+        _add(self._retired, [each for each in self._live.pop(worker, ()) if each.family not in _SUMMED_GAUGES])
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as a registry tells them."""
+        """All metrics, as a registry collects them."""
         families = list(self._own.collect())
         values: _Values = {}
         for family in families:
             _add(values, _samples(family))
-        for samples in self._living.values():
+        for samples in self._live.values():
             _add(values, samples)
-        _add(values, [MetricSample(*key, value) for key, value in self._dead.items()])
+        _add(values, [MetricSample(*key, value) for key, value in self._retired.items()])
         for family in families:
             family.samples = []
         by_name = {family.name: family for family in families}

@@ -134,7 +134,7 @@ class Recorder:
         """Bring an exchange to disk; it gets there even if the request's own task is cancelled meanwhile."""
         await self._spool.append([encode(exchange)])
         for experience in exchange.experiences:
-            self._metrics.brought_to_disk(experience.drop_reason or experience.unsampled or "")
+            self._metrics.count_recorded(experience.drop_reason or experience.unsampled or "")
 
     async def take(self, events: Sequence[Feedback]) -> Position:
         """Bring feedback to disk, all of it or none."""

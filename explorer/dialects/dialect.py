@@ -1,7 +1,7 @@
-"""The ways in which clients ask for a reply: what each becomes for the engine, and how its reply is told to the client.
+"""The API dialects: what a request becomes for the engine, and how the engine's reply is written for the client.
 
 Chat and text completions pass as they are. Responses and messages carry no token ids in vLLM: they become chat
-completions, and those are told as the client's own kind of reply.
+completions, whose replies are translated back.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +16,8 @@ from tuneloop.explorer.dialects import messages, responses_reply, responses_requ
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.bodies import flag
-from tuneloop.explorer.http.errors import engine_error_body, error_body
+from tuneloop.explorer.http.bodies import optional_bool
+from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -26,83 +26,83 @@ Json = dict[str, Any]
 
 
 class ReplyWriter:
-    """Tells one reply to the client while its transcript takes it down; this one as the engine tells it."""
+    """Writes one reply for the client while its transcript captures it; this one without translation."""
 
     def __init__(self, transcript: Transcript) -> None:
         self.transcript = transcript
-        #: Whether the engine has said that it is done.
+        #: Whether the engine has sent the end of the stream.
         self.done = False
 
-    def whole(self, reply: bytes) -> bytes:
+    def convert_whole(self, reply: bytes) -> bytes:
         """The body that the client gets. Raises EngineError if the reply cannot be read."""
         return self.transcript.feed(reply) or b""
 
-    def event(self, event: bytes) -> bytes:
-        """What a server-sent event (without its blank line) becomes; empty if the client would not have got it."""
+    def convert_event(self, event: bytes) -> bytes:
+        """The bytes for a server-sent event (without its blank line); empty if the client does not get it."""
         if event == b"data: [DONE]":
             self.done = True
             return b""
         if event.startswith(b"data: "):
-            return self._piece(event[6:])
+            return self._convert_data(event[6:])
         return event + b"\n\n" if event.startswith(b":") else b""  # a comment keeps the connection alive
 
-    def _piece(self, data: bytes) -> bytes:
-        told = self.transcript.feed(data)
-        return b"" if told is None else b"data: %b\n\n" % told
+    def _convert_data(self, data: bytes) -> bytes:
+        chunk = self.transcript.feed(data)
+        return b"" if chunk is None else b"data: %b\n\n" % chunk
 
     @property
-    def unfinished(self) -> bool:
-        """Whether the engine goes on with the reply by itself, whatever becomes of the client's connection."""
+    def continues_in_background(self) -> bool:
+        """Whether the engine goes on with the reply after the client has its response."""
         return False
 
-    def last(self) -> bytes:
-        """What the client gets when the engine is done, after the exchange has been kept."""
+    def finish(self) -> bytes:
+        """The last bytes of a stream, after the exchange has been recorded."""
         return b"data: [DONE]\n\n"
 
-    def broken(self, message: str, code: str) -> bytes:
-        """The last event of a reply that broke off."""
+    def error_event(self, message: str, code: str) -> bytes:
+        """The last event of a stream that broke off."""
         error = {"message": message, "type": "server_error", "param": None, "code": code}
         return b"data: %b\n\n" % orjson.dumps({"error": error})
 
-    def refused(self, told: Json, status: int) -> Json:
-        """The engine's refusal, `{"error": {...}}`, as the client knows them."""
-        return told
+    def convert_error(self, error_body: Json, status: int) -> Json:
+        """The engine's error, `{"error": {...}}`, in the client's dialect."""
+        return error_body
 
 
 class Dialect(ABC):
-    """One endpoint. `path` is where the client asks, `prefix` how the ids of its replies begin."""
+    """One endpoint. `path` is the client's route, `prefix` that of the ids of its replies."""
 
     path: ClassVar[str]
     prefix: ClassVar[str]
-    #: Where the engine is asked, and how the ids of its replies begin.
+    #: The engine's route, and the prefix of the ids of its replies.
     upstream_path: ClassVar[str] = CHAT
     upstream_prefix: ClassVar[str] = "chatcmpl-"
-    #: How the engine calls the most tokens of a reply, where those of clients who don't say are bounded.
-    length: ClassVar[str | None] = "max_completion_tokens"
+    #: The engine's field for the most tokens of a reply, if the default limit applies to this endpoint.
+    length_field: ClassVar[str | None] = "max_completion_tokens"
 
-    def of(self, body: Json) -> "Dialect":
-        """The dialect in which an engine is asked for a client's body: another one where this one cannot say it."""
+    def for_body(self, body: Json) -> "Dialect":
+        """The dialect that can express a client's body: this one, or another of the same endpoint."""
         return self
 
-    async def asked(self, body: Json) -> Json:
-        """What the engine is asked, for a client's body. Raises RequestRefused."""
+    async def to_upstream(self, body: Json) -> Json:
+        """The engine's body for a client's body. Raises RequestRefused."""
         return body
 
-    def verbatim(self, asked: Json, msg_id: str) -> Json | None:
-        """All that the engine gets, where nothing may be added or left out for its reply to be captured."""
+    def verbatim(self, upstream: Json, msg_id: str) -> Json | None:
+        """The exact body for the engine, where nothing may be added or removed to capture its reply; else None."""
         return None
 
-    def capture(self, asked: Mapping[str, Any]) -> Mapping[str, object]:
-        """What is asked of the engine beside what the client asks."""
+    def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
+        """The fields that make the engine's reply complete for training."""
         return vllm.CAPTURE
 
-    def choices(self, asked: Json) -> int:
+    def count_choices(self, upstream: Json) -> int:
         """How many choices the reply will have. Raises RequestRefused."""
-        return choices_of(asked)
+        return choice_count(upstream)
 
     @abstractmethod
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
-        """Who tells the reply named `msg_id`, which the engine names `upstream_id`."""
+    def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
+        """The writer of the reply `msg_id`, which is `upstream_id` on the engine."""
 
 
 class ChatDialect(Dialect):
@@ -110,21 +110,21 @@ class ChatDialect(Dialect):
 
     path, prefix = CHAT, "chatcmpl-"
 
-    async def asked(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json) -> Json:
         """See Dialect."""
-        flag(body, "logprobs")
+        optional_bool(body, "logprobs")
         return body
 
-    def capture(self, asked: Mapping[str, Any]) -> Mapping[str, object]:
+    def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
         """See Dialect."""
-        # What cannot be had without logprobs must not become right because we ask for them.
-        wrong = not asked.get("logprobs") and (asked.get("top_logprobs") or asked.get("logprob_token_ids"))
-        return {} if wrong else vllm.CAPTURE
+        # What is invalid without logprobs must not become valid because we add them.
+        invalid = not upstream.get("logprobs") and (upstream.get("top_logprobs") or upstream.get("logprob_token_ids"))
+        return {} if invalid else vllm.CAPTURE
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
+    def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        wants = RequestedFields(body.get("logprobs") is True, body.get("return_token_ids") is True)
-        return ReplyWriter(ChatTranscript(msg_id, wants))
+        requested = RequestedFields(body.get("logprobs") is True, body.get("return_token_ids") is True)
+        return ReplyWriter(ChatTranscript(msg_id, requested))
 
 
 class TextDialect(Dialect):
@@ -132,46 +132,48 @@ class TextDialect(Dialect):
 
     path, prefix = TEXT, "cmpl-"
     upstream_path, upstream_prefix = TEXT, "cmpl-"
-    length = None
+    length_field = None
 
-    def capture(self, asked: Mapping[str, Any]) -> Mapping[str, object]:
+    def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
         """See Dialect."""
-        wrong = asked.get("logprobs") is None and asked.get("logprob_token_ids")
-        # With token ids vLLM does not echo the prompt's words, and with log-probabilities it tells the prompt's too.
-        return {} if wrong or asked.get("echo") else vllm.CAPTURE_TEXT
+        invalid = upstream.get("logprobs") is None and upstream.get("logprob_token_ids")
+        # With token ids vLLM does not echo the prompt's text, and with log-probabilities it returns the prompt's too.
+        return {} if invalid or upstream.get("echo") else vllm.CAPTURE_TEXT
 
-    def choices(self, asked: Json) -> int:
+    def count_choices(self, upstream: Json) -> int:
         """One for each prompt, times n."""
-        prompt = asked.get("prompt")
+        prompt = upstream.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-        found = choices_of(asked) * (len(prompt) if several and prompt else 1)
+        found = choice_count(upstream) * (len(prompt) if several and prompt else 1)
         if found > MAX_CHOICES:
             raise RequestRefused(f"prompts times n must be at most {MAX_CHOICES}", code="out_of_range", param="prompt")
         return found
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
+    def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        # Nothing is captured of an echo, which has the prompt's token ids whether or not they are asked for.
+        # Nothing is captured of an echo, which has the prompt's token ids whether or not they are requested.
         echo = bool(body.get("echo"))
-        wants = RequestedFields(echo or body.get("logprobs") is not None, echo or body.get("return_token_ids") is True)
-        return ReplyWriter(TextTranscript(msg_id, wants))
+        requested = RequestedFields(
+            echo or body.get("logprobs") is not None, echo or body.get("return_token_ids") is True
+        )
+        return ReplyWriter(TextTranscript(msg_id, requested))
 
 
 class _TranslatedWriter(ReplyWriter):
-    """Tells a chat completion in other words."""
+    """Translates a chat completion into another dialect."""
 
-    def whole(self, reply: bytes) -> bytes:
-        """See Teller."""
-        return orjson.dumps(self._reply(orjson.loads(super().whole(reply))))
+    def convert_whole(self, reply: bytes) -> bytes:
+        """See ReplyWriter."""
+        return orjson.dumps(self._convert_reply(orjson.loads(super().convert_whole(reply))))
 
-    def _piece(self, data: bytes) -> bytes:
-        told = self.transcript.feed(data)
-        return b"" if told is None else self._chunk(orjson.loads(told))
+    def _convert_data(self, data: bytes) -> bytes:
+        chunk = self.transcript.feed(data)
+        return b"" if chunk is None else self._convert_chunk(orjson.loads(chunk))
 
-    def _reply(self, reply: Json) -> Json:
+    def _convert_reply(self, reply: Json) -> Json:
         raise NotImplementedError
 
-    def _chunk(self, chunk: Json) -> bytes:
+    def _convert_chunk(self, chunk: Json) -> bytes:
         raise NotImplementedError
 
 
@@ -181,23 +183,23 @@ class _MessageWriter(_TranslatedWriter):
         self._msg_id = msg_id
         self._stream = MessageStream(msg_id=msg_id)
 
-    def _reply(self, reply: Json) -> Json:
-        return messages.whole(reply, msg_id=self._msg_id)
+    def _convert_reply(self, reply: Json) -> Json:
+        return messages.to_message(reply, msg_id=self._msg_id)
 
-    def _chunk(self, chunk: Json) -> bytes:
-        return self._stream.hear(chunk)
+    def _convert_chunk(self, chunk: Json) -> bytes:
+        return self._stream.add_chunk(chunk)
 
-    def last(self) -> bytes:
-        """See Teller."""
+    def finish(self) -> bytes:
+        """See ReplyWriter."""
         return self._stream.end()
 
-    def broken(self, message: str, code: str) -> bytes:
-        """See Teller."""
-        return b"event: error\ndata: %b\n\n" % orjson.dumps(error_body(message, status=500))
+    def error_event(self, message: str, code: str) -> bytes:
+        """See ReplyWriter."""
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500))
 
-    def refused(self, told: Json, status: int) -> Json:
-        """See Teller."""
-        return engine_error_body(told, status=status)
+    def convert_error(self, error_body: Json, status: int) -> Json:
+        """See ReplyWriter."""
+        return anthropic_engine_error(error_body, status=status)
 
 
 class MessagesDialect(Dialect):
@@ -205,114 +207,118 @@ class MessagesDialect(Dialect):
 
     path, prefix = MESSAGES, "msg_"
 
-    async def asked(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json) -> Json:
         """See Dialect."""
         return messages.to_chat(body)
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
+    def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         return _MessageWriter(msg_id, upstream_id)
 
 
 class _ResponseWriter(_TranslatedWriter):
-    def __init__(self, body: Json, msg_id: str, upstream_id: str, context: int | None) -> None:
+    def __init__(self, body: Json, msg_id: str, upstream_id: str, context_length: int | None) -> None:
         super().__init__(ChatTranscript(upstream_id, RequestedFields(logprobs=responses_request.wants_logprobs(body))))
         self._body = body
-        self._named: dict[str, Any] = {"response_id": msg_id, "created_at": int(minted_at(msg_id)), "context": context}
-        self._stream = ResponseStream(body, **self._named)
+        self._identity: dict[str, Any] = {
+            "response_id": msg_id,
+            "created_at": int(minted_at(msg_id)),
+            "context_length": context_length,
+        }
+        self._stream = ResponseStream(body, **self._identity)
 
-    def _reply(self, reply: Json) -> Json:
-        return responses_reply.whole(self._body, reply, **self._named)
+    def _convert_reply(self, reply: Json) -> Json:
+        return responses_reply.to_response(self._body, reply, **self._identity)
 
-    def _chunk(self, chunk: Json) -> bytes:
-        return self._stream.hear(chunk)
+    def _convert_chunk(self, chunk: Json) -> bytes:
+        return self._stream.add_chunk(chunk)
 
-    def last(self) -> bytes:
-        """See Teller."""
+    def finish(self) -> bytes:
+        """See ReplyWriter."""
         return self._stream.end()
 
-    def broken(self, message: str, code: str) -> bytes:
-        """See Teller."""
-        return self._stream.hear({"error": {"message": message, "code": code}})
+    def error_event(self, message: str, code: str) -> bytes:
+        """See ReplyWriter."""
+        return self._stream.add_chunk({"error": {"message": message, "code": code}})
 
 
 class ResponsesDialect(Dialect):
     """OpenAI's responses.
 
-    `conversation` gives the chat messages up to the response of a name. A response tells of what the service decides
-    where clients don't say, its `defaults`, and of the engine's longest sequence, which `context` finds out. What
-    cannot be put as a chat completion is asked `beyond`.
+    `read_conversation` reads the chat messages up to the response of an id. A response shows the service's `defaults`
+    for fields that the client leaves out, and the engine's context length, which `find_context_length` reads. `native`
+    is the dialect of requests that a chat completion cannot express.
     """
 
     path, prefix = RESPONSES, "resp_"
 
     def __init__(
         self,
-        conversation: Callable[[str], Awaitable[Sequence[Json]]],
+        read_conversation: Callable[[str], Awaitable[Sequence[Json]]],
         *,
         defaults: Mapping[str, object],
-        context: Callable[[], Awaitable[int | None]],
-        beyond: Dialect,
+        find_context_length: Callable[[], Awaitable[int | None]],
+        native: Dialect,
     ) -> None:
-        self._conversation = conversation
+        self._read_conversation = read_conversation
         self._defaults = defaults
-        self._find_context = context
-        self._context: int | None = None
-        self._beyond = beyond
+        self._find_context_length = find_context_length
+        self._context_length: int | None = None
+        self._native = native
 
-    def of(self, body: Json) -> Dialect:
+    def for_body(self, body: Json) -> Dialect:
         """See Dialect."""
-        return self if responses_request.untranslatable(body) is None else self._beyond
+        return self if responses_request.untranslatable_reason(body) is None else self._native
 
-    async def asked(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json) -> Json:
         """See Dialect."""
-        await self._learn_context()
-        continued = body.get("previous_response_id")
-        previous = await self._conversation(continued) if isinstance(continued, str) else ()
+        await self._ensure_context()
+        previous_id = body.get("previous_response_id")
+        previous = await self._read_conversation(previous_id) if isinstance(previous_id, str) else ()
         return responses_request.to_chat(body, previous)
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
+    def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _ResponseWriter(body | self._unsaid(body), msg_id, upstream_id, self._context)
+        return _ResponseWriter(body | self._missing_defaults(body), msg_id, upstream_id, self._context_length)
 
-    async def again(self, body: Json, reply: Json, msg_id: str) -> Json:
-        """The response that was made of a chat completion, or what is known of it."""
-        await self._learn_context()
-        return responses_reply.whole(
-            body | self._unsaid(body),
+    async def rebuild(self, body: Json, reply: Json, msg_id: str) -> Json:
+        """The response of a recorded chat completion."""
+        await self._ensure_context()
+        return responses_reply.to_response(
+            body | self._missing_defaults(body),
             reply,
             response_id=msg_id,
             created_at=int(minted_at(msg_id)),
-            context=self._context,
+            context_length=self._context_length,
         )
 
-    def _unsaid(self, body: Json) -> Json:
+    def _missing_defaults(self, body: Json) -> Json:
         return {name: value for name, value in self._defaults.items() if body.get(name) is None}
 
-    async def _learn_context(self) -> None:
-        if self._context is None:
-            self._context = await self._find_context()
+    async def _ensure_context(self) -> None:
+        if self._context_length is None:
+            self._context_length = await self._find_context_length()
 
 
-def choices_of(body: Json) -> int:
-    """`n`. Raises RequestRefused for what is no number of choices."""
-    choices = body.get("n") or 1
-    if isinstance(choices, bool) or not isinstance(choices, int) or not 1 <= choices <= MAX_CHOICES:
+def choice_count(body: Json) -> int:
+    """`n`. Raises RequestRefused if it is not a valid number of choices."""
+    count = body.get("n") or 1
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_CHOICES:
         raise RequestRefused(f"n must be an integer from 1 to {MAX_CHOICES}", code="out_of_range", param="n")
-    return choices
+    return count
 
 
-def events(rest: bytearray, block: bytes) -> list[bytes]:
-    """The server-sent events that a block completes, without their blank line; what is left stays in `rest`."""
-    if rest:
-        rest += block
-        block = bytes(rest)
-        rest.clear()
-    *whole, left = block.split(b"\n\n")
-    rest += left
-    if len(rest) > _LONGEST_EVENT:
-        raise EngineError(f"an event of more than {_LONGEST_EVENT} bytes")
-    return whole
+def split_events(buffer: bytearray, block: bytes) -> list[bytes]:
+    """The server-sent events that a block completes, without their blank line; the rest stays in `buffer`."""
+    if buffer:
+        buffer += block
+        block = bytes(buffer)
+        buffer.clear()
+    *events, remainder = block.split(b"\n\n")
+    buffer += remainder
+    if len(buffer) > _MAX_EVENT_BYTES:
+        raise EngineError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+    return events
 
 
-_LONGEST_EVENT = 16 << 20
+_MAX_EVENT_BYTES = 16 << 20

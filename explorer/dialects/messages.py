@@ -1,7 +1,7 @@
-"""Anthropic's messages in terms of chat completions: requests there, replies and errors back, as vLLM itself does it.
+"""Translates Anthropic's messages to chat completions, and replies and errors back, as vLLM itself does it.
 
-Sans-I/O. vLLM tells no token ids and no log-probabilities of messages, so they are sampled and recorded as chat
-completions. The same in pieces: `explorer/dialects/messages_stream.py`.
+Sans-I/O. vLLM returns no token ids and no log-probabilities with messages, so they are sampled and recorded as chat
+completions. Streams: `explorer/dialects/messages_stream.py`.
 """
 
 import uuid
@@ -25,7 +25,7 @@ from tuneloop.explorer.http.bodies import wrong_type
 from tuneloop.shared.errors import RequestRefused
 
 #: Fields of the same name and meaning on both sides.
-_ALIKE = (
+_SHARED_FIELDS = (
     "model",
     "temperature",
     "top_k",
@@ -45,10 +45,10 @@ _BILLING = "x-anthropic-billing-header"
 
 
 def to_chat(body: Json) -> Json:
-    """The chat completions request that means the same. Raises RequestRefused for a body that vLLM would not take."""
+    """The equivalent chat completions request. Raises RequestRefused for a body that vLLM would not accept."""
     request = parse_messages_request(body)
     chat: Json = {
-        **{name: getattr(request, name) for name in _ALIKE},
+        **{name: getattr(request, name) for name in _SHARED_FIELDS},
         "messages": [*_system(request.system), *(each for turn in request.messages for each in _messages(turn))],
         "max_completion_tokens": request.max_tokens,
         "stop": request.stop_sequences,
@@ -63,56 +63,56 @@ def to_chat(body: Json) -> Json:
     return {name: value for name, value in chat.items() if value is not None}
 
 
-def whole(reply: Json, *, msg_id: str) -> Json:
+def to_message(reply: Json, *, msg_id: str) -> Json:
     """A chat completion as a message."""
     choice = reply["choices"][0]
-    said = choice["message"]
+    message = choice["message"]
     blocks: list[Json] = []
-    if said.get("reasoning"):
-        blocks.append({"type": "thinking", "thinking": said["reasoning"], "signature": signature()})
-    if said.get("content"):
-        blocks.append({"type": "text", "text": said["content"]})
-    calls = [_tool_use(call) for call in said.get("tool_calls") or ()]
-    called = any(call["type"] == "tool_use" for call in calls)
-    stop_reason, stop_sequence = stopped(
-        choice.get("finish_reason"), choice.get("stop_reason"), called=called, complete=called
+    if message.get("reasoning"):
+        blocks.append({"type": "thinking", "thinking": message["reasoning"], "signature": thinking_signature()})
+    if message.get("content"):
+        blocks.append({"type": "text", "text": message["content"]})
+    calls = [_tool_use(call) for call in message.get("tool_calls") or ()]
+    has_tool_call = any(call["type"] == "tool_use" for call in calls)
+    stop_reason, stop_sequence = stop_reason_of(
+        choice.get("finish_reason"), choice.get("stop_reason"), has_tool_call=has_tool_call, complete=has_tool_call
     )
-    message = {
+    anthropic_message = {
         "id": msg_id,
         "type": "message",
         "role": "assistant",
-        # Some clients take it for granted that there is a first block.
+        # Some clients assume that there is a first block.
         "content": blocks + calls or [{"type": "text", "text": ""}],
         "model": reply.get("model"),
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
-        "usage": usage(reply.get("usage")),
+        "usage": to_usage(reply.get("usage")),
         "kv_transfer_params": reply.get("kv_transfer_params"),
         "ec_transfer_params": reply.get("ec_transfer_params"),
     }
-    return {name: value for name, value in message.items() if value is not None}
+    return {name: value for name, value in anthropic_message.items() if value is not None}
 
 
-def usage(told: Json | None) -> Json:
-    """Token counts: Anthropic's input tokens are those that no cache had."""
-    told = told or {}
-    details = told.get("prompt_tokens_details") or {}
+def to_usage(counts: Json | None) -> Json:
+    """Token counts: Anthropic's input tokens are those that were not cached."""
+    counts = counts or {}
+    details = counts.get("prompt_tokens_details") or {}
     cached = {
         "cache_read_input_tokens": details.get("cached_tokens"),
         "cache_creation_input_tokens": details.get("created_cache_tokens"),
     }
     known = {name: count for name, count in cached.items() if count is not None}
-    fresh = (told.get("prompt_tokens") or 0) - sum(known.values())
-    return {"input_tokens": max(0, fresh), "output_tokens": told.get("completion_tokens") or 0, **known}
+    fresh = (counts.get("prompt_tokens") or 0) - sum(known.values())
+    return {"input_tokens": max(0, fresh), "output_tokens": counts.get("completion_tokens") or 0, **known}
 
 
-def stopped(
-    finish_reason: str | None, matched: str | int | None, *, called: bool, complete: bool
+def stop_reason_of(
+    finish_reason: str | None, matched: str | int | None, *, has_tool_call: bool, complete: bool
 ) -> tuple[str | None, str | None]:
     """Anthropic's stop_reason and stop_sequence.
 
-    `matched` is the stop string or token that was met; `called` says whether there is a tool call, `complete` whether
-    it may be run: a stop string may have cut it short.
+    `matched` is the stop string or token that was met; `complete` is False for a tool call that a stop string may have
+    cut short.
     """
     if finish_reason == "length":
         return "max_tokens", None
@@ -121,32 +121,32 @@ def stopped(
     if isinstance(matched, str) and not complete:
         return "stop_sequence", matched
     # A call that was forced by name ends with "stop".
-    return ("tool_use" if called or finish_reason == "tool_calls" else "end_turn"), None
+    return ("tool_use" if has_tool_call or finish_reason == "tool_calls" else "end_turn"), None
 
 
-def signature() -> str:
-    """Anthropic signs thinking; nobody here checks it, but clients want one."""
+def thinking_signature() -> str:
+    """Anthropic signs thinking blocks; the signature is not checked here, but clients require one."""
     return uuid.uuid4().hex
 
 
 def _tool_use(call: Json) -> Json:
     function = call["function"]
     try:
-        given = orjson.loads(function["arguments"])
+        arguments = orjson.loads(function["arguments"])
     except orjson.JSONDecodeError:
-        given = None
-    if isinstance(given, dict):
-        return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
-    # Cut short, or not what a tool can be given: shown as what was said rather than run or lost.
+        arguments = None
+    if isinstance(arguments, dict):
+        return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+    # Cut short, or not an object: shown as text rather than run or lost.
     return {"type": "text", "text": function["arguments"]}
 
 
-def _metadata(told: Json | None) -> Json | None:
-    """Our labels. Anthropic's user_id is the one that we call user."""
-    if told is None or told.get("user_id") is None:
-        return told
-    rest = {name: value for name, value in told.items() if name != "user_id"}
-    return {"user": told["user_id"], **rest}
+def _metadata(metadata: Json | None) -> Json | None:
+    """Our labels. Anthropic's user_id is our user."""
+    if metadata is None or metadata.get("user_id") is None:
+        return metadata
+    rest = {name: value for name, value in metadata.items() if name != "user_id"}
+    return {"user": metadata["user_id"], **rest}
 
 
 def _system(system: str | list[Block] | None) -> list[Json]:
@@ -160,10 +160,10 @@ def _system_text(blocks: Iterable[Block]) -> str:
 
 
 def _messages(turn: Turn) -> Iterator[Json]:
-    """A turn as chat messages: tool results are messages of their own, before what else it says."""
+    """A turn as chat messages: tool results are messages of their own, before the rest of it."""
     if turn.role == "system":
-        told = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
-        yield from _system(told)
+        content = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+        yield from _system(content)
     elif isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
     else:
@@ -214,7 +214,7 @@ def _call(block: Block) -> Json:
 
 
 def _result(block: Block) -> Iterator[Json]:
-    """A tool's result: its text, then its images, which only users may show, then the tools that it found."""
+    """A tool's result: its text, then its images (as a user message), then the tools that it references."""
     items = block.content if isinstance(block.content, list) else [{"type": "text", "text": block.content or ""}]
     result = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
     yield result | {"content": "\n".join(_typed(item, "text", "", str) for item in items if item.get("type") == "text")}
@@ -249,24 +249,24 @@ def _thinking(request: MessagesRequest) -> Json:
 
 
 def _tools(request: MessagesRequest) -> Json:
-    """The tools and which of them must be used. vLLM passes over a choice where there is nothing to choose from."""
-    tools, choice = _tools_at_the_end(request), request.tool_choice
+    """The tools and which of them must be used. vLLM ignores a choice where there are no tools."""
+    tools, choice = _final_tools(request), request.tool_choice
     if not tools:
         return {}
-    told: Json = {"tools": [_tool(tool) for tool in tools], "tool_choice": "auto"}
+    fields: Json = {"tools": [_tool(tool) for tool in tools], "tool_choice": "auto"}
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
-        told["tool_choice"] = _TOOL_CHOICES.get(choice.type, named)
-        told["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return told
+        fields["tool_choice"] = _TOOL_CHOICES.get(choice.type, named)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields
 
 
 def _tool(tool: Tool) -> Json:
-    told = {"parameters": tool.input_schema, **tool.model_dump(exclude={"input_schema"})}
-    return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+    function = {"parameters": tool.input_schema, **tool.model_dump(exclude={"input_schema"})}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _tools_at_the_end(request: MessagesRequest) -> list[Tool]:
+def _final_tools(request: MessagesRequest) -> list[Tool]:
     """The tools of the request as its system messages have changed them."""
     changes = [block for turn in request.messages for block in turn.blocks if block.changes_tools]
     if not changes:

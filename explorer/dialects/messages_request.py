@@ -1,4 +1,4 @@
-"""What an Anthropic messages request may hold: what vLLM reads of it, and as leniently."""
+"""The pydantic model of an Anthropic messages request: the fields that vLLM reads, and as lenient."""
 
 from typing import Annotated, Any, Literal
 
@@ -93,7 +93,7 @@ class Turn(BaseModel):
         return self.content if isinstance(self.content, list) else []
 
     @model_validator(mode="after")
-    def _only_the_system_changes_tools(self) -> "Turn":
+    def _only_system_changes_tools(self) -> "Turn":
         if self.role != "system":
             _without_tool_changes(self.content)
         return self
@@ -121,7 +121,7 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """How hard the model tries, and what its answer looks like."""
+    """The reasoning effort, and the format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -141,7 +141,7 @@ class ThinkingUnbudgeted(BaseModel):
 
 
 class MessagesRequest(BaseModel):
-    """The body of a messages request. Fields that are not here mean nothing to vLLM."""
+    """The body of a messages request. vLLM ignores all other fields."""
 
     model: str = Field(min_length=1)
     messages: list[Turn]
@@ -167,23 +167,23 @@ class MessagesRequest(BaseModel):
     watermarking: Any = None
 
     @model_validator(mode="after")
-    def _leaves_room_after_thinking(self) -> "MessagesRequest":
-        # The engine that only reads the prompt is asked for one token; the one that writes is asked again.
-        reads_only = isinstance(self.kv_transfer_params, dict) and self.kv_transfer_params.get("do_remote_decode")
+    def _thinking_budget_below_max_tokens(self) -> "MessagesRequest":
+        # With disaggregated serving the prefill engine is asked for one token; the decode engine is asked again.
+        prefill_only = isinstance(self.kv_transfer_params, dict) and self.kv_transfer_params.get("do_remote_decode")
         budget = self.thinking.budget_tokens if isinstance(self.thinking, ThinkingEnabled) else 0
-        if budget >= self.max_tokens and not reads_only:
+        if budget >= self.max_tokens and not prefill_only:
             raise ValueError("thinking.budget_tokens must be less than max_tokens")
         return self
 
 
 def parse_messages_request(body: Json) -> MessagesRequest:
-    """The request of a body. Raises RequestRefused with the first mistake for one that vLLM would not take."""
+    """The request of a body. Raises RequestRefused with the first mistake for one that vLLM would not accept."""
     try:
         return MessagesRequest.model_validate(body)
     except ValidationError as error:
-        # Of the forms that a value may have, the one that was understood furthest is the one that was meant.
+        # Of the forms of a union, the one whose validation got furthest is most likely the one that was intended.
         mistake = max(error.errors(), key=lambda each: len(each["loc"]))
-        # Which form it was is no part of the path: "str", "list[...]".
+        # The name of the form is not part of the path: "str", "list[...]".
         path = ".".join(str(part) for part in mistake["loc"] if part != "str" and "[" not in str(part))
         message = mistake["msg"].removeprefix("Value error, ")
         raise RequestRefused(

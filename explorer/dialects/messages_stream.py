@@ -1,18 +1,18 @@
-"""A streamed chat completion as the events of a streamed message, as vLLM itself tells them."""
+"""Translates a streamed chat completion into the events of a streamed Anthropic message, as vLLM itself does it."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
-from tuneloop.explorer.dialects.messages import signature, stopped, usage
-from tuneloop.explorer.http.errors import error_body
+from tuneloop.explorer.dialects.messages import stop_reason_of, thinking_signature, to_usage
+from tuneloop.explorer.http.errors import anthropic_error
 
 Json = dict[str, Any]
 
 
 class MessageStream:
-    """One reply being told. Sans-I/O: pieces in, bytes of server-sent events out.
+    """One streamed message. Sans-I/O: chunks in, bytes of server-sent events out.
 
     A message is a sequence of blocks, one open at a time; chat completions have text, reasoning and calls side by side.
     """
@@ -22,19 +22,19 @@ class MessageStream:
         self._started = False
         self._broken = False
         self._index = 0
-        #: The type of the open block, and the call that it is, if it is one.
+        #: The type of the open block, and the id of its tool call, if it is one.
         self._open: str | None = None
         self._call_id: str | None = None
-        #: Text said while a call is open; a call's arguments cannot be taken up again, so it waits for the call's end.
-        self._waiting: list[str] = []
+        #: Text that came while a tool call is open; a closed block cannot be reopened, so it waits for the call's end.
+        self._held_text: list[str] = []
         self._call_ids: dict[int, str] = {}
-        #: The arguments of the latest call, the only one that a stop string can have cut short.
+        #: The arguments of the last call, the only one that a stop string can have cut short.
         self._arguments: list[str] = []
         self._finish_reason: str | None = None
         self._matched: str | int | None = None
 
-    def hear(self, chunk: Json) -> bytes:
-        """The events that one chat.completion.chunk makes."""
+    def add_chunk(self, chunk: Json) -> bytes:
+        """The events for one chat.completion.chunk."""
         return b"" if self._broken else b"".join(self._events(chunk))
 
     def end(self) -> bytes:
@@ -56,21 +56,21 @@ class MessageStream:
         choice = chunk["choices"][0]
         if choice.get("finish_reason") is not None:
             self._finish_reason, self._matched = choice["finish_reason"], choice.get("stop_reason")
-        yield from self._hear_delta(choice.get("delta") or {})
+        yield from self._add_delta(choice.get("delta") or {})
 
-    def _hear_delta(self, delta: Json) -> Iterator[bytes]:
+    def _add_delta(self, delta: Json) -> Iterator[bytes]:
         if reasoning := delta.get("reasoning"):
             yield from self._reopen("thinking", {"thinking": ""})
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
         if text := delta.get("content"):
             if self._open == "tool_use":
-                self._waiting.append(text)
+                self._held_text.append(text)
             else:
-                yield from self._say(text)
+                yield from self._add_text(text)
         for call in delta.get("tool_calls") or ():
-            yield from self._hear_call(call)
+            yield from self._add_tool_call(call)
 
-    def _hear_call(self, call: Json) -> Iterator[bytes]:
+    def _add_tool_call(self, call: Json) -> Iterator[bytes]:
         function = call.get("function") or {}
         if call.get("id") is not None:
             self._call_ids[call["index"]] = call["id"]
@@ -83,7 +83,7 @@ class MessageStream:
             self._arguments.append(arguments)
             yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
-    def _say(self, text: str) -> Iterator[bytes]:
+    def _add_text(self, text: str) -> Iterator[bytes]:
         yield from self._reopen("text", {"text": ""})
         yield self._delta({"type": "text_delta", "text": text})
 
@@ -101,18 +101,18 @@ class MessageStream:
         return _event("content_block_delta", delta=delta, index=self._index)
 
     def _close(self) -> Iterator[bytes]:
-        """End the open block; what waited for its end becomes a block of its own."""
+        """End the open block; text that waited for its end becomes a block of its own."""
         yield from self._end_block()
-        if self._waiting:
-            text, self._waiting = "".join(self._waiting), []
-            yield from self._say(text)
+        if self._held_text:
+            text, self._held_text = "".join(self._held_text), []
+            yield from self._add_text(text)
             yield from self._end_block()
 
     def _end_block(self) -> Iterator[bytes]:
         if self._open is None:
             return
         if self._open == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": signature()})
+            yield self._delta({"type": "signature_delta", "signature": thinking_signature()})
         yield _event("content_block_stop", index=self._index)
         self._open, self._call_id = None, None
         self._index += 1
@@ -126,27 +126,27 @@ class MessageStream:
             "model": chunk.get("model"),
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(chunk.get("usage")),
+            "usage": to_usage(chunk.get("usage")),
         }
         return _event("message_start", message=message)
 
     def _stop(self, chunk: Json) -> bytes:
-        called = bool(self._call_ids)
-        stop_reason, stop_sequence = stopped(
+        has_tool_call = bool(self._call_ids)
+        stop_reason, stop_sequence = stop_reason_of(
             self._finish_reason or "stop",
             self._matched,
-            called=called,
-            complete=called and _is_json("".join(self._arguments)),
+            has_tool_call=has_tool_call,
+            complete=has_tool_call and _is_json("".join(self._arguments)),
         )
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        return _event("message_delta", delta=delta, usage=usage(chunk.get("usage")))
+        return _event("message_delta", delta=delta, usage=to_usage(chunk.get("usage")))
 
 
-def _broken_off(told: Any) -> bytes:
-    error = told if isinstance(told, dict) else {}
+def _broken_off(error: Any) -> bytes:
+    error = error if isinstance(error, dict) else {}
     status = error["code"] if isinstance(error.get("code"), int) else 500
     message = str(error.get("message") or "the engine broke off its reply")
-    return _event("error", error=error_body(message, status=status)["error"])
+    return _event("error", error=anthropic_error(message, status=status)["error"])
 
 
 def _event(kind: str, **fields: Any) -> bytes:

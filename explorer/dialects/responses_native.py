@@ -1,7 +1,7 @@
-"""Requests for responses that cannot be put as chat completions: the engine's own `/v1/responses` answers them.
+"""Responses that a chat completion cannot express: the engine's own `/v1/responses` answers them.
 
-It tells no token ids, so what is kept of them is only words. The engine calls the reply by our name, so that feedback,
-and whoever asks for it later, finds it.
+It returns no token ids, so only the text of their replies is recorded. The engine uses our id for the reply, so that
+feedback and later requests for it find it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,152 +16,152 @@ from tuneloop.shared.ledger.recording.completion_object import shown
 
 Json = dict[str, Any]
 
-#: What a response may still be.
-UNDER_WAY = ("queued", "in_progress")
+#: The statuses of a response that is not finished.
+UNFINISHED = ("queued", "in_progress")
 
-#: Events after which nothing comes.
-_LAST = ("response.completed", "response.incomplete", "response.failed", "error")
+#: The last event of a stream is one of these.
+_FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
 class NativeResponseTranscript(Transcript):
-    """A response that an engine tells as it is. There is no choice of one that is still under way."""
+    """A response of the engine's own route. It has no choice before it is finished."""
 
     def __init__(self, msg_id: str, body: Json, *, background: bool) -> None:
         super().__init__(msg_id, RequestedFields())
         self._body = body
         self._background = background
-        #: The response as it was told last.
-        self.told: Json = {"id": msg_id, "object": "response", "output": []}
+        #: The last state of the response.
+        self.latest: Json = {"id": msg_id, "object": "response", "output": []}
 
     def _feed(self, piece: bytes) -> bytes:
         try:
-            return orjson.dumps(self.settle(orjson.loads(piece)))
+            return orjson.dumps(self.update(orjson.loads(piece)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise EngineError(f"the engine's response cannot be read: {error!r}") from error
 
-    def settle(self, response: Json) -> Json:
-        """Take down a response as it stands; as the client gets it."""
-        self.told = as_asked(self._body, response)
-        if response["status"] not in UNDER_WAY:
+    def update(self, response: Json) -> Json:
+        """Store the state of a response; returns it as the client gets it."""
+        self.latest = restore_client_fields(self._body, response)
+        if response["status"] not in UNFINISHED:
             self.broken = False
             self.choices[0] = _choice(response)
-        return self.told
+        return self.latest
 
-    def hear_words(self, words: str) -> None:
-        """Take down a part of the text, for the case that no more comes."""
+    def add_text(self, text: str) -> None:
+        """Store a part of the text, in case no more comes."""
         if not self._background:
-            self.choices.setdefault(0, CapturedChoice()).text.append(words)
+            self.choices.setdefault(0, CapturedChoice()).text.append(text)
 
-    def lose(self) -> None:
-        """Nothing more will be heard of it."""
+    def mark_broken(self) -> None:
+        """Mark a response of which no more will come."""
         self.broken = True
         self.choices.setdefault(0, CapturedChoice())
 
 
 class NativeReplyWriter(ReplyWriter):
-    """Tells a response as the engine tells it."""
+    """Writes a response of the engine's own route."""
 
     def __init__(self, body: Json, msg_id: str) -> None:
         self._response = NativeResponseTranscript(msg_id, body, background=body.get("background") is True)
         super().__init__(self._response)
         self._background = body.get("background") is True
-        self._end = b""
+        self._final_event = b""
         self._number = 0
 
     @property
-    def unfinished(self) -> bool:
-        """See Teller."""
+    def continues_in_background(self) -> bool:
+        """See ReplyWriter."""
         return self._background and not self._response.choices
 
-    def event(self, event: bytes) -> bytes:
-        """See Teller. The last event waits until the reply is kept."""
+    def convert_event(self, event: bytes) -> bytes:
+        """See ReplyWriter. The last event waits until the reply is recorded."""
         name, _, data = event.partition(b"\ndata: ")
         if not data:
-            return super().event(event)
-        told = orjson.loads(data)
-        kind = told["type"]
-        self._number = told.get("sequence_number", self._number) + 1
+            return super().convert_event(event)
+        payload = orjson.loads(data)
+        kind = payload["type"]
+        self._number = payload.get("sequence_number", self._number) + 1
         if kind == "response.output_text.delta":
-            self._response.hear_words(told["delta"])
-        if isinstance(told.get("response"), dict):
-            told["response"] = self._response.settle(told["response"])
-            data = orjson.dumps(told)
-        said = b"%b\ndata: %b\n\n" % (name, data)
-        if kind not in _LAST:
-            return said
+            self._response.add_text(payload["delta"])
+        if isinstance(payload.get("response"), dict):
+            payload["response"] = self._response.update(payload["response"])
+            data = orjson.dumps(payload)
+        converted = b"%b\ndata: %b\n\n" % (name, data)
+        if kind not in _FINAL_EVENTS:
+            return converted
         if kind in ("error", "response.failed"):
-            self._response.lose()
-        self.done, self._end = True, said
+            self._response.mark_broken()
+        self.done, self._final_event = True, converted
         return b""
 
-    def last(self) -> bytes:
-        """See Teller."""
-        return self._end
+    def finish(self) -> bytes:
+        """See ReplyWriter."""
+        return self._final_event
 
-    def broken(self, message: str, code: str) -> bytes:
-        """See Teller."""
+    def error_event(self, message: str, code: str) -> bytes:
+        """See ReplyWriter."""
         error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": self._number}
         failure = {"code": "server_error", "message": message}
-        response = {**self._response.told, "status": "failed", "error": failure}
+        response = {**self._response.latest, "status": "failed", "error": failure}
         failed = {"type": "response.failed", "response": response, "sequence_number": self._number + 1}
-        said = orjson.dumps(error), orjson.dumps(failed)
-        return b"event: error\ndata: %b\n\nevent: response.failed\ndata: %b\n\n" % said
+        events = orjson.dumps(error), orjson.dumps(failed)
+        return b"event: error\ndata: %b\n\nevent: response.failed\ndata: %b\n\n" % events
 
 
 class NativeResponsesDialect(Dialect):
-    """OpenAI's responses, as the engine answers them itself.
+    """OpenAI's responses, as the engine's own route answers them.
 
-    `conversation` gives the chat messages up to the response of a name; `defaults` is said where clients don't say.
+    `read_conversation` reads the chat messages up to the response of an id; `defaults` fill the client's empty fields.
     """
 
     path, prefix = RESPONSES, "resp_"
     upstream_path, upstream_prefix = RESPONSES, "resp_"
-    length = None
+    length_field = None
 
     def __init__(
-        self, conversation: Callable[[str], Awaitable[Sequence[Json]]], *, defaults: Mapping[str, object]
+        self, read_conversation: Callable[[str], Awaitable[Sequence[Json]]], *, defaults: Mapping[str, object]
     ) -> None:
-        self._conversation = conversation
+        self._read_conversation = read_conversation
         self._defaults = defaults
 
-    async def asked(self, body: Json) -> Json:
-        """See Dialect. What a response goes on from is said in full: the engine may not have it."""
-        unsaid = {key: value for key, value in self._defaults.items() if value is not None and body.get(key) is None}
-        asked = body | unsaid
-        continued = asked.get("previous_response_id")
-        if not isinstance(continued, str):
-            return asked
-        if asked.get("previous_input_messages"):
+    async def to_upstream(self, body: Json) -> Json:
+        """See Dialect. The previous conversation is sent in full: the engine may not have it."""
+        defaults = {key: value for key, value in self._defaults.items() if value is not None and body.get(key) is None}
+        upstream = body | defaults
+        previous_id = upstream.get("previous_response_id")
+        if not isinstance(previous_id, str):
+            return upstream
+        if upstream.get("previous_input_messages"):
             message = "Only one of `previous_input_messages` and `previous_response_id` can be set."
             raise RequestRefused(message, code="invalid_value", param="previous_response_id")
-        del asked["previous_response_id"]
-        said = asked.get("input")
-        if isinstance(said, str | list):
-            items = said if isinstance(said, list) else [{"role": "user", "content": said}]
-            asked["input"] = [*as_items(await self._conversation(continued)), *items]
-        return asked
+        del upstream["previous_response_id"]
+        input_field = upstream.get("input")
+        if isinstance(input_field, str | list):
+            items = input_field if isinstance(input_field, list) else [{"role": "user", "content": input_field}]
+            upstream["input"] = [*input_items(await self._read_conversation(previous_id)), *items]
+        return upstream
 
-    def verbatim(self, asked: Json, msg_id: str) -> Json:
+    def verbatim(self, upstream: Json, msg_id: str) -> Json:
         """See Dialect."""
-        said = {**asked, "request_id": msg_id}
-        if isinstance(asked.get("metadata"), dict):
-            said["metadata"] = shown(asked["metadata"])  # the engine takes strings only
-        if not asked.get("background"):
-            said["store"] = False  # it would never forget it
-        return said
+        fields = {**upstream, "request_id": msg_id}
+        if isinstance(upstream.get("metadata"), dict):
+            fields["metadata"] = shown(upstream["metadata"])  # the engine takes strings only
+        if not upstream.get("background"):
+            fields["store"] = False  # it would keep the response for ever
+        return fields
 
-    def teller(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
+    def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         return NativeReplyWriter(body, msg_id)
 
 
-def as_asked(body: Json, response: Json) -> Json:
-    """An engine's response with what the client said, where the engine was told it in another way."""
-    said = {name: body[name] for name in ("previous_response_id", "metadata") if body.get(name) is not None}
-    return response | said
+def restore_client_fields(body: Json, response: Json) -> Json:
+    """An engine's response with the client's own value of the fields that were changed for the engine."""
+    fields = {name: body[name] for name in ("previous_response_id", "metadata") if body.get(name) is not None}
+    return response | fields
 
 
-def as_items(messages: Sequence[Json]) -> list[Json]:
+def input_items(messages: Sequence[Json]) -> list[Json]:
     """Chat messages, as `responses_request` makes them, as the items of an input."""
     return [item for message in messages for item in _items(message)]
 
@@ -196,13 +196,13 @@ def _part(part: Json) -> Json:
 
 def _choice(response: Json) -> CapturedChoice:
     output = response["output"]
-    spoken = [part for item in output if item["type"] == "message" for part in item["content"]]
+    parts = [part for item in output if item["type"] == "message" for part in item["content"]]
     calls = [item for item in output if item["type"] == "function_call"]
-    over = "tool_calls" if calls else "stop"
+    finish_reason = "tool_calls" if calls else "stop"
     return CapturedChoice(
-        text=[part["text"] for part in spoken if part["type"] == "output_text"],
+        text=[part["text"] for part in parts if part["type"] == "output_text"],
         tool_calls={number: _call(item) for number, item in enumerate(calls)},
-        finish_reason={"completed": over, "incomplete": "length"}.get(response["status"]),
+        finish_reason={"completed": finish_reason, "incomplete": "length"}.get(response["status"]),
     )
 
 

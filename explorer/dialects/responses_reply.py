@@ -1,4 +1,4 @@
-"""Makes of a chat completion the response object that vLLM's own `/v1/responses` answers with, field by field."""
+"""Translates a chat completion into the response object of vLLM's own `/v1/responses`, field by field."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ Json = dict[str, Any]
 #: The lowest temperature above 0 that vLLM samples with.
 _LOWEST_TEMPERATURE = 0.01
 
-#: Fields of a request that come back as they are, with what they are where the request does not say.
+#: Fields of a request that are echoed, with their defaults.
 _ECHOED: Mapping[str, Any] = {
     **{"instructions": None, "metadata": None, "previous_response_id": None, "prompt": None, "user": None},
     **{"max_tool_calls": None, "parallel_tool_calls": True, "service_tier": "auto", "truncation": "disabled"},
     **{"background": False, "presence_penalty": 0.0, "frequency_penalty": 0.0},
 }
 
-#: What the objects of a request come back with where it does not say.
+#: The defaults of fields of a request's objects, which are echoed too.
 _TOOL = dict.fromkeys(
     ("parameters", "strict", "allowed_callers", "async", "defer_loading", "description", "output_schema")
 )
@@ -27,24 +27,29 @@ _TEXT = dict.fromkeys(("format", "verbosity"))
 _SCHEMA = dict.fromkeys(("description", "strict"))
 
 
-def whole(body: Json, reply: Json, *, response_id: str, created_at: int, context: int | None = None) -> Json:
-    """The response to a request that `to_chat` put as the chat completion that `reply` answers.
+def to_response(
+    body: Json, reply: Json, *, response_id: str, created_at: int, context_length: int | None = None
+) -> Json:
+    """The response to a request that `to_chat` translated; `reply` is the chat completion.
 
-    `context` is the engine's longest sequence. What the service decides where clients don't say, such as the
-    temperature, belongs into `body`.
+    `context_length` is the engine's. The service's defaults, such as the temperature, belong into `body`.
     """
     choice, usage = reply["choices"][0], reply["usage"]
-    begun = outline(
-        body, response_id=response_id, created_at=created_at, model=reply["model"], room=room(context, usage)
+    in_progress = in_progress_response(
+        body,
+        response_id=response_id,
+        created_at=created_at,
+        model=reply["model"],
+        remaining=remaining_context(context_length, usage),
     )
     output = _output(body, choice, response_id)
-    return finished(begun, output, finish_reason=_finish_reason(begun, choice, usage), reply=reply)
+    return finish_response(in_progress, output, finish_reason=_finish_reason(in_progress, choice, usage), reply=reply)
 
 
-def outline(body: Json, *, response_id: str, created_at: int, model: str, room: int | None) -> Json:
-    """The response before anything is said. `room` is what the prompt leaves of the context."""
+def in_progress_response(body: Json, *, response_id: str, created_at: int, model: str, remaining: int | None) -> Json:
+    """The response before anything is sampled. `remaining` is what the prompt leaves of the context."""
     temperature, top_p = (1.0 if body.get(name) is None else float(body[name]) for name in ("temperature", "top_p"))
-    limits = [limit for limit in (body.get("max_output_tokens"), room) if limit is not None]
+    limits = [limit for limit in (body.get("max_output_tokens"), remaining) if limit is not None]
     given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
     return {
         **_ECHOED,
@@ -58,7 +63,7 @@ def outline(body: Json, *, response_id: str, created_at: int, model: str, room: 
         "output": [],
         "usage": None,
         "temperature": max(temperature, _LOWEST_TEMPERATURE) if temperature else 0.0,
-        # Where the likeliest token is taken there is no nucleus.
+        # Greedy sampling has no nucleus.
         "top_p": top_p if temperature else 1.0,
         "top_logprobs": (body.get("top_logprobs") or 0) if wants_logprobs(body) else None,
         "max_output_tokens": min(limits, default=None),
@@ -70,27 +75,27 @@ def outline(body: Json, *, response_id: str, created_at: int, model: str, room: 
     }
 
 
-def finished(begun: Json, output: list[Json], *, finish_reason: str | None, reply: Json) -> Json:
-    """The response with all that was said. `reply` is the chat completion, or the last piece of a streamed one."""
+def finish_response(in_progress: Json, output: list[Json], *, finish_reason: str | None, reply: Json) -> Json:
+    """The finished response. `reply` is the chat completion, or the last chunk of a streamed one."""
     cut_off = finish_reason == "length"
-    told = ("kv_transfer_params", "ec_transfer_params", "metrics")
+    passed_through = ("kv_transfer_params", "ec_transfer_params", "metrics")
     return {
-        **begun,
+        **in_progress,
         "status": "incomplete" if cut_off else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
         "output": output,
         "usage": None if reply["usage"] is None else _usage(reply["usage"]),
-        **{name: reply[name] for name in told if reply.get(name) is not None},
+        **{name: reply[name] for name in passed_through if reply.get(name) is not None},
     }
 
 
-def room(context: int | None, usage: Json | None) -> int | None:
-    """How many tokens a reply may have by its engine's context, where both are known."""
-    return None if context is None or usage is None else context - usage["prompt_tokens"]
+def remaining_context(context_length: int | None, usage: Json | None) -> int | None:
+    """How many tokens a reply may have by its engine's context length, where both are known."""
+    return None if context_length is None or usage is None else context_length - usage["prompt_tokens"]
 
 
 def item_id(kind: str, response_id: str, before: Sequence[Json]) -> str:
-    """The id of the item that follows these, of the form that vLLM gives them: the same whenever it is told."""
+    """The id of the item that follows these, in the form of vLLM's: the same each time."""
     number = sum(item["id"].startswith(f"{kind}_") for item in before)
     return f"{kind}_{hashlib.blake2b(f'{response_id}/{kind}/{number}'.encode(), digest_size=8).hexdigest()}"
 
@@ -100,22 +105,22 @@ def text_part(text: str, logprobs: list[Json] | None) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def message(name: str, content: list[Json], *, status: str) -> Json:
-    """The item of what was said."""
-    said = {"type": "message", "id": name, "role": "assistant", "content": content}
-    return {**said, "status": status, "phase": None}
+def message_item(name: str, content: list[Json], *, status: str) -> Json:
+    """The item of a message."""
+    fields = {"type": "message", "id": name, "role": "assistant", "content": content}
+    return {**fields, "status": status, "phase": None}
 
 
-def reasoning(name: str, content: list[Json] | None, *, status: str | None) -> Json:
-    """The item of what was thought."""
-    thought = {"type": "reasoning", "id": name, "summary": [], "content": content}
-    return {**thought, "encrypted_content": None, "status": status}
+def reasoning_item(name: str, content: list[Json] | None, *, status: str | None) -> Json:
+    """The item of reasoning."""
+    fields = {"type": "reasoning", "id": name, "summary": [], "content": content}
+    return {**fields, "encrypted_content": None, "status": status}
 
 
-def call(item: str, call_id: str, name: str, arguments: str, *, status: str) -> Json:
+def function_call_item(item: str, call_id: str, name: str, arguments: str, *, status: str) -> Json:
     """The item of one function call."""
-    called = {"type": "function_call", "id": item, "call_id": call_id, "name": name, "arguments": arguments}
-    return {**called, "status": status, "async": None, "caller": None, "namespace": None}
+    fields = {"type": "function_call", "id": item, "call_id": call_id, "name": name, "arguments": arguments}
+    return {**fields, "status": status, "async": None, "caller": None, "namespace": None}
 
 
 def logprobs_of(choice: Json) -> list[Json]:
@@ -124,30 +129,30 @@ def logprobs_of(choice: Json) -> list[Json]:
 
 
 def shows_reasoning(body: Json) -> bool:
-    """Whether the client is to see the reasoning, and log-probabilities, which would tell it."""
+    """Whether the client gets the reasoning, and log-probabilities, which would reveal it."""
     return body.get("include_reasoning") is not False
 
 
 def _output(body: Json, choice: Json, response_id: str) -> list[Json]:
-    said, shown = choice["message"], shows_reasoning(body)
+    message, shown = choice["message"], shows_reasoning(body)
     items: list[Json] = []
-    if shown and said.get("reasoning"):
-        thought = {"type": "reasoning_text", "text": said["reasoning"]}
-        items.append(reasoning(item_id("rs", response_id, items), [thought], status=None))
-    if said.get("content"):
+    if shown and message.get("reasoning"):
+        thought = {"type": "reasoning_text", "text": message["reasoning"]}
+        items.append(reasoning_item(item_id("rs", response_id, items), [thought], status=None))
+    if message.get("content"):
         logprobs = (logprobs_of(choice) or None) if shown and wants_logprobs(body) else None
-        name, part = item_id("msg", response_id, items), text_part(said["content"], logprobs)
-        items.append(message(name, [part], status="completed"))
-    for each in said.get("tool_calls") or ():
+        name, part = item_id("msg", response_id, items), text_part(message["content"], logprobs)
+        items.append(message_item(name, [part], status="completed"))
+    for each in message.get("tool_calls") or ():
         function = each["function"]
         name = item_id("fc", response_id, items)
-        items.append(call(name, each["id"], function["name"], function["arguments"], status="completed"))
+        items.append(function_call_item(name, each["id"], function["name"], function["arguments"], status="completed"))
     return items
 
 
-def _finish_reason(begun: Json, choice: Json, usage: Json | None) -> str | None:
-    # A chat completion that calls a function says so even when it was cut off after the call.
-    used_up = usage is not None and usage["completion_tokens"] == begun["max_output_tokens"]
+def _finish_reason(in_progress: Json, choice: Json, usage: Json | None) -> str | None:
+    # A chat completion with a function call has that finish_reason even when it was cut off after the call.
+    used_up = usage is not None and usage["completion_tokens"] == in_progress["max_output_tokens"]
     return "length" if choice["finish_reason"] == "tool_calls" and used_up else choice["finish_reason"]
 
 

@@ -1,7 +1,7 @@
-"""Puts a request for OpenAI's `/v1/responses` as a chat completion, whose reply carries token ids.
+"""Translates a request for OpenAI's `/v1/responses` into a chat completion, whose reply carries token ids.
 
-The prompt is the one that vLLM's own route makes of the request, which its users know. What cannot be put so is
-named by `untranslatable`; what is wrong is refused as vLLM refuses it.
+The prompt is the one that vLLM's own route makes of the request. What cannot be translated is named by
+`untranslatable_reason`; what is invalid is refused as vLLM refuses it.
 """
 
 import json
@@ -13,7 +13,7 @@ from tuneloop.shared.errors import RequestRefused
 
 Json = dict[str, Any]
 
-#: What `include` names when the client wants log-probabilities.
+#: The value of `include` for log-probabilities.
 LOGPROBS = "message.output_text.logprobs"
 
 _INCLUDABLE = frozenset(
@@ -28,7 +28,7 @@ _INCLUDABLE = frozenset(
 )
 
 #: Fields that mean the same in a chat completion. `store`, `metadata` and the two of the user are for the explorer.
-_SAME = (
+_SHARED_FIELDS = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
     *("include_stop_str_in_output", "structured_outputs", "watermarking", "vllm_xargs", "kv_transfer_params"),
@@ -36,8 +36,8 @@ _SAME = (
     *("priority", "session_id", "store", "metadata", "user", "safety_identifier"),
 )
 
-#: The types of the fields that are not simply sent on, where vLLM would have looked at them.
-_TYPES: dict[type, tuple[str, tuple[str, ...]]] = {
+#: The types of the fields that are not passed on, where vLLM checks them.
+_FIELD_TYPES: dict[type, tuple[str, tuple[str, ...]]] = {
     str: (
         "a string",
         ("instructions", "previous_response_id", "prompt_cache_key", "user", "truncation", "service_tier"),
@@ -48,15 +48,15 @@ _TYPES: dict[type, tuple[str, tuple[str, ...]]] = {
     dict: ("an object", ("metadata", "text", "reasoning")),
 }
 
-_VALUES = {"truncation": {"auto", "disabled"}, "service_tier": {"auto", "default", "flex", "scale", "priority"}}
+_FIELD_VALUES = {"truncation": {"auto", "disabled"}, "service_tier": {"auto", "default", "flex", "scale", "priority"}}
 
-#: The parts that input may consist of, and what the assistant may have said.
-_HEARD = frozenset({"input_text", "input_image"})
-_SAID = frozenset({"output_text", "refusal"})
+#: The types of content parts, of input and of earlier output.
+_INPUT_PARTS = frozenset({"input_text", "input_image"})
+_OUTPUT_PARTS = frozenset({"output_text", "refusal"})
 
 
-def untranslatable(body: Json) -> str | None:
-    """Why the request cannot be put as a chat completion; None if it can, or if it is wrong anyway."""
+def untranslatable_reason(body: Json) -> str | None:
+    """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway."""
     for param in ("background", "enable_response_messages", "previous_input_messages"):
         if body.get(param):
             return param
@@ -70,13 +70,13 @@ def untranslatable(body: Json) -> str | None:
 
 
 def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
-    """The chat completion that says the same.
+    """The equivalent chat completion.
 
-    `previous` is the `conversation` that `previous_response_id` names. Raises RequestRefused for what vLLM refuses.
+    `previous` is the conversation that `previous_response_id` names. Raises RequestRefused for what vLLM refuses.
     """
     _check(body)
     items = body.get("input")
-    chat = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat = {name: body[name] for name in _SHARED_FIELDS if body.get(name) is not None}
     chat["messages"] = [*_instructions(body), *previous, *_messages(items)]
     if (most := body.get("max_output_tokens")) is not None:
         chat["max_completion_tokens"] = most
@@ -89,27 +89,27 @@ def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
     if isinstance(items, list) and _is_unfinished(items[-1]):
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if body.get("stream"):
-        # The reply says at its start how long it may get, which depends on the prompt.
+        # The response shows at its start how long it may get, which depends on the prompt.
         chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return chat | _format(body) | _tools(body)
 
 
-def conversation(body: Json, response: Json, previous: Sequence[Json] = ()) -> list[Json]:
-    """The messages that a request goes on from which names `response` as the previous one.
+def continued_messages(body: Json, response: Json, previous: Sequence[Json] = ()) -> list[Json]:
+    """The messages that a request continues from which names `response` as the previous one.
 
     Instructions are not carried over. As in vLLM, nor are the response's reasoning and function calls: a client that
-    answers a call says the call again.
+    answers a call sends the call again.
     """
-    spoken = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
-    heard = [*previous, *_messages(body.get("input"))]
+    parts = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
+    messages = [*previous, *_messages(body.get("input"))]
     return [
-        *(message for message in heard if message["role"] != "system"),
-        *({"role": "assistant", "content": part["text"]} for part in spoken),
+        *(message for message in messages if message["role"] != "system"),
+        *({"role": "assistant", "content": part["text"]} for part in parts),
     ]
 
 
 def wants_logprobs(body: Json) -> bool:
-    """Whether the client is to get log-probabilities."""
+    """Whether the client requests log-probabilities."""
     return LOGPROBS in (body.get("include") or ())
 
 
@@ -119,12 +119,12 @@ def tool_choice(body: Json) -> Any:
 
 
 def _check(body: Json) -> None:
-    for kind, (wanted, params) in _TYPES.items():
+    for kind, (wanted, params) in _FIELD_TYPES.items():
         for param in params:
             value = body.get(param)
             if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
                 raise wrong_type(param, wanted)
-    for param, values in _VALUES.items():
+    for param, values in _FIELD_VALUES.items():
         if body.get(param) is not None:
             _one_of(body[param], values, param)
     for included in body.get("include") or ():
@@ -140,7 +140,7 @@ def _instructions(body: Json) -> list[Json]:
 
 
 def _messages(items: Any) -> list[Json]:
-    """The input as messages; what one turn of the assistant consists of comes together in one."""
+    """The input as messages; the items of one turn of the assistant are merged into one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -153,36 +153,39 @@ def _messages(items: Any) -> list[Json]:
         if not isinstance(item, dict):
             raise wrong_type(param, "an object")
         message = _message(item, param)
-        if not (messages and _joined(messages[-1], message)):
+        if not (messages and _merge_into(messages[-1], message)):
             messages.append(message)
     return messages
 
 
-def _joined(turn: Json, message: Json) -> bool:
-    """Whether the turn before could take the message up: as many calls as come, one text, one reasoning."""
+def _merge_into(turn: Json, message: Json) -> bool:
+    """Merge a message into the turn before, if it fits: any number of calls, one text, one reasoning."""
     if turn["role"] != "assistant" or message["role"] != "assistant":
         return False
     if "tool_calls" in message:
         turn.setdefault("tool_calls", []).extend(message["tool_calls"])
         return True
-    said = next(key for key in ("content", "reasoning") if key in message)
-    if turn.get(said) is not None:
+    key = next(each for each in ("content", "reasoning") if each in message)
+    if turn.get(key) is not None:
         return False
-    turn[said] = message[said]
+    turn[key] = message[key]
     return True
 
 
 def _message(item: Json, param: str) -> Json:
     match item.get("type", "message"):
         case "message":
-            return _said(item, param)
+            return _plain_message(item, param)
         case "function_call":
             return {"role": "assistant", "tool_calls": [_call(item, param)]}
         case "custom_tool_call":
-            said = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
-            return {"role": "assistant", "tool_calls": [_call({**item, "arguments": said, "namespace": None}, param)]}
+            arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
+            return {
+                "role": "assistant",
+                "tool_calls": [_call({**item, "arguments": arguments, "namespace": None}, param)],
+            }
         case "function_call_output" | "custom_tool_call_output":
-            content = _content(item.get("output"), f"{param}.output", _HEARD)
+            content = _content(item.get("output"), f"{param}.output", _INPUT_PARTS)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         case "reasoning":
             return {"role": "assistant", "reasoning": _reasoning(item, param)}
@@ -190,15 +193,15 @@ def _message(item: Json, param: str) -> Json:
             raise RequestRefused(f"{param}: items of type {other!r} are not supported", code="unsupported", param=param)
 
 
-def _said(item: Json, param: str) -> Json:
+def _plain_message(item: Json, param: str) -> Json:
     role = item.get("role")
     _one_of(role, ("user", "assistant", "system", "developer"), f"{param}.role")
-    parts = _HEARD | _SAID if role == "assistant" else _HEARD
+    parts = _INPUT_PARTS | _OUTPUT_PARTS if role == "assistant" else _INPUT_PARTS
     content = _content(item.get("content"), f"{param}.content", parts)
     if role == "assistant" and isinstance(content, list):
         if not content:
             raise RequestRefused(f"{param}.content must not be empty", code="invalid_value", param=f"{param}.content")
-        # vLLM's own route reads no more than the first part of what the assistant said.
+        # vLLM's own route reads only the first part of an assistant's message.
         return {"role": role, "content": _text(content[0], "text", f"{param}.content[0]")}
     return {"role": role, "content": content}
 
@@ -222,7 +225,7 @@ def _part(part: Json, param: str) -> Json:
 
 
 def _detail(part: Json) -> str:
-    # vLLM does not look at it, and a chat completion knows fewer of them.
+    # vLLM ignores it, and a chat completion has fewer values.
     return "low" if part.get("detail") == "low" else "high" if part.get("detail") == "high" else "auto"
 
 
@@ -239,46 +242,50 @@ def _reasoning(item: Json, param: str) -> str:
     summary = item.get("summary")
     if not isinstance(summary, list):
         raise wrong_type(f"{param}.summary", "a list")
-    told = item.get("content") or summary
-    if not isinstance(told, list) or not all(isinstance(part, dict) for part in told):
+    parts = item.get("content") or summary
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise wrong_type(f"{param}.content", "a list of objects")
-    return _text(told[0], "text", param) if told else ""
+    return _text(parts[0], "text", param) if parts else ""
 
 
 def _format(body: Json) -> Json:
-    form = (body.get("text") or {}).get("format")
-    if form is None:
+    output_format = (body.get("text") or {}).get("format")
+    if output_format is None:
         return {}
-    if not isinstance(form, dict):
+    if not isinstance(output_format, dict):
         raise wrong_type("text.format", "an object")
-    _one_of(form.get("type"), ("text", "json_object", "json_schema"), "text.format.type")
+    _one_of(output_format.get("type"), ("text", "json_object", "json_schema"), "text.format.type")
     if body.get("structured_outputs") is not None:
         message = "structured_outputs and text.format exclude each other"
         raise RequestRefused(message, code="invalid_value", param="structured_outputs")
-    if form["type"] == "json_schema":
-        _text(form, "name", "text.format")
-        if not isinstance(form.get("schema"), dict):
+    if output_format["type"] == "json_schema":
+        _text(output_format, "name", "text.format")
+        if not isinstance(output_format.get("schema"), dict):
             raise wrong_type("text.format.schema", "an object")
-        said = {key: form[key] for key in ("name", "description", "schema", "strict") if form.get(key) is not None}
-        return {"response_format": {"type": "json_schema", "json_schema": said}}
-    return {"response_format": {"type": form["type"]}}
+        schema = {
+            key: output_format[key]
+            for key in ("name", "description", "schema", "strict")
+            if output_format.get(key) is not None
+        }
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"response_format": {"type": output_format["type"]}}
 
 
 def _tools(body: Json) -> Json:
     tools = body.get("tools") or []
-    asked = body.get("tool_choice", "auto")
-    if isinstance(asked, dict):
+    requested = body.get("tool_choice", "auto")
+    if isinstance(requested, dict):
         names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
-        if asked.get("type") != "function" or not asked.get("name") or asked["name"] not in names:
+        if requested.get("type") != "function" or not requested.get("name") or requested["name"] not in names:
             raise RequestRefused("tool_choice must name one of tools", code="invalid_value", param="tool_choice")
     else:
-        _one_of(asked, ("none", "auto", "required"), "tool_choice")
+        _one_of(requested, ("none", "auto", "required"), "tool_choice")
     if not tools:
-        if asked == "required":
+        if requested == "required":
             raise RequestRefused("tool_choice needs tools", code="invalid_value", param="tool_choice")
         return {}
     functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
-    choice = {"type": "function", "function": {"name": asked["name"]}} if isinstance(asked, dict) else asked
+    choice = {"type": "function", "function": {"name": requested["name"]}} if isinstance(requested, dict) else requested
     chat: Json = {"tools": functions, "tool_choice": choice}
     if body.get("parallel_tool_calls") is not None:
         chat["parallel_tool_calls"] = body["parallel_tool_calls"]
@@ -309,7 +316,7 @@ def _one_of(value: object, values: Collection[str], param: str) -> None:
 
 
 def _is_unfinished(item: Any) -> bool:
-    """Whether the model is to go on with this item rather than to answer it."""
+    """Whether the model is to continue this item rather than answer it."""
     return item.get("type", "message") in ("message", "reasoning") and item.get("status") in (
         "in_progress",
         "incomplete",

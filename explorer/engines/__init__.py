@@ -1,0 +1,1 @@
+"""The engines: which of them answers, the client to them, their processes and weights."""

@@ -1,6 +1,6 @@
-"""Names of adapters: an engine calls one by a name of ours, clients call it as they would call all weights.
+"""Names of LoRA adapters: on an engine each has a name of its own, clients call all by the one served model name.
 
-A name is made of what the adapter is: whatever an engine has kept under it, such as prefixes of prompts, is right.
+A name is made of a hash of the adapter: whatever an engine has cached under it, such as prompt prefixes, is right.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from tuneloop.shared.errors import CheckpointRejected
 
 _PREFIX = "tuneloop-adapter-"
 _DIGITS = 32
-#: Any adapter of ours: what an engine has kept may be of one before this.
+#: Any adapter of ours: an older reply may still be from the adapter before.
 _NAMED = re.compile(rb'"model":"%b[^"]*"' % _PREFIX.encode())
 
 
@@ -24,8 +24,8 @@ def is_adapter(actor: Path) -> bool:
     return (actor / ADAPTER_CONFIG).exists()
 
 
-def name_of(actor: Path) -> str:
-    """What an engine calls the adapter in `actor`. Raises CheckpointRejected if its manifest cannot be read."""
+def adapter_name_of(actor: Path) -> str:
+    """The name of the adapter in `actor` on an engine. Raises CheckpointRejected if its manifest cannot be read."""
     manifest = read_manifest(actor.parent)
     files = sorted((file.path, file.sha256) for file in manifest.files if file.path.startswith(f"{ACTOR}/"))
     if not files:
@@ -38,26 +38,26 @@ def without_adapters(models: bytes) -> bytes:
     """An engine's list of models as it would be if it had all weights; the same bytes if it has no adapter."""
     if _PREFIX.encode() not in models:
         return models
-    told = orjson.loads(models)
-    return orjson.dumps(told | {"data": [each for each in told["data"] if not each["id"].startswith(_PREFIX)]})
+    body = orjson.loads(models)
+    return orjson.dumps(body | {"data": [each for each in body["data"] if not each["id"].startswith(_PREFIX)]})
 
 
 class ModelRenaming(msgspec.Struct, frozen=True):
-    """What clients call what an engine answers with, and which adapter of its own that is."""
+    """The name that clients use for a model, and that of the adapter on the engine."""
 
-    public: str
-    adapter: str
+    public_name: str
+    adapter_name: str
 
-    def asked(self, body: bytes) -> bytes | None:
-        """A request as it is for the adapter; None if the body is none, or names something else."""
+    def rename_request(self, body: bytes) -> bytes | None:
+        """A request as the engine must get it; None if the body is not JSON, or names another model."""
         try:
-            said = orjson.loads(body)
+            request = orjson.loads(body)
         except orjson.JSONDecodeError:
             return None
-        if not isinstance(said, dict) or said.get("model") not in (None, "", self.public):
+        if not isinstance(request, dict) or request.get("model") not in (None, "", self.public_name):
             return None
-        return orjson.dumps(said | {"model": self.adapter})
+        return orjson.dumps(request | {"model": self.adapter_name})
 
-    def told(self, lines: bytes) -> bytes:
-        """Whole lines of a reply as clients get them. In a text of it the quotes would stand behind backslashes."""
-        return _NAMED.sub(lambda _: b'"model":%b' % orjson.dumps(self.public), lines)
+    def rename_reply(self, lines: bytes) -> bytes:
+        """Whole lines of a reply as clients get them. Inside a text of it the quotes would be escaped."""
+        return _NAMED.sub(lambda _: b'"model":%b' % orjson.dumps(self.public_name), lines)

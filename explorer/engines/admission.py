@@ -1,4 +1,4 @@
-"""How many requests are answered at once, and how many may wait for that: what comes beyond is told to come again."""
+"""Bounds concurrency: so many requests in flight, so many that wait for that, and 429 for all beyond."""
 
 import asyncio
 import contextlib
@@ -8,62 +8,62 @@ from tuneloop.shared.errors import RequestRefused
 
 
 class Admission:
-    """A bounded number of places, and a bounded queue of those who wait for one, first come first served."""
+    """A bounded number of requests in flight, and a bounded first-in-first-out queue of those that wait."""
 
-    def __init__(self, *, places: int, waiting: int, patience_s: float) -> None:
-        self._free = places
-        self._places = places
-        self._most_waiting = waiting
-        self._patience_s = patience_s
+    def __init__(self, *, limit: int, max_waiting: int, wait_timeout_s: float) -> None:
+        self._free = limit
+        self._limit = limit
+        self._max_waiting = max_waiting
+        self._wait_timeout_s = wait_timeout_s
         self._queue: deque[asyncio.Future[None]] = deque()
 
     @property
-    def taken(self) -> int:
+    def in_flight(self) -> int:
         """Requests that are being answered."""
-        return self._places - self._free
+        return self._limit - self._free
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait to be answered."""
         return len(self._queue)
 
-    async def take(self) -> None:
-        """Take a place, or wait for one. Raises RequestRefused if too many wait, or for too long."""
+    async def acquire(self) -> None:
+        """Count one more request in flight, or wait. Raises RequestRefused if too many wait, or for too long."""
         if self._free:
             self._free -= 1
             return
-        if len(self._queue) >= self._most_waiting:
+        if len(self._queue) >= self._max_waiting:
             raise RequestRefused(
-                f"{self._places} requests are being answered and {len(self._queue)} wait; come again later",
+                f"{self._limit} requests are in flight and {len(self._queue)} wait; try again later",
                 status=429,
                 code="too_many_requests",
                 retry_after_s=1.0,
             )
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
         try:
-            async with asyncio.timeout(self._patience_s):
-                await place
+            async with asyncio.timeout(self._wait_timeout_s):
+                await turn
         except BaseException as error:
-            if place.done() and not place.cancelled():
-                self.give_back()  # it was ours already
+            if turn.done() and not turn.cancelled():
+                self.release()  # the turn had been granted already
             else:
                 with contextlib.suppress(ValueError):
-                    self._queue.remove(place)
+                    self._queue.remove(turn)
             if isinstance(error, TimeoutError):
                 raise RequestRefused(
-                    f"no place became free for {self._patience_s:g} seconds",
+                    f"too many requests are in flight: this one waited for {self._wait_timeout_s:g} seconds",
                     status=503,
                     code="overloaded",
                     retry_after_s=1.0,
                 ) from None
             raise
 
-    def give_back(self) -> None:
-        """Let the next one have the place."""
+    def release(self) -> None:
+        """Count one request less in flight, and let the next one proceed."""
         while self._queue:
-            place = self._queue.popleft()
-            if not place.done():  # else whoever waited there has just gone
-                place.set_result(None)
+            turn = self._queue.popleft()
+            if not turn.done():  # else the waiting request has just been cancelled
+                turn.set_result(None)
                 return
         self._free += 1

@@ -1,7 +1,7 @@
-"""Who answered a conversation before: that engine still has the keys and values of its beginning, the others have not.
+"""Prefix affinity: the engine that answered a conversation before still has its beginning in the prefix cache.
 
-A beginning is a hash of what was said up to some point. Each request is noted under all that it says, and the next one
-of its conversation finds it there.
+A prefix hash is a hash of a conversation up to some point. Each request is recorded under the hash of all its messages,
+and the next one of its conversation finds it there.
 """
 
 from collections import OrderedDict
@@ -10,88 +10,88 @@ from typing import Any, Protocol
 
 import orjson
 
-#: How many requests are remembered; the least recently used are forgotten first. All together take some megabytes.
-MOST = 8192
+#: How many requests are recorded; the least recently used are dropped first. All together take some megabytes.
+MAX_ENTRIES = 8192
 
-#: A prompt that is no chat has no turns: it is cut into so many characters, or token ids.
-_CHARACTERS, _IDS = 1024, 256
+#: A prompt of a text completion has no turns: it is cut into blocks of so many characters, or token ids.
+_BLOCK_CHARACTERS, _BLOCK_TOKENS = 1024, 256
 
 
 class EngineCache(Protocol):
-    """What there is to know of an engine."""
+    """What affinity needs to know of an engine."""
 
     @property
     def number(self) -> int:
-        """Which one."""
+        """Its number."""
 
     @property
     def loads(self) -> int:
-        """How often its weights changed; what it had cached was forgotten then."""
+        """How often its weights changed; each change empties its prefix cache."""
 
 
-class Affinity:
-    """Which engines were asked what. Hashes of the text are kept, not the text."""
+class PrefixAffinity:
+    """Which engines have which prefixes cached. Only hashes of the text are kept."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
-        #: By beginning: the engines' numbers, and how often their weights had changed.
-        self._asked: OrderedDict[int, dict[int, int]] = OrderedDict()
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        #: By prefix hash: the engines' numbers, and how often their weights had changed by then.
+        self._engines: OrderedDict[int, dict[int, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._engines)
 
-    def note(self, beginnings: Sequence[int], engine: EngineCache) -> None:
-        """Say that the engine is asked a request."""
-        if not beginnings:
+    def record(self, prefix_hashes: Sequence[int], engine: EngineCache) -> None:
+        """Record that the engine answers a request with these prefixes."""
+        if not prefix_hashes:
             return
-        last = beginnings[-1]
-        self._asked.setdefault(last, {})[engine.number] = engine.loads
-        self._asked.move_to_end(last)
-        if len(self._asked) > self._most:
-            self._asked.popitem(last=False)
+        last = prefix_hashes[-1]
+        self._engines.setdefault(last, {})[engine.number] = engine.loads
+        self._engines.move_to_end(last)
+        if len(self._engines) > self._max_entries:
+            self._engines.popitem(last=False)
 
-    def knowing(self, beginnings: Sequence[int], engines: Sequence[EngineCache]) -> list[set[int]]:
-        """The numbers of the engines that know a beginning, those that know the longest one first."""
+    def engines_with_prefix(self, prefix_hashes: Sequence[int], engines: Sequence[EngineCache]) -> list[set[int]]:
+        """The numbers of the engines that have a prefix cached, those with the longest prefix first."""
         found = []
-        for beginning in reversed(beginnings):
-            asked = self._asked.get(beginning)
-            if asked and (fresh := {each.number for each in engines if asked.get(each.number) == each.loads}):
-                found.append(fresh)
+        for prefix_hash in reversed(prefix_hashes):
+            loads = self._engines.get(prefix_hash)
+            if loads and (cached := {each.number for each in engines if loads.get(each.number) == each.loads}):
+                found.append(cached)
         return found
 
 
-def overloaded(in_flight: int, least: int) -> bool:
-    """Whether an engine has so much more in flight than the least busy one that computing anew elsewhere is faster."""
+def is_overloaded(in_flight: int, least: int) -> bool:
+    """Whether an engine has so much more in flight than the least busy one that a cold prefix elsewhere is faster."""
     return in_flight > least + 8 + least // 4
 
 
-def beginnings(asked: Mapping[str, Any]) -> tuple[int, ...]:
-    """The beginnings of what an engine is asked that an earlier request may have been; the last one is all of it."""
-    messages = asked.get("messages")
+def hash_prefixes(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """The hashes of the prefixes of a request that an earlier request may have been; the last one is of all of it."""
+    messages = body.get("messages")
     if isinstance(messages, list):
         return _of_turns(messages)
-    prompt = asked.get("prompt")
+    prompt = body.get("prompt")
     if isinstance(prompt, str):
-        return _of_blocks(prompt, _CHARACTERS)
+        return _of_blocks(prompt, _BLOCK_CHARACTERS)
     if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
-        return _of_blocks(tuple(prompt), _IDS)
+        return _of_blocks(tuple(prompt), _BLOCK_TOKENS)
     return ()
 
 
 def _of_turns(messages: Sequence[Any]) -> tuple[int, ...]:
-    """One before each reply: only there a request of this conversation can have ended, so that prompts alone, which
-    many conversations share, draw nobody to an engine."""
-    found, so_far = [], 0
+    """One before each reply: only there a request of this conversation can have ended, so that a system prompt alone,
+    which many conversations share, draws no request to an engine."""
+    found, prefix_hash = [], 0
     for message in messages:
         if isinstance(message, dict) and message.get("role") == "assistant":
-            found.append(so_far)
-        so_far = hash((so_far, orjson.dumps(message)))
-    return (*found, so_far)
+            found.append(prefix_hash)
+        prefix_hash = hash((prefix_hash, orjson.dumps(message)))
+    return (*found, prefix_hash)
 
 
 def _of_blocks(prompt: str | tuple[int, ...], size: int) -> tuple[int, ...]:
-    found, so_far = [], 0
+    found, prefix_hash = [], 0
     for end in range(size, len(prompt) + 1, size):
-        so_far = hash((so_far, prompt[end - size : end]))
-        found.append(so_far)
+        prefix_hash = hash((prefix_hash, prompt[end - size : end]))
+        found.append(prefix_hash)
     return tuple(found)

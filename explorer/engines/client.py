@@ -1,4 +1,4 @@
-"""HTTP/1.1 to an engine, for requests that must cost next to nothing: kept connections, replies as they arrive."""
+"""A raw HTTP/1.1 client to an engine, for the hot path: persistent connections, replies as they arrive."""
 
 import asyncio
 import ssl
@@ -17,29 +17,29 @@ from tuneloop.shared.errors import EngineError, EngineUnreachable
 log = structlog.get_logger()
 
 #: Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
-KEEP_S = 4.0
+IDLE_TIMEOUT_S = 4.0
 
-#: What is read of a reply before its reader has taken the first of it.
+#: Bytes of a reply that are buffered for its reader before the socket is paused.
 _HIGH_WATER = 256 << 10
 
 _CONNECT_S = 10.0
 
 
 class EngineReply:
-    """An engine's reply. Whoever leaves it before its end closes it, and the engine stops sampling."""
+    """An engine's reply. Closed before its end, it makes the engine stop sampling."""
 
     def __init__(self, connection: "_Connection") -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        #: Whether the engine has said anything at all.
-        self.begun = False
+        #: Whether any byte of it has arrived.
+        self.started = False
         self._connection = connection
         self._blocks: deque[bytes] = deque()
-        self._held = 0
-        self._pour: Callable[[bytes], bool] | None = None
-        self._enough = False
+        self._buffered_bytes = 0
+        self._sink: Callable[[bytes], bool] | None = None
+        self._sink_paused = False
         self._ended = False
-        self._lost: Exception | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def read(self) -> bytes:
@@ -51,93 +51,93 @@ class EngineReply:
         """The body as it arrives. Raises EngineError if the engine breaks off."""
         while True:
             if self._blocks:
-                yield self._held_back()
+                yield self._take_buffered()
             elif self._ended:
                 return
-            elif self._lost:
-                raise self._lost
+            elif self._error:
+                raise self._error
             else:
-                await self._news()
+                await self._wait_for_data()
 
-    async def pour(self, into: Callable[[bytes], bool]) -> bool:
-        """Give the body to a function as it arrives, with no task in between; what that raises is raised here.
+    async def pipe(self, sink: Callable[[bytes], bool]) -> bool:
+        """Call a function with the body as it arrives, with no task in between; what that raises is raised here.
 
-        True when that was all. False when the function has said so: then it is given no more until it is poured into
-        again. Raises EngineError if the engine breaks off.
+        True when that was all. False when the function has returned False: then it gets no more until the next call of
+        this method. Raises EngineError if the engine breaks off.
         """
         while self._blocks:
-            if not into(self._held_back()):
+            if not sink(self._take_buffered()):
                 return False
-        while not (self._ended or self._lost or self._blocks):
-            self._pour = into
+        while not (self._ended or self._error or self._blocks):
+            self._sink = sink
             try:
-                await self._news()
+                await self._wait_for_data()
             finally:
-                self._pour = None
-            if self._enough:
-                self._enough = False
+                self._sink = None
+            if self._sink_paused:
+                self._sink_paused = False
                 return False
-        if self._lost:
-            raise self._lost
+        if self._error:
+            raise self._error
         return self._ended
 
-    def _held_back(self) -> bytes:
+    def _take_buffered(self) -> bytes:
         block = self._blocks.popleft() if len(self._blocks) == 1 else b"".join(self._blocks)
         self._blocks.clear()
-        self._held = 0
-        self._connection.read_on()
+        self._buffered_bytes = 0
+        self._connection.resume_reading()
         return block
 
     def close(self) -> None:
-        """Take no more of it."""
+        """Read no more of it."""
         if not self._ended:
             self._connection.abort()
 
-    async def until_begun(self) -> None:
+    async def wait_for_head(self) -> None:
         """Wait for status and headers. Raises EngineError if the connection ends before."""
-        while not (self.status or self._lost):
-            await self._news()
-        if self._lost and not self.status:
-            raise self._lost
+        while not (self.status or self._error):
+            await self._wait_for_data()
+        if self._error and not self.status:
+            raise self._error
 
-    async def _news(self) -> None:
+    async def _wait_for_data(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether nothing but the end of the connection tells where it ends."""
+        """Whether only the end of the connection marks the end of the body."""
         return bool(self.status) and self.headers.keys().isdisjoint((b"content-length", b"transfer-encoding"))
 
-    def begin(self, status: int) -> None:
-        """What the connection says: the headers are whole."""
+    def receive_head(self, status: int) -> None:
+        """Called by the connection: the headers are complete."""
         self.status = status
         self._wake()
 
-    def take(self, block: bytes) -> bool:
-        """Also: here is a part of the body. False if no more should be read for now."""
-        if self._pour is not None:
+    def receive(self, block: bytes) -> bool:
+        """Called by the connection with a part of the body. False if no more should be read for now."""
+        if self._sink is not None:
             try:
-                self._enough = not self._pour(block)
-            except Exception as error:  # noqa: BLE001 - raised where the body is poured
-                self._lost = error
-            if self._enough or self._lost:
-                self._pour = None
+                self._sink_paused = not self._sink(block)
+            except Exception as error:  # noqa: BLE001 - raised by `pipe`
+                self._error = error
+            if self._sink_paused or self._error:
+                self._sink = None
                 self._wake()
             return True
         self._blocks.append(block)
-        self._held += len(block)
+        self._buffered_bytes += len(block)
         self._wake()
-        return self._held < _HIGH_WATER
+        return self._buffered_bytes < _HIGH_WATER
 
-    def end(self) -> None:
-        """Also: that was all."""
+    def receive_end(self) -> None:
+        """Called by the connection: the body is complete."""
         self._ended = True
         self._wake()
 
-    def lose(self, error: EngineError) -> None:
-        """Also: there will be no more."""
-        self._lost = error
+    def fail(self, error: EngineError) -> None:
+        """Called by the connection: no more will come."""
+        self._error = error
         self._wake()
 
     def _wake(self) -> None:
@@ -146,23 +146,23 @@ class EngineReply:
 
 
 class RenamedEngineReply(EngineReply):
-    """A reply of an adapter, under the name that clients call it by. It is passed on by whole lines."""
+    """A reply of an adapter, under the model name that clients use. It is passed on by whole lines."""
 
     def __init__(self, connection: "_Connection", renaming: ModelRenaming) -> None:
         super().__init__(connection)
         self._renaming = renaming
         self._line = b""
 
-    def take(self, block: bytes) -> bool:
-        """The same."""
+    def receive(self, block: bytes) -> bool:
+        """See EngineReply."""
         lines, end, self._line = (self._line + block).rpartition(b"\n")
-        return super().take(self._renaming.told(lines + end)) if end else True
+        return super().receive(self._renaming.rename_reply(lines + end)) if end else True
 
-    def end(self) -> None:
-        """The same; the last line may have no end of its own."""
+    def receive_end(self) -> None:
+        """See EngineReply. The last line may have no newline."""
         if self._line:
-            super().take(self._renaming.told(self._line))
-        super().end()
+            super().receive(self._renaming.rename_reply(self._line))
+        super().receive_end()
 
 
 class _Connection(asyncio.Protocol):
@@ -178,17 +178,17 @@ class _Connection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether it can be used no more."""
+        """Whether it can no longer be used."""
         return self._transport.is_closing()
 
-    def ask(self, request: bytes, renaming: ModelRenaming | None) -> EngineReply:
+    def send(self, request: bytes, renaming: ModelRenaming | None) -> EngineReply:
         """Send a request, head and body."""
         self._reply = reply = RenamedEngineReply(self, renaming) if renaming else EngineReply(self)
         self._transport.write(request)
         return reply
 
-    def read_on(self) -> None:
-        """The reader has caught up."""
+    def resume_reading(self) -> None:
+        """Called by the reply when its reader has caught up."""
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
@@ -198,39 +198,39 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio's."""
+        """See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio's."""
+        """See asyncio.Protocol."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._lose(EngineError(f"the engine does not speak HTTP: {error}"))
+            self._fail(EngineError(f"the engine does not speak HTTP: {error}"))
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio's."""
+        """See asyncio.Protocol."""
         reply = self._reply
         if reply is None:
             return
         if exc is None and reply.ends_with_connection:
             self._reply = None
-            reply.end()
+            reply.receive_end()
             return
-        kind = EngineError if reply.begun else EngineUnreachable
-        self._lose(kind(f"the engine closed the connection{f': {exc}' if exc else ''}"))
+        kind = EngineError if reply.started else EngineUnreachable
+        self._fail(kind(f"the engine closed the connection{f': {exc}' if exc else ''}"))
 
-    def _lose(self, error: EngineError) -> None:
+    def _fail(self, error: EngineError) -> None:
         if self._reply is not None:
-            self._reply.lose(error)
+            self._reply.fail(error)
             self._reply = None
 
     def on_message_begin(self) -> None:
         if self._reply is None:
-            self.abort()  # nobody asked: the next to ask would take it for the answer
+            self.abort()  # there is no request: the next one would take this for its reply
             return
-        self._reply.begun = True
+        self._reply.started = True
         self._reply.headers.clear()  # those of a reply like 100 Continue, which comes before the real one
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -239,10 +239,10 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._reply is not None and self._parser.get_status_code() >= 200:
-            self._reply.begin(self._parser.get_status_code())
+            self._reply.receive_head(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
-        if self._reply is not None and not self._reply.take(body) and self._reading:
+        if self._reply is not None and not self._reply.receive(body) and self._reading:
             self._reading = False
             self._transport.pause_reading()
 
@@ -251,18 +251,18 @@ class _Connection(asyncio.Protocol):
             return
         reply, self._reply = self._reply, None
         if self._parser.should_keep_alive() and not self.closing:
-            self.read_on()
+            self.resume_reading()
             self.idle_since = time.monotonic()
             self._idle.append(self)
         else:
             self._transport.close()
-        reply.end()
+        reply.receive_end()
 
 
 class EngineHttp:
     """The connections to one engine, at a URL or on a Unix socket; as many as there are requests.
 
-    Where the engine serves us an adapter, `renaming` says which.
+    `renaming` is set while the engine serves an adapter.
     """
 
     def __init__(self, *, url: str | None = None, socket: str | None = None, key: str | None = None) -> None:
@@ -273,43 +273,43 @@ class EngineHttp:
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         authorization = f"Authorization: Bearer {key}\r\n" if key else ""
-        self._always = (
+        self._fixed_headers = (
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{authorization}".encode()
         )
         self._idle: deque[_Connection] = deque()
         self.renaming: ModelRenaming | None = None
 
-    async def ask(
+    async def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> EngineReply:
-        """The reply, once it has begun. Raises EngineUnreachable before anything was answered, else EngineError.
+        """The reply, once its head has arrived. Raises EngineUnreachable before any byte of it, else EngineError.
 
-        A kept connection may be closed by the engine at the moment when it is used: the request is sent again, once, on
-        a new one. A new connection that is lost is another thing: the request may be what the engine died of.
+        An engine may close an idle connection at the moment when it is used: the request is sent again, once, on a new
+        one. A request that loses a new connection is not sent again: it may be what the engine died of.
         """
         renaming = self.renaming
         if renaming is not None and body:
-            renamed = renaming.asked(body)
+            renamed = renaming.rename_request(body)
             body, renaming = (renamed, renaming) if renamed is not None else (body, None)
-        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{more}Content-Length: {len(body)}\r\n".encode("latin-1")
-        request = b"%b%b\r\n%b" % (head, self._always, body)
-        if (connection := self._kept()) is not None:
+        extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{extra}Content-Length: {len(body)}\r\n".encode("latin-1")
+        request = b"%b%b\r\n%b" % (head, self._fixed_headers, body)
+        if (connection := self._reuse_idle()) is not None:
             try:
-                return await _begun(connection.ask(request, renaming))
+                return await _await_head(connection.send(request, renaming))
             except EngineUnreachable as error:
                 log.warning("connection_lost", reason=str(error))
-        return await _begun((await self._connect()).ask(request, renaming))
+        return await _await_head((await self._connect()).send(request, renaming))
 
     async def close(self) -> None:
         """Close the idle connections."""
         while self._idle:
             self._idle.pop().abort()
-        await asyncio.sleep(0)  # until then the loop still holds them
+        await asyncio.sleep(0)  # the loop drops them in its next turn
 
-    def _kept(self) -> "_Connection | None":
-        """The connection used last, so that those too many grow old."""
-        oldest = time.monotonic() - KEEP_S
+    def _reuse_idle(self) -> "_Connection | None":
+        """The connection used last, so that superfluous ones time out; None if there is none."""
+        oldest = time.monotonic() - IDLE_TIMEOUT_S
         while self._idle and (self._idle[0].closing or self._idle[0].idle_since < oldest):
             self._idle.popleft().abort()
         while self._idle:
@@ -331,9 +331,9 @@ class EngineHttp:
         return connection
 
 
-async def _begun(reply: EngineReply) -> EngineReply:
+async def _await_head(reply: EngineReply) -> EngineReply:
     try:
-        await reply.until_begun()
+        await reply.wait_for_head()
     except asyncio.CancelledError:
         reply.close()
         raise

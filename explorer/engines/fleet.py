@@ -9,18 +9,18 @@ from enum import StrEnum
 from typing import Protocol
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.affinity import Affinity, overloaded
+from tuneloop.explorer.engines.affinity import PrefixAffinity, is_overloaded
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.version_routing import TrafficSplit, VersionPin
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.errors import RequestRefused
 
-#: By what the engine of a request is chosen: whose it is, or which version must answer it.
+#: What the engine of a request is chosen by: the key of its user or task, or the version that must answer it.
 RoutingKey = str | VersionPin
 
 
 class EngineState(StrEnum):
-    """What an engine is doing."""
+    """The state of an engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -29,13 +29,13 @@ class EngineState(StrEnum):
 
 
 class Engine:
-    """One vLLM server as those see it who ask it: where it answers, what it serves, how much they have in flight there.
+    """One vLLM server: where it answers, what it serves, and how much this process has in flight there.
 
     `loads` counts how often its weights changed, so that a reply can tell whether they did while it was sampled.
     """
 
     def __init__(self, number: int, http: EngineHttp, control: EngineControl | None = None) -> None:
-        """`control` is for those who run it and swap its weights."""
+        """`control` is for the process that runs the engine and swaps its weights."""
         self.number = number
         self.http = http
         self._control = control
@@ -59,7 +59,7 @@ class Engine:
 
     def begin_load(self) -> None:
         """Weights begin to change under what is in flight; adapters do not."""
-        if self._control is None or self._control.in_place:
+        if self._control is None or self._control.loads_in_place:
             self.loads += 1
 
     def end_load(self, version: int) -> None:
@@ -70,19 +70,19 @@ class Engine:
 
 
 class EngineStatus(Protocol):
-    """What there is to know of an engine."""
+    """The state of an engine as another process publishes it."""
 
     @property
     def number(self) -> int:
-        """Which one."""
+        """Its number."""
 
     @property
     def state(self) -> EngineState:
-        """What it is doing."""
+        """Its state."""
 
     @property
     def version(self) -> int:
-        """What it serves."""
+        """The version that it serves."""
 
     @property
     def loads(self) -> int:
@@ -94,36 +94,38 @@ class EngineStatus(Protocol):
 
 
 class FleetReplicas(Protocol):
-    """Others who send requests to the engines: they must know of a change before it is gone on from."""
+    """Copies of this fleet in other processes: they must have a change before its author goes on."""
 
-    async def tell(self, engine: Engine) -> None:
-        """Return when all know the engine as it is now."""
+    async def publish(self, engine: Engine) -> None:
+        """Return when all have the engine's present state."""
 
-    async def divide(self, split: TrafficSplit | None) -> None:
-        """Return when all divide their requests so."""
+    async def set_split(self, split: TrafficSplit | None) -> None:
+        """Return when all split their requests so."""
 
-    async def until_idle(self, engine: Engine) -> None:
-        """Return when none has a request in flight there."""
+    async def wait_until_idle(self, engine: Engine) -> None:
+        """Return when none has a request in flight on the engine."""
 
 
 class Fleet:
-    """All engines. Requests wait while none is ready, for at most `patience_s`.
+    """All engines. Requests wait while none is ready, for at most `wait_timeout_s`.
 
-    With a `split`, engines that have the version which is being tried get its share of the requests and no others.
+    With a `split`, engines that serve the canary version get its share of the requests and no others.
     """
 
-    def __init__(self, engines: Iterable[Engine], *, patience_s: float, audience: FleetReplicas | None = None) -> None:
+    def __init__(
+        self, engines: Iterable[Engine], *, wait_timeout_s: float, replicas: FleetReplicas | None = None
+    ) -> None:
         self.engines = list(engines)
         self.split: TrafficSplit | None = None
-        self._patience_s = patience_s
-        self._audience = audience
-        self._affinity = Affinity()
+        self._wait_timeout_s = wait_timeout_s
+        self._replicas = replicas
+        self._affinity = PrefixAffinity()
         self._changed = asyncio.Condition()
 
     @property
     def ready(self) -> bool:
         """Whether a request would be answered: some engine is ready, or will be in a moment."""
-        return self._about_to_be(self.engines)
+        return self._will_be_ready(self.engines)
 
     @property
     def served(self) -> list[int]:
@@ -131,116 +133,115 @@ class Fleet:
         return sorted({each.version for each in self.engines if each.state is EngineState.READY})
 
     @staticmethod
-    def _about_to_be(engines: Iterable[Engine]) -> bool:
+    def _will_be_ready(engines: Iterable[Engine]) -> bool:
         return any(engine.state in {EngineState.READY, EngineState.RELOADING} for engine in engines)
 
-    async def set(self, engine: Engine, state: EngineState) -> None:
-        """Change an engine's state and wake whoever waits for it."""
+    async def set_state(self, engine: Engine, state: EngineState) -> None:
+        """Change an engine's state and wake the requests that wait for it."""
         engine.state = state
-        await self._tell(engine)
+        await self._publish(engine)
 
-    async def loading(self, engine: Engine) -> None:
-        """Say that an engine's weights begin to change: what is in flight there is written by two versions."""
+    async def begin_load(self, engine: Engine) -> None:
+        """Publish that an engine's weights begin to change: what is in flight there is sampled from two versions."""
         engine.begin_load()
-        await self._tell(engine)
+        await self._publish(engine)
 
-    async def loaded(self, engine: Engine, version: int) -> None:
-        """Say which version an engine has."""
+    async def end_load(self, engine: Engine, version: int) -> None:
+        """Publish which version an engine serves."""
         engine.end_load(version)
-        await self._tell(engine)
+        await self._publish(engine)
 
-    async def divide(self, split: TrafficSplit | None) -> None:
-        """Divide the requests between the champion and a version that is being tried; None: there is none."""
+    async def set_split(self, split: TrafficSplit | None) -> None:
+        """Split the requests between the champion and a canary version; None: there is no canary."""
         self.split = split
-        if self._audience is not None:
-            await self._audience.divide(split)
+        if self._replicas is not None:
+            await self._replicas.set_split(split)
         async with self._changed:
             self._changed.notify_all()
 
-    async def learn(self, known: Sequence[EngineStatus]) -> None:
-        """Take over what is known elsewhere of engines."""
-        for each in known:
+    async def apply(self, status: Sequence[EngineStatus]) -> None:
+        """Take over the state of engines that another process has published."""
+        for each in status:
             engine = self.engines[each.number]
             engine.state, engine.version, engine.loads = each.state, each.version, each.loads
             engine.http.renaming = each.renaming
         async with self._changed:
             self._changed.notify_all()
 
-    async def _tell(self, engine: Engine) -> None:
-        if self._audience is not None:
-            await self._audience.tell(engine)
+    async def _publish(self, engine: Engine) -> None:
+        if self._replicas is not None:
+            await self._replicas.publish(engine)
         async with self._changed:
             self._changed.notify_all()
 
-    async def until_idle(self, engine: Engine) -> None:
-        """Wait until nobody has a request in flight at the engine."""
+    async def wait_until_idle(self, engine: Engine) -> None:
+        """Wait until no process has a request in flight on the engine."""
         await engine.idle.wait()
-        if self._audience is not None:
-            await self._audience.until_idle(engine)
+        if self._replicas is not None:
+            await self._replicas.wait_until_idle(engine)
 
-    async def until_down(self, engine: Engine) -> None:
-        """Wait until somebody marks the engine down."""
+    async def wait_until_down(self, engine: Engine) -> None:
+        """Wait until the engine is marked down."""
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state is EngineState.DOWN)
 
-    async def take(self, key: RoutingKey | None = None, beginnings: Sequence[int] = ()) -> Engine:
-        """The engine that answers a request of a key, counted as busy until it is given back.
+    async def acquire(self, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()) -> Engine:
+        """The engine that answers a request of a key, counted as busy until it is released.
 
-        Without a key it is one of the champion's. `beginnings` are those of what it is asked
-        (`explorer/engines/affinity.py`).
+        Without a key it is one of the champion's. `prefix_hashes` are the request's (`explorer/engines/affinity.py`).
         """
-        engine = self._chosen(self.engines, key, beginnings)
-        return self._taken(engine or await self._wait_for_one(self.engines, key, beginnings), beginnings)
+        engine = self._choose(self.engines, key, prefix_hashes)
+        return self._mark_busy(engine or await self._wait_for_one(self.engines, key, prefix_hashes), prefix_hashes)
 
-    def take_another(
-        self, than: Engine, key: RoutingKey | None = None, beginnings: Sequence[int] = ()
+    def acquire_another(
+        self, than: Engine, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()
     ) -> Engine | None:
-        """The same, but not this one; None if no other may."""
-        engine = self._chosen(self._others(than), key, beginnings)
-        return self._taken(engine, beginnings) if engine else None
+        """The same, but another engine than this one; None if no other is ready."""
+        engine = self._choose(self._others(than), key, prefix_hashes)
+        return self._mark_busy(engine, prefix_hashes) if engine else None
 
     async def wait_for_another(
-        self, than: Engine, key: RoutingKey | None = None, beginnings: Sequence[int] = ()
+        self, than: Engine, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()
     ) -> Engine | None:
-        """The same, but one that is being reloaded is waited for; None if no other may, nor will in a moment."""
+        """The same, but wait for an engine that is being reloaded; None if no other is ready or will be."""
         others = self._others(than)
-        engine = self._chosen(others, key, beginnings)
-        if engine is None and self._about_to_be(able(others, key)):
-            engine = await self._wait_for_one(others, key, beginnings)
-        return self._taken(engine, beginnings) if engine else None
+        engine = self._choose(others, key, prefix_hashes)
+        if engine is None and self._will_be_ready(eligible_engines(others, key)):
+            engine = await self._wait_for_one(others, key, prefix_hashes)
+        return self._mark_busy(engine, prefix_hashes) if engine else None
 
     def _others(self, than: Engine) -> list[Engine]:
         return [each for each in self.engines if each is not than]
 
-    def _chosen(self, engines: Sequence[Engine], key: RoutingKey | None, beginnings: Sequence[int]) -> Engine | None:
-        knowing = self._affinity.knowing(beginnings, engines) if beginnings else ()
-        return chosen(engines, self.split, key, knowing)
+    def _choose(self, engines: Sequence[Engine], key: RoutingKey | None, prefix_hashes: Sequence[int]) -> Engine | None:
+        with_prefix = self._affinity.engines_with_prefix(prefix_hashes, engines) if prefix_hashes else ()
+        return choose_engine(engines, self.split, key, with_prefix)
 
-    def take_for_copies(self) -> Engine | None:
-        """A ready engine of the version that gets copies, counted as busy until it is given back."""
+    def acquire_for_shadow(self) -> Engine | None:
+        """A ready engine of the version that gets shadow requests, counted as busy until it is released."""
         split = self.split
         engine = least_busy(each for each in self.engines if split and each.version == split.version)
-        return self._taken(engine) if engine else None
+        return self._mark_busy(engine) if engine else None
 
-    def give_back(self, engine: Engine) -> None:
-        """Say that a request which took the engine is done with it."""
+    def release(self, engine: Engine) -> None:
+        """End a request that has acquired the engine."""
         engine.in_flight -= 1
         if not engine.in_flight:
             engine.idle.set()
 
-    def _taken(self, engine: Engine, beginnings: Sequence[int] = ()) -> Engine:
-        self._affinity.note(beginnings, engine)
+    def _mark_busy(self, engine: Engine, prefix_hashes: Sequence[int] = ()) -> Engine:
+        self._affinity.record(prefix_hashes, engine)
         engine.in_flight += 1
         engine.idle.clear()
         return engine
 
     async def _wait_for_one(
-        self, engines: Sequence[Engine], key: RoutingKey | None, beginnings: Sequence[int]
+        self, engines: Sequence[Engine], key: RoutingKey | None, prefix_hashes: Sequence[int]
     ) -> Engine:
         try:
-            async with asyncio.timeout(self._patience_s), self._changed:
-                while (engine := self._chosen(engines, key, beginnings)) is None:
-                    if not self._about_to_be(able(engines, key)):
+            async with asyncio.timeout(self._wait_timeout_s), self._changed:
+                while (engine := self._choose(engines, key, prefix_hashes)) is None:
+                    if not self._will_be_ready(eligible_engines(engines, key)):
                         break
                     await self._changed.wait()
         except TimeoutError:
@@ -249,54 +250,54 @@ class Fleet:
             engine is None
             and isinstance(key, VersionPin)
             and self.ready
-            and not self._about_to_be(key.able(self.engines))
+            and not self._will_be_ready(key.filter(self.engines))
         ):
-            raise key.refused(self.served)
+            raise key.not_served_error(self.served)
         if engine is None:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine
 
 
-def chosen(
+def choose_engine(
     engines: Sequence[Engine],
     split: TrafficSplit | None,
     key: RoutingKey | None,
-    knowing: Sequence[Container[int]] = (),
+    with_prefix: Sequence[Container[int]] = (),
 ) -> Engine | None:
-    """The ready engine that answers a request of a key, if any; of several `best` says which.
+    """The ready engine that answers a request of a key, if any; of several `pick_engine` decides.
 
-    The champion's engines stand in for the one that is being tried, but never the other way round.
+    The champion's engines stand in for the canary's, but never the other way round.
     """
     if isinstance(key, VersionPin):
-        return best(key.able(engines), knowing)
+        return pick_engine(key.filter(engines), with_prefix)
     if split is None:
-        return best(engines, knowing)
+        return pick_engine(engines, with_prefix)
     if key is not None and split.answers(key):
-        tried = best((each for each in engines if each.version == split.version), knowing)
-        if tried is not None:
-            return tried
-    return best((each for each in engines if each.version != split.version), knowing)
+        canary = pick_engine((each for each in engines if each.version == split.version), with_prefix)
+        if canary is not None:
+            return canary
+    return pick_engine((each for each in engines if each.version != split.version), with_prefix)
 
 
-def able(engines: Sequence[Engine], key: RoutingKey | None) -> Sequence[Engine]:
+def eligible_engines(engines: Sequence[Engine], key: RoutingKey | None) -> Sequence[Engine]:
     """The engines that may answer a request of a key, now or when they are ready."""
-    return key.able(engines) if isinstance(key, VersionPin) else engines
+    return key.filter(engines) if isinstance(key, VersionPin) else engines
 
 
-def best(engines: Iterable[Engine], knowing: Sequence[Container[int]] = ()) -> Engine | None:
-    """Of the ready engines one that knows the beginning of the conversation, unless it is overloaded; else the least
+def pick_engine(engines: Iterable[Engine], with_prefix: Sequence[Container[int]] = ()) -> Engine | None:
+    """Of the ready engines one that has a prefix of the conversation cached, unless it is overloaded; else the least
     busy one.
 
-    `knowing` are the numbers of those who know one, the longest first.
+    `with_prefix` are the numbers of the engines that have one, the longest prefix first.
     """
-    if not knowing:
+    if not with_prefix:
         return least_busy(engines)
     ready = [engine for engine in engines if engine.state is EngineState.READY]
     least = least_busy(ready)
-    for numbers in knowing:
-        usual = least_busy(engine for engine in ready if engine.number in numbers)
-        if least and usual and not overloaded(usual.in_flight, least.in_flight):
-            return usual
+    for numbers in with_prefix:
+        preferred = least_busy(engine for engine in ready if engine.number in numbers)
+        if least and preferred and not is_overloaded(preferred.in_flight, least.in_flight):
+            return preferred
     return least
 
 

@@ -1,4 +1,4 @@
-"""An engine of our own: a subprocess under a guard, which is vLLM, or runs vLLM wherever a Ray cluster has room."""
+"""An engine of our own: a subprocess under a guard, which is vLLM, or runs vLLM on a node of a Ray cluster."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
-_STOP_S = 15.0
+_STOP_TIMEOUT_S = 15.0
 
 
 class EngineProcess:
@@ -34,7 +34,7 @@ class EngineProcess:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
-        command, environment = self.what(model)
+        command, environment = self.command(model)
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -46,13 +46,13 @@ class EngineProcess:
                 stdout=output,
                 stderr=output,
                 env=environment,
-                # A signal to our whole group must not kill the guard: nobody would end the engine's own children.
+                # A signal to our whole group must not kill the guard: the engine's own children would go on.
                 start_new_session=True,
             )
         log.info("engine_starting", engine=self._engine.number, model=str(model), log=str(self._log))
         try:
             async with asyncio.timeout(self._settings.explorer.rollout_model.startup_timeout):
-                await self._healthy()
+                await self._wait_until_healthy()
         except TimeoutError:
             await self.stop()
             raise EnvironmentRefused(
@@ -60,13 +60,13 @@ class EngineProcess:
                 f"raise it, or see why in {self._log}"
             ) from None
 
-    def what(self, model: Path) -> tuple[list[str], dict[str, str]]:
+    def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
         """The command to run, and its environment."""
         settings, number = self._settings, self._engine.number
         command = vllm.command(settings, model=model, socket=self._socket)
         if settings.cluster.node_num == 1:
             return command, vllm.environment(settings, number)
-        order = RayEngineSpec(
+        spec = RayEngineSpec(
             ray_address=settings.cluster.ray_address,
             gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
             socket=str(self._socket),
@@ -74,21 +74,21 @@ class EngineProcess:
             command=command,
             environment=vllm.engine_variables(settings),
         )
-        environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(order).decode()}
+        environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(spec).decode()}
         return [sys.executable, "-P", "-m", "tuneloop.explorer.engines.ray_engine"], environment
 
-    async def _healthy(self) -> None:
+    async def _wait_until_healthy(self) -> None:
         assert self._process is not None
         while not await self._engine.control.healthy():
             if self._process.returncode is not None:
                 raise EnvironmentRefused(
                     f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
-                    f"{self._process.returncode}): {_last_error(self._log)} - the whole story is in {self._log}"
+                    f"{self._process.returncode}): {_last_error(self._log)} - the full log is {self._log}"
                 )
             await asyncio.sleep(0.25)
 
-    async def ended(self) -> int:
-        """Wait until the process is no more."""
+    async def wait(self) -> int:
+        """Wait until the process has ended; its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
@@ -97,9 +97,9 @@ class EngineProcess:
         if self._process is None or self._process.returncode is not None:
             return
         assert self._process.stdin is not None
-        self._process.stdin.close()  # the guard takes this for our death
+        self._process.stdin.close()  # for the guard this means that its owner has died
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _STOP_S)
+            await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -108,5 +108,5 @@ class EngineProcess:
 def _last_error(path: Path) -> str:
     """The line of an engine's log that most likely says why it died."""
     lines = path.read_text(errors="replace").splitlines()[-200:]
-    telling = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
-    return telling[-1].strip()[-300:]
+    errors = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
+    return errors[-1].strip()[-300:]

@@ -1,6 +1,6 @@
-"""How requests are divided while a version is being tried: who gets its replies, and of whose requests it gets copies.
+"""Traffic splitting by version: canary share, shadow share, hold-out share, and requests pinned to a version.
 
-Every worker decides by itself and all decide alike: by a hash, so that who has a key meets the same version every time.
+Every worker decides by itself and all decide alike: by a hash, so that the same key gets the same version every time.
 """
 
 import hashlib
@@ -16,27 +16,27 @@ _WHOLE = 2**64
 
 
 class TrafficSplit(msgspec.Struct, frozen=True):
-    """What a version that is being tried gets: the share of the keys it answers, and of those it gets copies of."""
+    """What a canary version gets: the share of the keys that it answers, and of those it gets shadow requests of."""
 
     version: int
     share: float = 0.0
-    copies: float = 0.0
+    shadow_share: float = 0.0
 
     def answers(self, key: str) -> bool:
-        """Whether it answers the requests of a key."""
+        """Whether the version answers the requests of a key."""
         return bucket_of(self.version, key) < self.share
 
-    def copied(self, key: str) -> bool:
-        """Whether it gets copies of the requests of a key."""
-        return bucket_of(self.version, key) < self.copies
+    def shadows(self, key: str) -> bool:
+        """Whether the version gets shadow copies of the requests of a key."""
+        return bucket_of(self.version, key) < self.shadow_share
 
-    def withdrawn(self) -> "TrafficSplit":
+    def without_traffic(self) -> "TrafficSplit":
         """The same version without any requests."""
         return TrafficSplit(self.version)
 
 
 def bucket_of(version: int, key: str) -> float:
-    """Where in [0, 1) a key lies. Each version has an order of its own, so that not the same users try them all."""
+    """Where in [0, 1) a key lies. Each version has an order of its own, so that the canary users change with it."""
     return _bucket(b"%d" % version, key)
 
 
@@ -46,71 +46,71 @@ def _bucket(salt: bytes, key: str) -> float:
 
 
 def is_held_out(key: str, share: float) -> bool:
-    """Whether the replies to a key are held out of training, where so much of the traffic is.
+    """Whether the replies to a key are held out of training, as `share` of the traffic is.
 
-    What is held out by a share is by a larger one too.
+    A key that is held out under one share is held out under every larger one.
     """
     return _bucket(b"held out", key) < share
 
 
 def split_of(mode: str, version: int, share: float) -> TrafficSplit:
-    """The split of a rollout in that mode."""
-    return TrafficSplit(version, copies=share) if mode == "shadow" else TrafficSplit(version, share=share)
+    """The split of a rollout in a mode: shadow or canary."""
+    return TrafficSplit(version, shadow_share=share) if mode == "shadow" else TrafficSplit(version, share=share)
 
 
 _DIGITS = 9
 
 
 class ServesVersion(Protocol):
-    """What there is to know of an engine."""
+    """What has a version: an engine."""
 
     @property
     def version(self) -> int:
-        """What it serves."""
+        """The version that it serves."""
 
 
 _Engine = TypeVar("_Engine", bound=ServesVersion)
 
 
 class VersionPin(NamedTuple):
-    """The version that must answer a request."""
+    """A request for one version, `model@version`."""
 
     version: int
 
-    def able(self, engines: Iterable[_Engine]) -> list[_Engine]:
-        """The engines that have it."""
+    def filter(self, engines: Iterable[_Engine]) -> list[_Engine]:
+        """The engines that serve the version."""
         return [each for each in engines if each.version == self.version]
 
-    def refused(self, served: Sequence[int]) -> RequestRefused:
-        """What a client is told when no engine has it."""
+    def not_served_error(self, served: Sequence[int]) -> RequestRefused:
+        """The error of a request for a version that no engine serves."""
         versions = ", ".join(map(str, served)) or "none"
-        message = f"the model does not exist: version {self.version} is not served; served are: {versions}"
+        message = f"the model does not exist: version {self.version} is not served; these are: {versions}"
         return RequestRefused(message, status=404, code="model_not_found", param="model")
 
 
 class PinParser:
-    """Understands which version a request names."""
+    """Reads the version that a request is pinned to."""
 
     def __init__(self, settings: Settings) -> None:
         #: The model's own name, as engines know it.
-        self.name = settings.served_model_name
-        #: Whether clients may name a version.
+        self.model_name = settings.served_model_name
+        #: Whether clients may pin a version.
         self.allowed = settings.explorer.version_pins
 
-    def of(self, body: Mapping[str, Any]) -> VersionPin | None:
-        """The version that a body names. Raises RequestRefused if it is no number."""
+    def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
+        """The version that a body is pinned to. Raises RequestRefused if it is not a number."""
         model = body.get("model")
-        if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.name}@"):
+        if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.model_name}@"):
             return None
-        number = model.removeprefix(f"{self.name}@")
+        number = model.removeprefix(f"{self.model_name}@")
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
-            message = f"the model does not exist: after {self.name}@ comes the number of a version"
+            message = f"the model does not exist: {self.model_name}@ must be followed by the number of a version"
             raise RequestRefused(message, status=404, code="model_not_found", param="model")
         return VersionPin(int(number))
 
-    def listed(self, models: Iterable[dict[str, Any]], served: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The models that an engine tells, and the versions that may be named."""
+    def with_versions(self, models: Iterable[dict[str, Any]], served: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The models of an engine's list, and behind each the versions that may be requested."""
         for model in models:
             yield model
-            if self.allowed and model.get("id") == self.name:
-                yield from (model | {"id": f"{self.name}@{version}"} for version in served)
+            if self.allowed and model.get("id") == self.model_name:
+                yield from (model | {"id": f"{self.model_name}@{version}"} for version in served)

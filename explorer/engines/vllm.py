@@ -1,7 +1,7 @@
-"""All that is known here of vLLM 0.26 to 0.33: how it is started and which of its routes swap weights.
+"""vLLM 0.26 to 0.33: the command that starts it, and the routes that swap its weights.
 
-The weight routes exist only with VLLM_SERVER_DEV_MODE and ask for no key, so an engine of ours listens on a private
-socket.
+The weight routes exist only with VLLM_SERVER_DEV_MODE and have no authentication, so our engines listen on private
+sockets.
 """
 
 import asyncio
@@ -26,45 +26,45 @@ from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
-#: Asked of every reply, and taken out again where the client did not ask.
+#: Requested with every reply, and stripped again where the client did not request it.
 CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
 
-#: The same of a completion of text.
+#: The same for text completions.
 CAPTURE_TEXT: dict[str, object] = {"logprobs": 0, "return_token_ids": True}
 
-#: Sampling that leaves the policy's distribution alone.
-NEUTRAL: dict[str, object] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+#: Sampling parameters that leave the policy's distribution unchanged.
+NEUTRAL_SAMPLING: dict[str, object] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
-#: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was seen on an H200.
-_TOLERANCE_OF_TF32 = 1e-2
+#: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was measured on an H200.
+_TF32_TOLERANCE = 1e-2
 
-#: An engine that takes longer to swap its weights is given up, in seconds.
-_PATIENCE_S = 600.0
-#: A log-probability so near to 0 is one of a token that had no other beside it.
-_CERTAIN = 1e-3
+#: How long an engine may take to swap its weights, in seconds.
+_TIMEOUT_S = 600.0
+#: A log-probability so near to 0 is that of the only token that could be sampled.
+_CERTAIN_LOGPROB = 1e-3
 
-#: The ranks that vLLM reserves room for.
+#: The ranks that vLLM accepts for --max-lora-rank.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-#: Adapters that may sample at the same time: the newest, and those with which older replies are brought to their end.
-_ADAPTERS = 4
+#: Adapters that may sample at the same time: the newest, and those that older replies are still sampled from.
+_MAX_LORAS = 4
 
 #: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
-_SAMPLED = PROBE_ROOM // 2
+_PROBE_TOKENS = PROBE_ROOM // 2
 
-#: Shorter than the five seconds after which uvicorn, and so an engine of others, closes an idle connection.
-_KEEP_S = 4.0
+#: Shorter than the five seconds after which uvicorn, and so an external engine, closes an idle connection.
+_IDLE_TIMEOUT_S = 4.0
 
 _JSON = {"content-type": "application/json"}
 
 #: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
-BREAKS_CPU_ENGINES = frozenset({"seed"})
+UNSAFE_ON_CPU = frozenset({"seed"})
 
 
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
-    wanted, rollout = settings.model, settings.explorer.rollout_model
-    rank = wanted.lora.rank
+    model_settings, rollout = settings.model, settings.explorer.rollout_model
+    rank = model_settings.lora.rank
     options: dict[str, object] = {
         "--model": model,
         "--served-model-name": settings.served_model_name,
@@ -72,10 +72,10 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--dtype": rollout.dtype,
         "--seed": rollout.seed,
         "--tensor-parallel-size": rollout.tensor_parallel_size,
-        "--max-model-len": wanted.max_model_len,
+        "--max-model-len": model_settings.max_model_len,
         # The model's own generation_config.json may set top_p or top_k, which would make every reply untrainable.
         "--generation-config": "vllm",
-        "--override-generation-config": json.dumps({"temperature": wanted.temperature}),
+        "--override-generation-config": json.dumps({"temperature": model_settings.temperature}),
         "--logprobs-mode": "processed_logprobs",
         "--tool-call-parser": rollout.tool_call_parser,
         "--reasoning-parser": rollout.reasoning_parser,
@@ -83,13 +83,13 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
         "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
-        "--max-loras": _ADAPTERS if rank else None,
+        "--max-loras": _MAX_LORAS if rank else None,
     }
     flags = {
         "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
         "--enforce-eager": rollout.enforce_eager,
         "--enable-lora": bool(rank),
-        "--trust-remote-code": wanted.trust_remote_code,
+        "--trust-remote-code": model_settings.trust_remote_code,
         "--disable-uvicorn-access-log": True,
     }
     return [
@@ -98,10 +98,10 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "-m",
         "vllm.entrypoints.openai.api_server",
         *(part for option, value in options.items() if value is not None for part in (option, str(value))),
-        # Without them the head is made ready for adapters too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
+        # Without them the head gets an adapter too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
         # requests at once: "einsum(): subscript b has size 2".
-        *(("--lora-target-modules", *wanted.lora.targets) if rank else ()),
-        *(flag for flag, wanted in flags.items() if wanted),
+        *(("--lora-target-modules", *model_settings.lora.targets) if rank else ()),
+        *(flag for flag, is_set in flags.items() if is_set),
         *rollout.engine_args,
     ]
 
@@ -109,21 +109,21 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
 def tolerance(settings: Settings) -> float:
     """How far an engine's log-probabilities may lie from exact ones, on average, in nats."""
     dtype = settings.explorer.rollout_model.dtype
-    return _TOLERANCE_OF_TF32 if dtype == "float32" and settings.cluster.gpu_per_node else _TOLERANCE[dtype]
+    return _TF32_TOLERANCE if dtype == "float32" and settings.cluster.gpu_per_node else _TOLERANCE[dtype]
 
 
 def environment(settings: Settings, number: int) -> dict[str, str]:
     """The environment of engine `number` on this machine, counted from 0."""
-    ours, size = engine_variables(settings), settings.explorer.rollout_model.tensor_parallel_size
+    variables, size = engine_variables(settings), settings.explorer.rollout_model.tensor_parallel_size
     if settings.cluster.gpu_per_node:
-        ours["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
-    return {**os.environ, **ours}
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
+    return {**os.environ, **variables}
 
 
 def engine_variables(settings: Settings) -> dict[str, str]:
-    """What an engine's environment has more than others, wherever it runs."""
+    """The environment variables that we add for an engine, wherever it runs."""
     rollout = settings.explorer.rollout_model
-    ours = {
+    variables = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # vLLM starts modules of its own with `python -m`: none of them may come from the folder we were started in.
@@ -135,13 +135,13 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
     if not settings.cluster.gpu_per_node:
-        unless_given = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1"}
-        ours |= {name: os.environ.get(name, value) for name, value in unless_given.items()} | {"OMP_NUM_THREADS": "1"}
-    return ours
+        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1"}
+        variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}
+    return variables
 
 
 def _gpus_from(first: int, size: int) -> list[str]:
-    """`size` of the GPUs that we were given: all of this machine, or what CUDA_VISIBLE_DEVICES names."""
+    """`size` of the GPUs that we may use: all of this machine, or what CUDA_VISIBLE_DEVICES names."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return [str(first + each) for each in range(size)]
@@ -155,7 +155,7 @@ def _gpus_from(first: int, size: int) -> list[str]:
 
 
 def priority_of(settings: Settings) -> dict[str, object]:
-    """What makes the engine answer a request of ours after those of clients, where it was started to heed that."""
+    """The field that makes the engine answer our own requests after those of clients, if it schedules by priority."""
     args = settings.explorer.rollout_model.engine_args
     heeds = "--scheduling-policy=priority" in args or ("--scheduling-policy", "priority") in pairwise(args)
     return {"priority": 1} if heeds else {}
@@ -176,7 +176,7 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> htt
     address = url or "http://engine"
     # The machine's own certificates; without them, where there is no TLS, a session is made in no time.
     verify = ssl.create_default_context() if address.startswith("https:") else False
-    limits = httpx.Limits(max_connections=100, keepalive_expiry=_KEEP_S)
+    limits = httpx.Limits(max_connections=100, keepalive_expiry=_IDLE_TIMEOUT_S)
     return httpx.AsyncClient(
         base_url=address,
         transport=httpx.AsyncHTTPTransport(uds=socket, verify=verify, limits=limits, trust_env=False),
@@ -189,7 +189,7 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> htt
 class ProbeFindings(NamedTuple):
     """How far an engine's log-probabilities are from what they should be (mean absolute difference, nats).
 
-    `weights`: from those of the probe. `cache`: those that it finds with its prefix cache from those without.
+    `weights`: from those of the probe. `cache`: those with its prefix cache from those without.
     """
 
     weights: float
@@ -197,7 +197,7 @@ class ProbeFindings(NamedTuple):
     allowed: float
 
     @property
-    def complaint(self) -> str | None:
+    def problem(self) -> str | None:
         """What is wrong, None if nothing is."""
         if not self.weights <= self.allowed:
             off = f"{self.weights:.2g} nats from the trainer's"
@@ -212,7 +212,7 @@ class EngineControl:
     """The weight routes of one engine, over a session of its own."""
 
     #: Whether `load` changes the weights under what is in flight.
-    in_place = True
+    loads_in_place = True
     renaming: ModelRenaming | None = None
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
@@ -221,10 +221,10 @@ class EngineControl:
         self._model_name = model_name
         self._tolerance = tolerance
 
-    async def healthy(self, within_s: float = 5.0) -> bool:
-        """Whether the engine answers in time and is fit to serve."""
+    async def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether the engine answers its health check in time."""
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 return (await self._session.get("/health")).status_code == 200
         except (httpx.HTTPError, TimeoutError):
             return False
@@ -233,24 +233,24 @@ class EngineControl:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
         await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
 
-    def begin_anew(self) -> None:
-        """Forget what was loaded: the engine may have been started again since."""
+    def reset(self) -> None:
+        """Forget what was loaded: the engine may have been restarted since."""
 
-    def starts_with(self, actor: Path) -> Path:
-        """The weights that an engine is started with in order to serve `actor`."""
+    def initial_weights(self, actor: Path) -> Path:
+        """The weights to start an engine with that is to serve `actor`."""
         return actor
 
-    async def complete(self, actor: Path) -> None:
-        """Bring an engine that was started so to `actor`."""
+    async def finish_start(self, actor: Path) -> None:
+        """Load what an engine that was started with `initial_weights` lacks of `actor`."""
 
     async def load(self, actor: Path) -> None:
         """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
         if is_adapter(actor):
-            raise CheckpointRejected("it is an adapter, and model.lora.rank is 0 here")
+            raise CheckpointRejected("the checkpoint is an adapter, and model.lora.rank is 0")
         await self._post("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
 
-    async def forget_prefixes(self) -> None:
-        """Drop all keys and values of the old weights; frozen requests recompute theirs with the new ones."""
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached keys and values of the old weights; paused requests recompute theirs with the new ones."""
         answer = await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if answer.replace(b" ", b"") == b'{"success":false}':
             raise EngineError("the engine kept its prefix cache")
@@ -261,47 +261,49 @@ class EngineControl:
 
     async def prove(self, probe: Probe) -> None:
         """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too."""
-        if complaint := (await self.examine(probe)).complaint:
-            raise CheckpointRejected(complaint)
+        if problem := (await self.measure_probe(probe)).problem:
+            raise CheckpointRejected(problem)
 
-    async def examine(self, probe: Probe) -> ProbeFindings:
-        """How far the engine is from what the probe says. Raises CheckpointRejected if its answer cannot be read."""
+    async def measure_probe(self, probe: Probe) -> ProbeFindings:
+        """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read."""
         try:
-            found = await self._logprobs(list(probe.prompt_ids))
+            logprobs = await self._logprobs(list(probe.prompt_ids))
             return ProbeFindings(
-                weights=_mean_distance(found, probe.logprobs),
+                weights=_mean_distance(logprobs, probe.logprobs),
                 cache=await self._distance_by_cache(list(probe.prompt_ids)),
                 allowed=max(probe.tolerance, self._tolerance),
             )
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
 
-    async def remember(self, probe: Probe) -> None:
-        """Have it keep the probe's prompt in its prefix cache, so that it shows if the cache outlives its weights."""
+    async def cache_probe(self, probe: Probe) -> None:
+        """Put the probe's prompt into the prefix cache, so that a cache that outlives its weights is noticed."""
         body = {"model": self._model_name, "prompt": list(probe.prompt_ids), "max_tokens": 1}
         await self._post("/v1/completions", json=body)
 
-    async def describe(self) -> Probe:
-        """What the engine says of a fixed text: by this, others of the same weights are known, and it itself later."""
+    async def create_probe(self) -> Probe:
+        """A probe from this engine: others of the same weights, and itself later, must match it."""
         try:
-            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": _text()}))
-            ids = told["tokens"][: min(PROBE_LENGTH, told["max_model_len"] - PROBE_ROOM)]
+            body = orjson.loads(
+                await self._post("/tokenize", json={"model": self._model_name, "prompt": _probe_text()})
+            )
+            ids = body["tokens"][: min(PROBE_LENGTH, body["max_model_len"] - PROBE_ROOM)]
             return Probe(prompt_ids=tuple(ids), logprobs=tuple(await self._logprobs(ids)), tolerance=0.0)
         except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
+            raise EngineError(f"/tokenize: its answer cannot be read: {error!r}") from error
 
-    async def longest(self) -> int:
-        """How many tokens a request and the reply to it may have. Raises EngineError."""
+    async def max_sequence_length(self) -> int:
+        """How many tokens a prompt and its reply may have together. Raises EngineError."""
         try:
-            told = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": "a"}))
-            return int(told["max_model_len"])
+            body = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": "a"}))
+            return int(body["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"what it says of a text cannot be read: {error!r}") from error
+            raise EngineError(f"/tokenize: its answer cannot be read: {error!r}") from error
 
     async def require_processed_logprobs(self) -> None:
-        """Raise EngineError if it tells log-probabilities of another distribution than it samples from.
+        """Raise EngineError if its log-probabilities are of another distribution than it samples from.
 
-        With `top_k` 1 there is but one token to sample, with log-probability 0; the raw logits know of others.
+        With `top_k` 1 there is one token to sample, with log-probability 0; by the raw logits there are others.
         """
         body = {
             "model": self._model_name,
@@ -313,8 +315,8 @@ class EngineControl:
         }
         try:
             answer = orjson.loads(await self._post("/v1/completions", json=body))
-            [told] = answer["choices"][0]["logprobs"]["token_logprobs"]
-            processed = told > -_CERTAIN
+            [logprob] = answer["choices"][0]["logprobs"]["token_logprobs"]
+            processed = logprob > -_CERTAIN_LOGPROB
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"its log-probabilities cannot be read: {error!r}") from error
         if not processed:
@@ -324,37 +326,37 @@ class EngineControl:
             )
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
-        """Of each id but the first, after those before it. vLLM reads no cached prefix for this."""
+        """Of each id but the first, given those before it. vLLM does not use its prefix cache for this."""
         choice = await self._complete(prompt=prompt_ids, max_tokens=1, prompt_logprobs=0)
         rows = choice["prompt_logprobs"][1:]
         return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
 
     async def _distance_by_cache(self, prompt_ids: list[int]) -> float:
-        """How far apart it is from itself when it reads the prompt from its prefix cache and when it does not."""
-        choice = await self._complete(prompt=prompt_ids, max_tokens=_SAMPLED, ignore_eos=True, **CAPTURE_TEXT)
-        ids, told = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        without = await self._logprobs([*prompt_ids, *ids])
-        return _mean_distance(told, without[-len(ids) :])
+        """The distance between its log-probabilities with the prompt from its prefix cache and without."""
+        choice = await self._complete(prompt=prompt_ids, max_tokens=_PROBE_TOKENS, ignore_eos=True, **CAPTURE_TEXT)
+        ids, with_cache = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        without_cache = await self._logprobs([*prompt_ids, *ids])
+        return _mean_distance(with_cache, without_cache[-len(ids) :])
 
-    async def _complete(self, **asked: object) -> dict[str, Any]:
-        body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL, **asked}
+    async def _complete(self, **fields: object) -> dict[str, Any]:
+        body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL_SAMPLING, **fields}
         choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", json=body))["choices"][0]
         return choice
 
-    async def ask(self, path: str, **asked: object) -> dict[str, Any]:
-        """What the engine answers to a request of ours, which nobody records. Raises EngineError."""
+    async def query(self, path: str, **fields: object) -> dict[str, Any]:
+        """The engine's answer to a request of our own, which is not recorded. Raises EngineError."""
         try:
-            said: dict[str, Any] = orjson.loads(await self._post(path, json={"model": self._model_name, **asked}))
+            reply: dict[str, Any] = orjson.loads(await self._post(path, json={"model": self._model_name, **fields}))
         except ValueError as error:
-            raise EngineError(f"{path}: its answer is no JSON") from error
-        return said
+            raise EngineError(f"{path}: its answer is not JSON") from error
+        return reply
 
     async def _post(
         self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
     ) -> bytes:
-        content, headers = (None, None) if json is None else (_encoded(json), _JSON)
+        content, headers = (None, None) if json is None else (_encode_json(json), _JSON)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._session.post(path, params=params, content=content, headers=headers)
         except (httpx.HTTPError, TimeoutError) as error:
             raise EngineError(f"{path}: {str(error) or type(error).__name__}") from error
@@ -363,8 +365,8 @@ class EngineControl:
         return reply.content
 
 
-def _encoded(body: Mapping[str, object]) -> bytes:
-    """As ASCII: what people said may hold half a character, which is no UTF-8."""
+def _encode_json(body: Mapping[str, object]) -> bytes:
+    """As ASCII: a prompt may contain a lone surrogate, which has no UTF-8."""
     return json.dumps(body).encode()
 
 
@@ -372,7 +374,7 @@ def _mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def _text() -> str:
-    """Words that nobody has ever said, always the same: what a model expects after them, its weights alone decide."""
+def _probe_text() -> str:
+    """Random words, always the same: what a model expects after them depends on its weights alone."""
     chance = random.Random(PROBE_LENGTH)
     return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))

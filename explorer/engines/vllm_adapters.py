@@ -1,7 +1,7 @@
-"""How vLLM 0.26 to 0.33 serves versions that are adapters: each beside the others, under a name of its own.
+"""The weight routes of vLLM 0.26 to 0.33 for versions that are LoRA adapters: side by side, each under its own name.
 
 A name never means another adapter, so its cached keys and values are always right, and nothing changes under what is in
-flight: a request ends with the adapter that it began with. So nothing is paused, and nothing forgotten.
+flight: a request ends with the adapter that it began with. So nothing is paused, and no prefix cache is reset.
 """
 
 from pathlib import Path
@@ -9,19 +9,19 @@ from pathlib import Path
 import httpx
 import structlog
 
-from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter, name_of
+from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
-#: Names that an engine is kept ready for: the version served and those before it, which may be gone back to.
+#: Adapters that stay loaded: the version served and those before it, for a rollback.
 _KEPT = 4
 
 
 def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
-    """The weight routes of an engine, as the settings want them used."""
+    """The weight routes of an engine, for full weights or adapters as the settings say."""
     name = settings.served_model_name
     if settings.model.lora.rank:
         base = settings.model.model_path.absolute()
@@ -30,53 +30,53 @@ def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: flo
 
 
 class AdapterControl(EngineControl):
-    """The same verbs where versions are adapters to the weights in `base`, with which the engine was started."""
+    """The same methods where versions are adapters of the weights in `base`, with which the engine was started."""
 
-    in_place = False
+    loads_in_place = False
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float, base: Path) -> None:
         super().__init__(session, model_name=model_name, tolerance=tolerance)
-        self._public, self._base = model_name, base
+        self._public_name, self._base = model_name, base
         self._loaded: list[str] = []
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget which adapters were loaded."""
         self._loaded.clear()
         self._use(None)
 
-    def starts_with(self, actor: Path) -> Path:
+    def initial_weights(self, actor: Path) -> Path:
         """The base model: adapters are added to it."""
-        self.begin_anew()
+        self.reset()
         return self._base
 
-    async def complete(self, actor: Path) -> None:
+    async def finish_start(self, actor: Path) -> None:
         """Load the adapter."""
         await self.load(actor)
 
     async def pause(self, mode: str) -> None:
-        """Nothing needs to."""
+        """Nothing to do: a new adapter changes nothing that is in flight or cached."""
 
-    async def forget_prefixes(self) -> None:
-        """Nothing needs to."""
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to do: a new adapter changes nothing that is in flight or cached."""
 
     async def resume(self) -> None:
-        """Nothing was paused."""
+        """Nothing to do: nothing was paused."""
 
     async def load(self, actor: Path) -> None:
-        """Have the engine ready to answer with the adapter in `actor`, or with the base model. Verify it first."""
+        """Make the engine answer with the adapter in `actor`, or with the base model. Verify it first."""
         if is_adapter(actor):
-            name = name_of(actor)
+            name = adapter_name_of(actor)
             await self._load(name, actor)
             await self._unload_oldest(name)
             self._use(name)
         elif actor == self._base:
             self._use(None)
         else:
-            raise CheckpointRejected("it holds all weights, and model.lora.rank is not 0 here")
+            raise CheckpointRejected("the checkpoint holds full weights, and model.lora.rank is not 0")
 
     def _use(self, name: str | None) -> None:
-        self._model_name = name or self._public
-        self.renaming = ModelRenaming(public=self._public, adapter=name) if name else None
+        self._model_name = name or self._public_name
+        self.renaming = ModelRenaming(public_name=self._public_name, adapter_name=name) if name else None
 
     async def _load(self, name: str, actor: Path) -> None:
         try:
@@ -84,13 +84,13 @@ class AdapterControl(EngineControl):
         except EngineError as error:
             if '"Not Found"' in str(error):
                 raise EngineError(
-                    "the engine takes no adapters; start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                    "the engine accepts no adapters; start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 ) from error
-            if "already been loaded" not in str(error):  # by an explorer before us: what has the name is the same
+            if "already been loaded" not in str(error):  # by an explorer before us, and it is the same
                 raise
 
     async def _unload_oldest(self, newest: str) -> None:
-        """Forget the names that nobody will ask for. What is in flight there still comes to its end."""
+        """Unload the adapters that will not be served again. What is in flight with them still finishes."""
         self._loaded = [*(each for each in self._loaded if each != newest), newest]
         while len(self._loaded) > _KEPT:
             oldest = self._loaded.pop(0)

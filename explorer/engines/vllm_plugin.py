@@ -1,4 +1,4 @@
-"""What vLLM loads into each process of an engine: it has them leave the processor while they wait for each other.
+"""A plugin for vLLM, loaded into each process of an engine: CPU engines sleep while they wait for each other.
 
 vLLM's processes wait for each other in a loop of `sched_yield`. On Linux 6.18 such a loop beside a process that
 computes keeps every other process of the machine waiting as long as both go on, for seconds at a time, unless there is
@@ -8,7 +8,7 @@ a core for each. vLLM has another way to wait, for Pythons before 3.11.1: to sle
 import importlib
 import os
 
-#: An engine whose environment has it waits so.
+#: The environment variable that turns this on.
 SLEEPS = "TUNELOOP_ENGINE_SLEEPS"
 
 

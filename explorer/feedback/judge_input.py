@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.dialects import messages, responses_request
-from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, choices_of
+from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, choice_count
 from tuneloop.runner.reply import Message, Reply, calls_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.recording.judging import Said
@@ -51,7 +51,7 @@ def _prompt(body: Json, choice: int) -> str:
     """The prompt of a choice: of several prompts each has `n` choices."""
     prompt = body["prompt"]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        prompt = prompt[choice // choices_of(body)]
+        prompt = prompt[choice // choice_count(body)]
     if not isinstance(prompt, str):
         raise RequestRefused("the prompt is token ids, which only the model can read")
     return prompt

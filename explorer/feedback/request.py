@@ -5,7 +5,15 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tuneloop.explorer.http.bodies import finite, flag, moment, name, text_or_number, words, wrong_type
+from tuneloop.explorer.http.bodies import (
+    finite_number,
+    optional_bool,
+    optional_id,
+    optional_name,
+    optional_text,
+    optional_time,
+    wrong_type,
+)
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_REWARD, Kind
 
@@ -77,7 +85,7 @@ def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[
         )
     for number, entry in enumerate(entries):
         try:
-            yield _remark(entry, name(entry, "idempotency_key") or key)
+            yield _remark(entry, optional_name(entry, "idempotency_key") or key)
         except RequestRefused as error:
             place = f"feedback[{number}]"
             param = f"{place}.{error.param}" if error.param else place
@@ -85,10 +93,10 @@ def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[
 
 
 def _remark(entry: dict[str, Any], key: str | None) -> Entry:
-    task_id, run_id = text_or_number(entry, "task_id"), text_or_number(entry, "run_id")
+    task_id, run_id = optional_id(entry, "task_id"), optional_id(entry, "run_id")
     msg_ids = _msg_ids(entry, whole_run=None not in (task_id, run_id))
     sayings = tuple(_sayings(entry))
-    preferred_over = name(entry, "preferred_over")
+    preferred_over = optional_name(entry, "preferred_over")
     if preferred_over and (msg_ids is None or len(set(msg_ids)) != 1):
         raise RequestRefused(
             "preferred_over compares two replies: msg_ids must name exactly one", code="invalid_value", param="msg_ids"
@@ -99,8 +107,8 @@ def _remark(entry: dict[str, Any], key: str | None) -> Entry:
         preferred_over=preferred_over,
         task_id=task_id,
         run_id=run_id,
-        source=name(entry, "source"),
-        occurred_at=moment(entry, "time"),
+        source=optional_name(entry, "source"),
+        occurred_at=optional_time(entry, "time"),
         key=key,
     )
 
@@ -134,7 +142,7 @@ def _sayings(entry: dict[str, Any]) -> Sequence[Signal]:
         )
     if said[0].kind is Kind.RETRACTION and len(said) > 1:
         raise RequestRefused("retract takes back; say the rest in another call", code="invalid_value", param="retract")
-    if (metric := name(entry, "metric")) is not None:
+    if (metric := optional_name(entry, "metric")) is not None:
         said[0] = said[0]._replace(metric=metric)
     if len({each.metric for each in said}) < len(said):
         raise RequestRefused(
@@ -144,20 +152,20 @@ def _sayings(entry: dict[str, Any]) -> Sequence[Signal]:
 
 
 def _said(entry: dict[str, Any]) -> Iterator[Signal]:
-    if flag(entry, "retract"):
+    if optional_bool(entry, "retract"):
         yield Signal(Kind.RETRACTION, "reward")
     rating = _rating(entry)
     if rating is not None:
         yield rating
-    if label := name(entry, "label"):
+    if label := optional_name(entry, "label"):
         if rating is not None and rating.kind is Kind.LABEL:
             raise RequestRefused("value is a label already: leave out label", code="invalid_value", param="label")
         yield Signal(Kind.LABEL, "reward" if rating is None else "label", text=label)
-    if name(entry, "preferred_over"):
+    if optional_name(entry, "preferred_over"):
         yield Signal(Kind.PREFERENCE, "preference")
     if answer := _demonstration(entry):
         yield Signal(Kind.DEMONSTRATION, "demonstration", text=answer)
-    if comment := words(entry, "comment"):
+    if comment := optional_text(entry, "comment"):
         yield Signal(Kind.COMMENT, "comment", text=comment)
 
 
@@ -166,16 +174,16 @@ def _rating(entry: dict[str, Any]) -> Signal | None:
     if entry.get("reward") is not None:
         if entry.get("value") is not None:
             raise RequestRefused("reward and value are two names of one thing: write one", code="invalid_value")
-        return Signal(Kind.NUMBER, "reward", value=finite(entry["reward"], "reward", bound=MAX_REWARD))
+        return Signal(Kind.NUMBER, "reward", value=finite_number(entry["reward"], "reward", bound=MAX_REWARD))
     match entry.get("value"):
         case None | "":
             return None
         case bool(thumb):
             return Signal(Kind.BOOLEAN, "reward", value=float(thumb))
         case str():
-            return Signal(Kind.LABEL, "reward", text=name(entry, "value"))
+            return Signal(Kind.LABEL, "reward", text=optional_name(entry, "value"))
         case number if isinstance(number, int | float):
-            return Signal(Kind.NUMBER, "reward", value=finite(number, "value", bound=MAX_REWARD))
+            return Signal(Kind.NUMBER, "reward", value=finite_number(number, "value", bound=MAX_REWARD))
     raise wrong_type("value", "a number, a boolean or a string")
 
 
@@ -183,7 +191,7 @@ def _demonstration(entry: dict[str, Any]) -> str | None:
     """The answer as it should have been: its text, or its message as JSON."""
     answer = entry.get("demonstration")
     if not isinstance(answer, dict):
-        return words(entry, "demonstration")
+        return optional_text(entry, "demonstration")
     if answer.get("role", "assistant") != "assistant" or not (answer.get("content") or answer.get("tool_calls")):
         raise wrong_type("demonstration", "a string, or a message of the assistant with content or tool_calls")
     return orjson.dumps({"role": "assistant"} | answer).decode()
@@ -191,8 +199,8 @@ def _demonstration(entry: dict[str, Any]) -> str | None:
 
 def _key(body: dict[str, Any], header: str | None) -> str | None:
     """The idempotency key of the body or of the header, where it stands in quotes by the book."""
-    key = name(body, "idempotency_key")
-    of_header = name({"Idempotency-Key": (header or "").strip().strip('"')}, "Idempotency-Key")
+    key = optional_name(body, "idempotency_key")
+    of_header = optional_name({"Idempotency-Key": (header or "").strip().strip('"')}, "Idempotency-Key")
     if key and of_header and key != of_header:
         raise RequestRefused(
             "idempotency_key and the header Idempotency-Key differ", code="invalid_value", param="idempotency_key"

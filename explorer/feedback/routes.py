@@ -13,7 +13,7 @@ from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
-from tuneloop.explorer.http.bodies import moment, read_object, text_or_number
+from tuneloop.explorer.http.bodies import optional_id, optional_time, read_object
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Outcome
@@ -74,8 +74,8 @@ class FeedbackRoutes:
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
-        task_id, run_id = text_or_number(body, "task_id"), text_or_number(body, "run_id")
-        until = moment(body, "time_threshold")
+        task_id, run_id = optional_id(body, "task_id"), optional_id(body, "run_id")
+        until = optional_time(body, "time_threshold")
         try:
             if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
                 raise LedgerUnavailable(

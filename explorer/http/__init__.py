@@ -1,0 +1,1 @@
+"""The HTTP server: uvicorn with fast routes, request bodies, errors."""

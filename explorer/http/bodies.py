@@ -13,14 +13,14 @@ from tuneloop.shared.experience import MAX_NAME
 
 
 async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The body as a JSON object. `empty_is` stands for a body of no bytes, where that is allowed.
+    """The body as a JSON object. `empty_is` is the value of an empty body, where that is allowed.
 
     NaN, Infinity, numbers beyond a double, lone surrogates and broken UTF-8 are not JSON.
     """
     data = await read_bytes(request, max_bytes=max_bytes)
     if not data and empty_is is not None:
         return empty_is
-    return object_of(data)
+    return parse_object(data)
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
@@ -32,12 +32,12 @@ async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
             if len(data) > max_bytes:
                 raise RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
     except ClientDisconnect:
-        raise RequestRefused("the client left", status=499, code="client_left") from None
+        raise RequestRefused("the client disconnected", status=499, code="client_left") from None
     return bytes(data)
 
 
-def object_of(data: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object that these bytes are. Raises RequestRefused if they are none."""
+def parse_object(data: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in these bytes. Raises RequestRefused if there is none."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -52,16 +52,16 @@ def wrong_type(param: str, wanted: str) -> RequestRefused:
     return RequestRefused(f"{param} must be {wanted}", code="invalid_type", param=param)
 
 
-def flag(body: dict[str, Any], param: str) -> bool | None:
-    """A boolean; where there is none, nothing is said."""
+def optional_bool(body: dict[str, Any], param: str) -> bool | None:
+    """A boolean field; None if it is absent."""
     value = body.get(param)
     if value is not None and not isinstance(value, bool):
         raise wrong_type(param, "a boolean")
     return value
 
 
-def text_or_number(body: dict[str, Any], param: str) -> str | None:
-    """An id that clients send as a string or as a number; both mean the string."""
+def optional_id(body: dict[str, Any], param: str) -> str | None:
+    """An id field: a string, or a number that stands for its digits; None if it is absent."""
     value = body.get(param)
     if value is None:
         return None
@@ -70,14 +70,14 @@ def text_or_number(body: dict[str, Any], param: str) -> str | None:
     return _storable(str(value), param)
 
 
-def name(body: dict[str, Any], param: str) -> str | None:
-    """A name of at most MAX_NAME characters; an empty one is none."""
-    value = words(body, param)
+def optional_name(body: dict[str, Any], param: str) -> str | None:
+    """A name field of at most MAX_NAME characters; None if it is absent or empty."""
+    value = optional_text(body, param)
     return None if value is None else _storable(value, param)
 
 
-def words(body: dict[str, Any], param: str) -> str | None:
-    """Text of any length; where there is none, nothing is said."""
+def optional_text(body: dict[str, Any], param: str) -> str | None:
+    """A text field of any length; None if it is absent or empty."""
     value = body.get(param)
     if value is None:
         return None
@@ -86,18 +86,18 @@ def words(body: dict[str, Any], param: str) -> str | None:
     return value or None
 
 
-def moment(body: dict[str, Any], param: str) -> float | None:
-    """Seconds since 1970 of a time: that number, or ISO 8601 (UTC unless it says otherwise)."""
+def optional_time(body: dict[str, Any], param: str) -> float | None:
+    """A time field in seconds since 1970: that number, or ISO 8601 (UTC without an offset); None if it is absent."""
     value = body.get(param)
     if value is None:
         return None
     if isinstance(value, str):
         try:
-            read = datetime.fromisoformat(value)
+            time = datetime.fromisoformat(value)
         except ValueError:
             raise wrong_type(param, "seconds since 1970 or ISO 8601") from None
-        return (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
-    return finite(value, param, bound=1e12)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return finite_number(value, param, bound=1e12)
 
 
 def _storable(value: str, param: str) -> str:
@@ -108,7 +108,7 @@ def _storable(value: str, param: str) -> str:
     return value
 
 
-def finite(value: object, param: str, *, bound: float) -> float:
+def finite_number(value: object, param: str, *, bound: float) -> float:
     """A finite number (not a bool) of at most `bound` in size."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(param, "a number")

@@ -22,8 +22,8 @@ from tuneloop.shared.errors import (
 
 Json = dict[str, Any]
 
-#: What a client is told of each of our own errors: status, code, seconds after which to try again. First match counts.
-_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
+#: The status, the code and the seconds until a retry of each of our own errors. First match counts.
+_STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     EngineError: (502, "engine_error", None),
     LedgerUnavailable: (503, "database_unavailable", 5.0),
     SpoolFull: (503, "storage_full", 5.0),
@@ -31,7 +31,7 @@ _TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     TuneloopError: (500, "internal", None),
 }
 
-_TYPES = {
+_OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -39,29 +39,29 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
-#: The engine has had all the time there is: the same again would most likely take as long again.
+#: The engine has had the whole timeout: a retry would most likely take as long.
 _TIMED_OUT = 504
 
-#: Trinity's two routes: its clients look for `status`.
+#: Trinity's two routes: its clients read `status`.
 _TRINITY_ROUTES = frozenset({"/feedback", "/commit"})
 
-#: Anthropic's routes have Anthropic's envelope.
-_ANTHROPIC = "/v1/messages"
+#: Anthropic's routes, which have Anthropic's envelope.
+_ANTHROPIC_PREFIX = "/v1/messages"
 
 
 def refusal_of(error: Exception) -> RequestRefused:
-    """What a client is told of an error, ours or a bug."""
+    """The refusal that a client gets for an error, ours or a bug."""
     if isinstance(error, RequestRefused):
         return error
-    for kind, (status, code, retry_after_s) in _TABLE.items():
+    for kind, (status, code, retry_after_s) in _STATUS_TABLE.items():
         if isinstance(error, kind):
             return RequestRefused(str(error), status=status, code=code, retry_after_s=retry_after_s)
     return RequestRefused("an internal error; it has been logged", status=500, code="internal")
 
 
 def error_response(error: RequestRefused, path: str, request_id: str | None) -> Response:
-    """The answer to a request that was refused."""
-    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    """The response to a request that was refused."""
+    kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     body: dict[str, object] = {
         "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code},
         **error.extra,
@@ -69,8 +69,8 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
     if path in _TRINITY_ROUTES:
         body |= {"status": "error", "message": str(error)}
     headers = {"x-request-id": request_id or f"req_{uuid.uuid4().hex}"}
-    if path.startswith(_ANTHROPIC):
-        body = error_body(str(error), status=error.status)
+    if path.startswith(_ANTHROPIC_PREFIX):
+        body = anthropic_error(str(error), status=error.status)
         headers["request-id"] = headers["x-request-id"]
     if error.retry_after_s is not None:
         headers |= {
@@ -83,30 +83,30 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of the app by the table."""
+    """Make the app answer every error by the table."""
 
-    def answered(request: Request, error: Exception) -> Response:
+    def respond(request: Request, error: Exception) -> Response:
         return error_response(refusal_of(error), request.url.path, request.headers.get("x-request-id"))
 
     @app.exception_handler(TuneloopError)
     async def _ours(request: Request, error: TuneloopError) -> Response:
-        return answered(request, error)
+        return respond(request, error)
 
     @app.exception_handler(HTTPException)
     async def _routing(request: Request, error: HTTPException) -> Response:
         sentence = {404: f"no route {request.url.path}", 405: f"{request.method} is not allowed here"}
         message = sentence.get(error.status_code, str(error.detail))
         code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-        told = answered(request, RequestRefused(message, status=error.status_code, code=code))
-        told.headers.update(error.headers or {})  # what is allowed instead
-        return told
+        response = respond(request, RequestRefused(message, status=error.status_code, code=code))
+        response.headers.update(error.headers or {})  # `allow`, for one
+        return response
 
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> Response:
-        return answered(request, error)
+        return respond(request, error)
 
 
-_ERROR_TYPES = {
+_ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -117,17 +117,17 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(message: str, *, status: int, kind: str | None = None) -> Json:
+def anthropic_error(message: str, *, status: int, kind: str | None = None) -> Json:
     """An error as Anthropic's clients expect it."""
-    by_status = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    by_status = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind or by_status, "message": message}}
 
 
-def engine_error_body(told: Json, *, status: int) -> Json:
-    """What vLLM's messages would have answered where its chat completions answer this error."""
-    error = told.get("error")
+def anthropic_engine_error(body: Json, *, status: int) -> Json:
+    """An error of vLLM's chat completions as its messages route would have answered it."""
+    error = body.get("error")
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-        return error_body(f"the engine answered {status}", status=status)
-    # What its chat completions see already when they read a request, its messages see when they have translated one.
+        return anthropic_error(f"the engine answered {status}", status=status)
+    # What its chat completions refuse on parsing a request, its messages refuse after translating one.
     kind = "BadRequestError" if error.get("type") == "Bad Request" else error.get("type")
-    return error_body(error["message"], status=status, kind=kind)
+    return anthropic_error(error["message"], status=status, kind=kind)

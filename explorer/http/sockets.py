@@ -1,6 +1,6 @@
-"""The sockets that requests come to: one for each worker, on one port, among which the kernel spreads connections.
+"""The listening sockets: one for each worker, on one port, among which the kernel spreads connections.
 
-They belong to the control process, so that what waits at a worker's socket is not lost with the worker.
+They belong to the control process, so that connections that wait on a worker's socket are not lost with the worker.
 """
 
 import socket
@@ -23,27 +23,27 @@ def listen(settings: Settings, stack: ExitStack) -> list[socket.socket]:
         if explorer.workers == 1:
             first.listen(_BACKLOG)  # else another that starts at this moment could bind it too
             return [first]
-        return _shared(first, explorer.workers, stack)
+        return _share_port(first, explorer.workers, stack)
     except OSError as error:
         raise EnvironmentRefused(
             f"explorer.proxy_port: cannot listen on {explorer.listen_address}:{explorer.proxy_port}: {error.strerror}; "
-            "choose another port, or stop what has it"
+            "choose another port, or stop the process that has it"
         ) from None
 
 
-def _shared(keeper: socket.socket, count: int, stack: ExitStack) -> list[socket.socket]:
-    """Sockets on the port of `keeper`, which itself hears nothing: it keeps others from joining in on the port.
+def _share_port(holder: socket.socket, count: int, stack: ExitStack) -> list[socket.socket]:
+    """Sockets on the port of `keeper`, which itself does not listen: it keeps other processes off the port.
 
-    Those who share a port must all allow it; a second service that did would silently get a part of the requests.
+    Sockets that share a port must all allow it; a second service that did would silently get a part of the requests.
     """
-    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    sockets = [stack.enter_context(socket.socket(keeper.family)) for _ in range(count)]
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    sockets = [stack.enter_context(socket.socket(holder.family)) for _ in range(count)]
     for each in sockets:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        each.bind(keeper.getsockname())
-    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+        each.bind(holder.getsockname())
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
     for each in sockets:
         each.listen(_BACKLOG)
     return sockets

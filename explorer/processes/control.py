@@ -166,15 +166,15 @@ class Workers:
         for worker in self._running.values():
             worker.kill()
 
-    async def tell(self, engine: Engine) -> None:
+    async def publish(self, engine: Engine) -> None:
         """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(UpdateEngine(_view(engine, self._services)), kill=True, timeout_s=_LEARN_S)
 
-    async def divide(self, split: TrafficSplit | None) -> None:
+    async def set_split(self, split: TrafficSplit | None) -> None:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
-    async def until_idle(self, engine: Engine) -> None:
+    async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(WaitUntilIdle(engine.number))
 
@@ -198,7 +198,7 @@ class Workers:
         if worker.slot is not None:
             self._slots.leave(worker.slot)
         if self._begun.is_set():
-            self._services.tally.bury(worker.serial)
+            self._services.totals.retire(worker.serial)
 
     async def _share_out(self) -> None:
         """Have the others take in whom the kernel sends to workers that are no more."""
@@ -230,7 +230,7 @@ class Workers:
             case GetExposition():
                 return await self._exposition()
             case ReportMetrics(samples):
-                services.tally.note(worker.serial, samples)
+                services.totals.update(worker.serial, samples)
             case ReportFailure(reason):
                 worker.reason = reason
             case _:
@@ -254,7 +254,7 @@ class Workers:
             with suppress(ChannelLost):
                 samples = await worker.ask(CollectMetrics(), list[MetricSample], timeout_s=_COUNT_S)
                 if self._running.get(worker.number) is worker:
-                    self._services.tally.note(worker.serial, samples)
+                    self._services.totals.update(worker.serial, samples)
 
         await asyncio.gather(*map(count, self._serving))
         return await self._services.exposition()

@@ -35,7 +35,7 @@ class SupervisedProcess(Protocol):
     async def start(self, model: Path) -> None:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         """Wait until it is no more."""
 
     async def stop(self) -> None:
@@ -52,13 +52,13 @@ async def keep_running(
         try:
             champion = await asyncio.to_thread(ledger.versions.champion)
             probe = await verified(champion, base) if champion.version else None
-            await process.start(engine.control.starts_with(actor_of(champion)))
-            await engine.control.complete(actor_of(champion))
+            await process.start(engine.control.initial_weights(actor_of(champion)))
+            await engine.control.finish_start(actor_of(champion))
             if probe:
                 await engine.control.prove(probe)
-            await fleet.loading(engine)
-            await fleet.loaded(engine, champion.version)
-            await fleet.set(engine, EngineState.READY)
+            await fleet.begin_load(engine)
+            await fleet.end_load(engine, champion.version)
+            await fleet.set_state(engine, EngineState.READY)
             log.info("engine_ready", engine=engine.number, version=champion.version)
             up_since, was_up = loop.time(), True
             reason = await _end_of(engine, process, fleet, health_timeout_s)
@@ -70,7 +70,7 @@ async def keep_running(
                 raise _refused(error, champion) from error
             log.error("engine_not_restarted", engine=engine.number, reason=str(error))
         finally:
-            await fleet.set(engine, EngineState.DOWN)
+            await fleet.set_state(engine, EngineState.DOWN)
             await process.stop()
         if loop.time() - up_since > _LIVED_S:
             pause = _PAUSE_S
@@ -91,8 +91,8 @@ def _refused(error: TuneloopError, champion: Version) -> EnvironmentRefused:
 async def _end_of(engine: Engine, process: SupervisedProcess, fleet: Fleet, health_timeout_s: float) -> str:
     """Why an engine that was ready must be started again, when that is so."""
     waiting = {
-        asyncio.ensure_future(process.ended()): "its process ended",
-        asyncio.ensure_future(fleet.until_down(engine)): "it was given up",
+        asyncio.ensure_future(process.wait()): "its process ended",
+        asyncio.ensure_future(fleet.wait_until_down(engine)): "it was given up",
         asyncio.ensure_future(_until_ill(engine, health_timeout_s)): "it does not say that it is healthy",
     }
     try:
@@ -135,16 +135,16 @@ async def stay_attached(
         misses = 0 if healthy else misses + 1 if hosted else _MISSES
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             try:
-                engine.control.begin_anew()
+                engine.control.reset()
                 await engine.control.require_processed_logprobs()
                 champion = await _give_champion(engine, fleet, ledger)
-                await fleet.set(engine, EngineState.READY)
+                await fleet.set_state(engine, EngineState.READY)
                 log.info("engine_attached", engine=engine.number, version=champion.version)
             except EngineError as error:
                 log.warning("engine_not_attached", engine=engine.number, reason=str(error))
         elif misses >= _MISSES and engine.state is EngineState.READY:
             log.error("engine_down", engine=engine.number, reason="it does not say that it is healthy")
-            await fleet.set(engine, EngineState.DOWN)
+            await fleet.set_state(engine, EngineState.DOWN)
 
     await every(_LOOK_S, turn, task="engine_attachment", metrics=metrics)
 
@@ -157,5 +157,5 @@ async def _give_champion(engine: Engine, fleet: Fleet, ledger: Ledger) -> Versio
     champion = await asyncio.to_thread(ledger.versions.champion)
     if len(await asyncio.to_thread(ledger.versions.all)) > 1:
         await load(engine, champion, fleet=fleet)
-    await fleet.loaded(engine, champion.version)
+    await fleet.end_load(engine, champion.version)
     return champion

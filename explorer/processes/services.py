@@ -54,7 +54,7 @@ class ControlServices:
     fleet: Fleet
     addresses: list[Address]
     metrics: Metrics
-    tally: ProcessTotals
+    totals: ProcessTotals
     settings: Settings
     flusher: Flusher
     watch: LedgerGauges
@@ -76,7 +76,7 @@ class ControlServices:
         metrics.database_up.set(self.watch.reached and not self.flusher.away)
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
-        return generate_latest(self.tally)
+        return generate_latest(self.totals)
 
 
 async def open_control_services(
@@ -102,13 +102,13 @@ async def open_control_services(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    tally = ProcessTotals(metrics.registry)
-    canary_controller = CanaryController(settings, ledger, tally=tally, metrics=metrics)
+    totals = ProcessTotals(metrics.registry)
+    canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
     services = ControlServices(
         fleet=fleet,
         addresses=addresses,
         metrics=metrics,
-        tally=tally,
+        totals=totals,
         canary_controller=canary_controller,
         settings=settings,
         flusher=flusher,
@@ -144,7 +144,7 @@ def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLo
         ledger,
         spool,
         metrics=services.metrics,
-        conversation=Conversations(signer, control_client=services, reports=ledger.reports).of,
+        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
         wait_until_flushed=services.wait_until_flushed,
     )
 
@@ -160,7 +160,7 @@ async def _open_fleet(
     # One that holds two adapters is two engines at one address.
     addresses += addresses * (settings.engine_places - len(addresses))
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
-    fleet = Fleet(engines, patience_s=explorer.request_timeout, audience=audience)
+    fleet = Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience)
     timeout_s = explorer.rollout_model.health_timeout
     runs: list[Task] = []
     for engine, socket in zip(engines, own, strict=False):

@@ -171,8 +171,8 @@ class Worker:
         self, ledger: PatientLedger, beginning: StartInfo, stack: AsyncExitStack
     ) -> tuple[Services, list[Task]]:
         engines = [await self._open_engine(each, stack) for each in beginning.engines]
-        self._fleet = Fleet(engines, patience_s=self._settings.explorer.request_timeout)
-        road, tasks = open_services(
+        self._fleet = Fleet(engines, wait_timeout_s=self._settings.explorer.request_timeout)
+        services, tasks = open_services(
             self._settings,
             ledger,
             spool=self._spool,
@@ -181,10 +181,10 @@ class Worker:
             control_client=ChannelControlClient(self._channel),
         )
         known: FleetView = await self._channel.ask(AnnounceSlot(str(self._spool.folder)), FleetView)
-        await self._fleet.divide(known.split)
-        await self._fleet.learn(known.engines)
+        await self._fleet.set_split(known.split)
+        await self._fleet.apply(known.engines)
         stack.push_async_callback(self._count)
-        return road, [*tasks, every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics)]
+        return services, [*tasks, every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics)]
 
     async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
         key = self._settings.explorer.rollout_model.engine_key
@@ -205,9 +205,9 @@ class Worker:
         """What the control process asks; none of it before it has been told what is written to."""
         match question:
             case UpdateEngine(engine):
-                await self._fleet.learn([engine])
+                await self._fleet.apply([engine])
             case UpdateSplit(split):
-                await self._fleet.divide(split)
+                await self._fleet.set_split(split)
             case WaitUntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
             case CollectMetrics():

@@ -1,8 +1,7 @@
-"""Waits for replies that an engine goes on with after their client got an answer, and keeps them."""
+"""Background responses: waits for replies that an engine finishes after their client got an answer; records them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import structlog
@@ -10,73 +9,71 @@ import structlog
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
 from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.shared.errors import EngineError, SpoolFull
-
-if TYPE_CHECKING:
-    from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 
 log = structlog.get_logger()
 
-#: Between two looks at a reply: at first, and at most.
-_SOON_S, _LATER_S = 0.05, 1.0
+#: Seconds between two polls of a reply: at first, and at most.
+_FIRST_POLL_S, _MAX_POLL_S = 0.05, 1.0
 
-#: So many looks in a row may fail.
+#: So many polls in a row may fail.
 _FAILURES = 3
 
 
 class BackgroundResponses:
-    """The replies under way. Each keeps its engine, and its place among the requests that are answered at once."""
+    """The background replies in flight. Each holds its engine, and counts as a request in flight."""
 
     def __init__(
         self,
         *,
-        keep: Callable[["ReplyInFlight"], Awaitable[None]],
-        leave: Callable[["ReplyInFlight"], None],
+        record: Callable[[ReplyInFlight], Awaitable[None]],
+        release: Callable[[ReplyInFlight], None],
         timeout_s: float,
     ) -> None:
-        """`keep` brings one to disk when it is over, `leave` gives back what it held."""
-        self._keep = keep
-        self._leave = leave
+        """`record` writes a finished reply to disk, `release` releases what it held."""
+        self._record = record
+        self._release = release
         self._timeout_s = timeout_s
-        self._begun: asyncio.Queue[ReplyInFlight] = asyncio.Queue()
+        self._queue: asyncio.Queue[ReplyInFlight] = asyncio.Queue()
 
-    def follow(self, spoken: "ReplyInFlight") -> None:
-        """Wait for one more, which holds its engine and its place until it is over."""
-        self._begun.put_nowait(spoken)
+    def follow(self, in_flight: ReplyInFlight) -> None:
+        """Add a reply to wait for; it holds its engine until it is finished."""
+        self._queue.put_nowait(in_flight)
 
     async def run(self) -> None:
-        """Wait for those that are followed, for ever."""
+        """Wait for the followed replies, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
-                group.create_task(self._until_kept(await self._begun.get()))
+                group.create_task(self._record_at_end(await self._queue.get()))
 
-    async def _until_kept(self, spoken: "ReplyInFlight") -> None:
-        msg_id, transcript = spoken.call.msg_id, spoken.call.teller.transcript
+    async def _record_at_end(self, in_flight: ReplyInFlight) -> None:
+        msg_id, transcript = in_flight.request.msg_id, in_flight.request.writer.transcript
         assert isinstance(transcript, NativeResponseTranscript)
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await _until_over(spoken.engine, msg_id, transcript)
+                    await _poll_until_finished(in_flight.engine, msg_id, transcript)
             except TimeoutError:
-                await _cancelled(spoken.engine, msg_id)
-                transcript.lose()
+                await _cancel(in_flight.engine, msg_id)
+                transcript.mark_broken()
             except EngineError as error:
                 log.warning("background_response_lost", msg_id=msg_id, reason=str(error))
-                transcript.lose()
-            await self._keep(spoken)
+                transcript.mark_broken()
+            await self._record(in_flight)
         except SpoolFull as error:
             log.error("reply_lost", msg_id=msg_id, reason=str(error))
         finally:
-            self._leave(spoken)
+            self._release(in_flight)
 
 
-async def _until_over(engine: Engine, msg_id: str, transcript: NativeResponseTranscript) -> None:
-    pause_s, failures = _SOON_S, 0
+async def _poll_until_finished(engine: Engine, msg_id: str, transcript: NativeResponseTranscript) -> None:
+    pause_s, failures = _FIRST_POLL_S, 0
     while not transcript.choices:
         await asyncio.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, _LATER_S)
+        pause_s = min(1.5 * pause_s, _MAX_POLL_S)
         try:
-            transcript.feed(await _looked_at(engine, msg_id))
+            transcript.feed(await _fetch(engine, msg_id))
             failures = 0
         except EngineError:
             failures += 1
@@ -84,27 +81,27 @@ async def _until_over(engine: Engine, msg_id: str, transcript: NativeResponseTra
                 raise
 
 
-async def _looked_at(engine: Engine, msg_id: str) -> bytes:
-    reply = await engine.http.ask("GET", path_of(msg_id))
+async def _fetch(engine: Engine, msg_id: str) -> bytes:
+    reply = await engine.http.request("GET", response_path(msg_id))
     try:
-        told = await reply.read()
+        body = await reply.read()
     finally:
         reply.close()
     if reply.status != 200:
         raise EngineError(f"the engine answered {reply.status}")
-    return told
+    return body
 
 
-async def _cancelled(engine: Engine, msg_id: str) -> None:
-    """Tell the engine to stop."""
+async def _cancel(engine: Engine, msg_id: str) -> None:
+    """Make the engine stop."""
     try:
-        async with asyncio.timeout(_LATER_S):
-            reply = await engine.http.ask("POST", f"{path_of(msg_id)}/cancel")
+        async with asyncio.timeout(_MAX_POLL_S):
+            reply = await engine.http.request("POST", f"{response_path(msg_id)}/cancel")
             reply.close()
     except (EngineError, TimeoutError) as error:
         log.warning("background_response_not_cancelled", msg_id=msg_id, reason=str(error))
 
 
-def path_of(msg_id: str) -> str:
-    """Where an engine is asked for a response."""
+def response_path(msg_id: str) -> str:
+    """The path of a response on an engine."""
     return f"{RESPONSES}/{quote(msg_id, safe='')}"

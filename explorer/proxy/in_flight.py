@@ -9,33 +9,33 @@ from tuneloop.shared.experience import Exchange
 
 
 class ReplyInFlight:
-    """A reply being spoken by an engine, and which weights may have written it."""
+    """A reply that an engine is sampling, and the versions that may have sampled it."""
 
-    def __init__(self, call: Request, engine: Engine) -> None:
-        self.call = call
+    def __init__(self, request: Request, engine: Engine) -> None:
+        self.request = request
         self.version = engine.version
-        self.kept = False
+        self.recorded = False
         self.engine = engine
         self._loads = engine.loads
 
     def exchange(self) -> Exchange:
-        """What is kept of the request and of what was heard until now."""
-        call, mixed = self.call, self.engine.loads != self._loads
+        """The exchange to record: the request, and the reply as far as it has arrived."""
+        request, mixed = self.request, self.engine.loads != self._loads
         return Exchange(
-            msg_id=call.msg_id,
+            msg_id=request.msg_id,
             tenant=TENANT,
-            endpoint=call.dialect.path,
-            request=call.request,
-            received_at=call.received_at,
-            latency_s=time.monotonic() - call.started,
-            experiences=call.teller.transcript.experiences(
-                call.sampling,
+            endpoint=request.dialect.path,
+            request=request.body,
+            received_at=request.received_at,
+            latency_s=time.monotonic() - request.started,
+            experiences=request.writer.transcript.experiences(
+                request.sampling,
                 versions=(self.version, self.engine.version if mixed else self.version),
                 mixed=mixed,
             ),
-            task_id=call.labels.task_id,
-            run_id=call.labels.run_id,
-            user=call.labels.user,
-            priority=call.labels.priority,
+            task_id=request.labels.task_id,
+            run_id=request.labels.run_id,
+            user=request.labels.user,
+            priority=request.labels.priority,
             engine=self.engine.number,
         )

@@ -1,11 +1,11 @@
-"""What a request says of itself beside its messages: its task and run, whom it is for, how urgent it is."""
+"""The labels of a request beside its messages: task, run, user, priority, and whether to train on its reply."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tuneloop.explorer.http.bodies import finite, name, text_or_number, wrong_type
+from tuneloop.explorer.http.bodies import finite_number, optional_id, optional_name, wrong_type
 
-#: Larger than any rank that somebody would give, and safe in every database.
+#: Larger than any sensible priority, and safe in every database.
 MAX_PRIORITY = 1e9
 
 
@@ -26,11 +26,11 @@ def labels_of(body: dict[str, Any]) -> Labels:
         metadata = {}
     elif not isinstance(metadata, dict):
         raise wrong_type("metadata", "an object")
-    # Ours first: a client that writes it does so for us. OpenAI's newer name comes before its older one.
-    users = (text_or_number(metadata, "user"), name(body, "safety_identifier"), name(body, "user"))
+    # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
+    users = (optional_id(metadata, "user"), optional_name(body, "safety_identifier"), optional_name(body, "user"))
     return Labels(
-        task_id=text_or_number(metadata, "task_id"),
-        run_id=text_or_number(metadata, "run_id"),
+        task_id=optional_id(metadata, "task_id"),
+        run_id=optional_id(metadata, "run_id"),
         user=next((user for user in users if user), None),
         priority=_priority(metadata),
         train=metadata.get("train") not in (False, "false"),
@@ -45,4 +45,4 @@ def _priority(metadata: Mapping[str, Any]) -> float:
             value = float(value)
         except ValueError:
             raise wrong_type("metadata.priority", "a number") from None
-    return 0.0 if value is None else finite(value, "metadata.priority", bound=MAX_PRIORITY)
+    return 0.0 if value is None else finite_number(value, "metadata.priority", bound=MAX_PRIORITY)

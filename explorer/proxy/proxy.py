@@ -1,7 +1,7 @@
-"""Answers requests for replies: the client's request to an engine, the engine's reply to the client and to disk alike.
+"""Answers requests for replies: the client's request to an engine, the engine's reply to the client and to the spool.
 
-This is the road that must cost next to nothing. What a request asks for is understood by `explorer/proxy/request.py`,
-what is said in another way by `explorer/dialects/dialect.py`.
+This is the hot path. Requests are parsed by `explorer/proxy/request.py`, and translated by
+`explorer/dialects/dialect.py`.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import structlog
 
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
-from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter, events
+from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter, split_events
 from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -29,17 +29,25 @@ from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
-#: An engine that answers so may be ill: another one is asked, once. Not more often: the request may be what it died of.
-_ILL = 500
+#: From this status on the fault may be the engine's: one other engine is asked. Not more: the request may be the cause.
+_ENGINE_FAULT = 500
 
-#: A request that is refused is refused at once.
-_REFUSED_S = 2.0
+#: A request that is refused is refused at once: no longer is waited for the same refusal of a plain request.
+_PLAIN_TIMEOUT_S = 2.0
 
-#: What telling a reply in other words comes upon where an engine says JSON that is no reply.
-_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+#: What translating a reply raises where an engine's JSON is not a reply.
+_UNREADABLE_REPLY = (AttributeError, LookupError, TypeError, ValueError)
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class RequestOutcome:
+    """The outcome of a request, for the metrics."""
+
+    status = 500
+    version: int | None = None
+    in_background = False
 
 
 class Proxy:
@@ -53,249 +61,246 @@ class Proxy:
         signer: ReplyIdSigner,
         recorder: Recorder,
         metrics: Metrics,
-        copied: Callable[[Request], None] = lambda call: None,
+        shadow: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """`copied` may send copies of a request elsewhere."""
+        """`shadow` may send a copy of a request to a shadow version."""
         explorer = settings.explorer
         self._fleet = fleet
-        self._calls = RequestParser(settings, signer)
+        self._parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics = metrics
-        self._copied = copied
+        self._shadow = shadow
         self._timeout_s = explorer.request_timeout
-        self.places = Admission(
-            places=explorer.max_in_flight, waiting=explorer.max_waiting, patience_s=explorer.wait_timeout
+        self.admission = Admission(
+            limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
         )
-        self.background = BackgroundResponses(keep=self._keep, leave=self._leave, timeout_s=explorer.request_timeout)
+        self.background = BackgroundResponses(
+            record=self._record, release=self._release, timeout_s=explorer.request_timeout
+        )
 
-    async def answer(self, dialect: Dialect, visit: RawRequest) -> None:
+    async def answer(self, dialect: Dialect, raw: RawRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
         started = time.monotonic()
-        told = RequestOutcome()
+        outcome = RequestOutcome()
         try:
-            call = await self._calls.understood(dialect, visit, started)
-            if call.stored:
+            request = await self._parser.parse(dialect, raw, started)
+            if request.store:
                 self._recorder.admit()
-            await self.places.take()
+            await self.admission.acquire()
             try:
-                await self._in_time(call, visit, told)
+                await self._answer_in_time(request, raw, outcome)
             finally:
-                if not told.goes_on:
-                    self.places.give_back()
+                if not outcome.in_background:
+                    self.admission.release()
         except asyncio.CancelledError:
-            told.status = 499
+            outcome.status = 499
             raise
         except Exception as error:
-            told.status = errors.refusal_of(error).status
+            outcome.status = errors.refusal_of(error).status
             raise
         finally:
-            self._metrics.answered(dialect.path, told.status, told.version, time.monotonic() - started)
+            self._metrics.count_request(dialect.path, outcome.status, outcome.version, time.monotonic() - started)
 
-    async def _in_time(self, call: Request, visit: RawRequest, told: "RequestOutcome") -> None:
-        engine = await self._fleet.take(call.wanted, call.beginnings)  # with its own patience: nobody was asked yet
+    async def _answer_in_time(self, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
+        # Outside the timeout: it has one of its own, and no engine has the request yet.
+        engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
         version = engine.version
-        self._copied(call)
+        self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._ask(engine, call, visit, told)
+                await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            if not visit.slow:
-                self._metrics.replied(version, "failed")
-            if not visit.started:
+            if not raw.client_is_slow:
+                self._metrics.count_reply(version, "failed")
+            if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
-            if visit.slow:  # nobody would read what is said of it
-                visit.break_off()
+            if raw.client_is_slow:  # the client would not read an error either
+                raw.abort()
             else:
-                visit.end(call.teller.broken("the engine did not answer in time", "engine_timeout"))
+                raw.end_stream(request.writer.error_event("the engine did not answer in time", "engine_timeout"))
 
-    async def _ask(self, engine: Engine, call: Request, visit: RawRequest, told: "RequestOutcome") -> None:
-        spoken, reply = await self._reply(engine, call)
-        told.version = spoken.version
+    async def _answer_from(self, engine: Engine, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
+        in_flight, reply = await self._engine_reply(engine, request)
+        outcome.version = in_flight.version
         try:
             if reply.status != 200:
                 _check_refusal(reply.status)
-                told.status = reply.status
-                self._metrics.replied(spoken.version, "refused" if reply.status < _ILL else "failed")
-                visit.answer(reply.status, call.headers(spoken.version, _JSON), await _refusal(spoken, reply))
-            elif call.stream:
-                told.status = 200
-                await self._stream(spoken, visit, reply)
+                outcome.status = reply.status
+                self._metrics.count_reply(in_flight.version, "refused" if reply.status < _ENGINE_FAULT else "failed")
+                raw.respond(
+                    reply.status, request.headers(in_flight.version, _JSON), await _error_body(in_flight, reply)
+                )
+            elif request.stream:
+                outcome.status = 200
+                await self._stream_reply(in_flight, raw, reply)
             else:
-                body = _whole(call.teller, await reply.read())
-                self._metrics.replied(spoken.version, "whole")
-                await self._keep(spoken)
-                told.status = 200
-                visit.answer(200, call.headers(spoken.version, _JSON), body)
+                body = _convert_whole(request.writer, await reply.read())
+                self._metrics.count_reply(in_flight.version, "whole")
+                await self._record(in_flight)
+                outcome.status = 200
+                raw.respond(200, request.headers(in_flight.version, _JSON), body)
         except EngineError:
-            self._metrics.replied(spoken.version, "failed")
+            self._metrics.count_reply(in_flight.version, "failed")
             raise
         finally:
             reply.close()
-            if told.status == 200 and call.teller.unfinished:
-                told.goes_on = True
-                self.background.follow(spoken)
+            if outcome.status == 200 and request.writer.continues_in_background:
+                outcome.in_background = True
+                self.background.follow(in_flight)
             else:
-                self._fleet.give_back(spoken.engine)
+                self._fleet.release(in_flight.engine)
 
-    async def _reply(self, engine: Engine, call: Request) -> tuple["ReplyInFlight", EngineReply]:
-        """The engine that answers, and its reply; of another one if this one is ill and has said nothing yet."""
-        headers = _headers(call)
-        spoken = ReplyInFlight(
-            call, engine
-        )  # before it is asked: a whole reply begins to arrive when it has been sampled
+    async def _engine_reply(self, engine: Engine, request: Request) -> tuple[ReplyInFlight, EngineReply]:
+        """The reply and its engine: another one than `engine` if that fails before it has answered."""
+        headers = request.engine_headers()
+        # Before the request is sent: a whole reply starts to arrive when it has been sampled.
+        in_flight = ReplyInFlight(request, engine)
         try:
-            told = await self._told_by(engine, call, headers)
+            reply_or_engine = await self._first_reply(engine, request, headers)
         except BaseException as error:
-            self._failed(spoken, error)
+            self._release_failed(in_flight, error)
             raise
-        if isinstance(told, EngineReply):
-            return spoken, told
-        log.warning("asking_another_engine", engine=engine.number, other=told.number, msg_id=call.msg_id)
-        self._failed(spoken)
-        spoken = ReplyInFlight(call, told)
+        if isinstance(reply_or_engine, EngineReply):
+            return in_flight, reply_or_engine
+        log.warning("asking_another_engine", engine=engine.number, other=reply_or_engine.number, msg_id=request.msg_id)
+        self._release_failed(in_flight)
+        in_flight = ReplyInFlight(request, reply_or_engine)
         try:
-            return spoken, await told.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
+            return in_flight, await reply_or_engine.http.request(
+                "POST", request.dialect.upstream_path, request.upstream_body, headers
+            )
         except BaseException as error:
-            self._failed(spoken, error)
+            self._release_failed(in_flight, error)
             raise
 
-    def _failed(self, spoken: "ReplyInFlight", error: BaseException | None = None) -> None:
-        """Give back an engine that has not answered; where nobody stopped it, that is the fault of its version."""
-        self._fleet.give_back(spoken.engine)
+    def _release_failed(self, in_flight: ReplyInFlight, error: BaseException | None = None) -> None:
+        """Release an engine that has not answered; unless the request was cancelled, its version has failed."""
+        self._fleet.release(in_flight.engine)
         if not isinstance(error, asyncio.CancelledError):
-            self._metrics.replied(spoken.version, "failed")
+            self._metrics.count_reply(in_flight.version, "failed")
 
-    async def _told_by(self, engine: Engine, call: Request, headers: Mapping[str, str]) -> EngineReply | Engine:
-        """An engine's reply, or which one is asked instead of it."""
+    async def _first_reply(self, engine: Engine, request: Request, headers: Mapping[str, str]) -> EngineReply | Engine:
+        """An engine's reply, or the engine to ask instead."""
         try:
-            reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
+            reply = await engine.http.request("POST", request.dialect.upstream_path, request.upstream_body, headers)
         except EngineUnreachable:
-            other = await self._fleet.wait_for_another(engine, call.wanted, call.beginnings)
+            other = await self._fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
             if other is None:
                 raise
             return other
-        if reply.status < _ILL or (other := self._fleet.take_another(engine, call.wanted, call.beginnings)) is None:
+        if (
+            reply.status < _ENGINE_FAULT
+            or (other := self._fleet.acquire_another(engine, request.routing_key, request.prefix_hashes)) is None
+        ):
             return reply
         reply.close()
         return other
 
-    async def _stream(self, spoken: "ReplyInFlight", visit: RawRequest, reply: EngineReply) -> None:
-        """Send the pieces as the engine says them. All is on disk before the last one, whatever ends it."""
-        call, teller, rest = spoken.call, spoken.call.teller, bytearray()
+    async def _stream_reply(self, in_flight: ReplyInFlight, raw: RawRequest, reply: EngineReply) -> None:
+        """Send the chunks as they arrive. All is on disk before the last one, whatever ends the stream."""
+        request, writer, buffer = in_flight.request, in_flight.request.writer, bytearray()
 
-        def tell(block: bytes) -> bool:
-            if said := _said(teller, rest, block):
-                visit.write(said)
-            return not visit.slow
+        def forward(block: bytes) -> bool:
+            if data := _convert_block(writer, buffer, block):
+                raw.write(data)
+            return not raw.client_is_slow
 
-        visit.start(200, call.headers(spoken.version, _EVENTS))
+        raw.start_stream(200, request.headers(in_flight.version, _EVENTS))
         try:
-            while not await reply.pour(tell):
-                await visit.drain()
-            if not teller.done:
-                raise EngineError("it ended without [DONE]")
-            self._metrics.replied(spoken.version, "whole")
-            await self._keep(spoken)
-            visit.end(teller.last())
+            while not await reply.pipe(forward):
+                await raw.drain()
+            if not writer.done:
+                raise EngineError("the stream ended without [DONE]")
+            self._metrics.count_reply(in_flight.version, "whole")
+            await self._record(in_flight)
+            raw.end_stream(writer.finish())
         except SpoolFull as error:
-            log.error("reply_lost", msg_id=call.msg_id, reason=str(error))
-            visit.end(teller.broken("the reply could not be stored", "storage_full"))
+            log.error("reply_lost", msg_id=request.msg_id, reason=str(error))
+            raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
-            log.warning("stream_broken", msg_id=call.msg_id, reason=str(error))
-            self._metrics.replied(spoken.version, "failed")
-            await self._keep_the_rest(spoken)
-            visit.end(teller.broken("the engine broke off its reply", "engine_error"))
+            log.warning("stream_broken", msg_id=request.msg_id, reason=str(error))
+            self._metrics.count_reply(in_flight.version, "failed")
+            await self._record_partial(in_flight)
+            raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                log.info("client_left" if visit.gone else "stream_cancelled", msg_id=call.msg_id)
-            await self._keep_the_rest(spoken)
+                log.info("client_left" if raw.client_left else "stream_cancelled", msg_id=request.msg_id)
+            await self._record_partial(in_flight)
             raise
 
-    async def _keep_the_rest(self, spoken: "ReplyInFlight") -> None:
-        """Keep what was said before the client left or the engine broke off; nobody waits for it any more."""
-        if spoken.kept:
+    async def _record_partial(self, in_flight: ReplyInFlight) -> None:
+        """Record what arrived before the client disconnected or the engine broke off."""
+        if in_flight.recorded:
             return
-        transcript = spoken.call.teller.transcript
-        # A client may leave as soon as it has heard the end of every choice.
-        transcript.broken = not (transcript.complete and len(transcript.choices) == spoken.call.choices)
+        transcript = in_flight.request.writer.transcript
+        # A client may disconnect as soon as it has the end of every choice.
+        transcript.broken = not (transcript.complete and len(transcript.choices) == in_flight.request.choices)
         try:
-            await self._keep(spoken)
+            await self._record(in_flight)
         except SpoolFull as error:
-            log.error("reply_lost", msg_id=spoken.call.msg_id, reason=str(error))
+            log.error("reply_lost", msg_id=in_flight.request.msg_id, reason=str(error))
 
-    def _leave(self, spoken: "ReplyInFlight") -> None:
-        self._fleet.give_back(spoken.engine)
-        self.places.give_back()
+    def _release(self, in_flight: ReplyInFlight) -> None:
+        self._fleet.release(in_flight.engine)
+        self.admission.release()
 
-    async def _keep(self, spoken: "ReplyInFlight") -> None:
-        """Bring the exchange to disk, unless the client asked that it be forgotten."""
-        spoken.kept = True
-        if spoken.call.stored and spoken.call.teller.transcript.choices:
-            await self._recorder.record(spoken.exchange())
-
-
-def _headers(call: Request) -> Mapping[str, str]:
-    # vLLM makes its reply's id from this header; the client's own would let it name other people's replies.
-    name = call.msg_id.removeprefix(call.dialect.prefix)
-    return {"X-Request-Id": name, "Content-Type": "application/json"}
+    async def _record(self, in_flight: ReplyInFlight) -> None:
+        """Write the exchange to disk, unless the client wants it not stored."""
+        in_flight.recorded = True
+        if in_flight.request.store and in_flight.request.writer.transcript.choices:
+            await self._recorder.record(in_flight.exchange())
 
 
-def _whole(teller: ReplyWriter, reply: bytes) -> bytes:
+def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:
     try:
-        return teller.whole(reply)
-    except _UNREADABLE as error:
+        return writer.convert_whole(reply)
+    except _UNREADABLE_REPLY as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
 
-def _said(teller: ReplyWriter, rest: bytearray, block: bytes) -> bytes:
-    """What the client gets of a block of a stream."""
+def _convert_block(writer: ReplyWriter, buffer: bytearray, block: bytes) -> bytes:
+    """What the client gets for a block of a stream."""
     try:
-        return b"".join([teller.event(event) for event in events(rest, block)])
-    except _UNREADABLE as error:
+        return b"".join([writer.convert_event(event) for event in split_events(buffer, block)])
+    except _UNREADABLE_REPLY as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
 
 def _check_refusal(status: int) -> None:
-    """Raise EngineError for what is no answer to the client."""
+    """Raise EngineError for a status that is not the client's concern."""
     if status in {401, 403}:
-        raise EngineError(f"the engine answered {status}: it does not take explorer.rollout_model.engine_key")
+        raise EngineError(f"the engine answered {status}: it does not accept explorer.rollout_model.engine_key")
     if not 400 <= status < 600:
-        raise EngineError(f"the engine answered {status}, which is neither a reply nor a refusal")
+        raise EngineError(f"the engine answered {status}, which is neither a reply nor an error")
 
 
-async def _refusal(spoken: ReplyInFlight, reply: EngineReply) -> bytes:
-    """What the engine says of a request that it does not take, in the client's envelope."""
-    call, said = spoken.call, await reply.read()
-    if reply.status < _ILL and any(name.encode() in said for name in call.added):
-        said = await _refusal_of_plain(spoken.engine, call, reply.status) or said
+async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:
+    """The engine's error for a request that it refuses, in the client's envelope."""
+    request, body = in_flight.request, await reply.read()
+    if reply.status < _ENGINE_FAULT and any(name.encode() in body for name in request.added_fields):
+        body = await _error_of_plain_request(in_flight.engine, request, reply.status) or body
     try:
-        told = orjson.loads(said)
+        parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
-        told = None
-    if not isinstance(told, dict) or not isinstance(told.get("error"), dict):
+        parsed = None
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("error"), dict):
         error = {"message": f"the engine answered {reply.status}", "type": "server_error", "param": None, "code": None}
-        told = {"error": error}
-    return orjson.dumps(call.teller.refused(told, reply.status))
+        parsed = {"error": error}
+    return orjson.dumps(request.writer.convert_error(parsed, reply.status))
 
 
-async def _refusal_of_plain(engine: Engine, call: Request, status: int) -> bytes | None:
-    """What the engine says of the request without what we added; None if it takes that, or does not say so soon.
+async def _error_of_plain_request(engine: Engine, request: Request, status: int) -> bytes | None:
+    """The engine's error for the request without our added fields; None if it accepts that, or does not answer soon.
 
-    Some versions of vLLM quote in a refusal what they were asked, and the client would read there what it never said.
+    Some versions of vLLM quote the request in an error, and the client would read fields there that it never sent.
     """
     with contextlib.suppress(EngineError, TimeoutError):
-        async with asyncio.timeout(_REFUSED_S):
-            reply = await engine.http.ask("POST", call.dialect.upstream_path, call.plain(), _headers(call))
+        async with asyncio.timeout(_PLAIN_TIMEOUT_S):
+            reply = await engine.http.request(
+                "POST", request.dialect.upstream_path, request.plain_body(), request.engine_headers()
+            )
             try:
                 return await reply.read() if reply.status == status else None
             finally:
                 reply.close()
     return None
-
-
-class RequestOutcome:
-    """What a request came to, for the metrics."""
-
-    status = 500
-    version: int | None = None
-    goes_on = False

@@ -1,4 +1,4 @@
-"""Understands requests for replies: what goes upstream, who tells the reply, and what is kept of the two."""
+"""Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,53 +12,59 @@ from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
-from tuneloop.explorer.http.bodies import flag, object_of
+from tuneloop.explorer.http.bodies import optional_bool, parse_object
 from tuneloop.explorer.http.server import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
 
-#: Fields that are for us and mean nothing to an engine.
-_OURS = frozenset({"store", "metadata"})
+#: Fields for the explorer, which an engine does not get.
+_EXPLORER_FIELDS = frozenset({"store", "metadata"})
 
 
 class Request(NamedTuple):
-    """One request, understood. `started` is monotonic, `received_at` seconds since 1970.
+    """A parsed request. `started` is monotonic, `received_at` seconds since 1970.
 
-    `added` names what we ask of the engine beside the client; `plain` makes the request without that.
+    `added_fields` names what the engine gets beside the client's fields; `plain_body` encodes the request without them.
     """
 
     dialect: Dialect
-    request: bytes
-    upstream: bytes
-    plain: Callable[[], bytes]
-    added: tuple[str, ...]
+    body: bytes
+    upstream_body: bytes
+    plain_body: Callable[[], bytes]
+    added_fields: tuple[str, ...]
     msg_id: str
     choices: int
     stream: bool
-    stored: bool
+    store: bool
     sampling: Sampling
     labels: Labels
-    ignored: tuple[str, ...]
+    ignored_fields: tuple[str, ...]
     request_id: str
     received_at: float
     started: float
-    teller: ReplyWriter
-    beginnings: tuple[int, ...] = ()
+    writer: ReplyWriter
+    prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
 
     @property
     def key(self) -> str:
-        """Whose request it is: who comes again with the same key meets the same version."""
-        return _key(self.labels, self.msg_id)
+        """The user, task or reply that decides the version: the same key gets the same version."""
+        return _user_key(self.labels, self.msg_id)
 
     @property
-    def wanted(self) -> str | VersionPin:
-        """By what its engine is chosen."""
+    def routing_key(self) -> str | VersionPin:
+        """What its engine is chosen by."""
         return self.pin or self.key
 
+    def engine_headers(self) -> Mapping[str, str]:
+        """The headers that an engine gets."""
+        # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
+        name = self.msg_id.removeprefix(self.dialect.prefix)
+        return {"X-Request-Id": name, "Content-Type": "application/json"}
+
     def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
-        """What the reply says about itself."""
+        """The headers of the response to the client."""
         headers = [
             kind,
             (b"x-request-id", self.request_id.encode("latin-1", "replace")),
@@ -66,13 +72,13 @@ class Request(NamedTuple):
         ]
         if self.dialect.path == MESSAGES:
             headers.append((b"request-id", headers[1][1]))
-        if self.ignored:
-            headers.append((b"x-tuneloop-ignored", ", ".join(self.ignored).encode()))
+        if self.ignored_fields:
+            headers.append((b"x-tuneloop-ignored", ", ".join(self.ignored_fields).encode()))
         return headers
 
 
 class RequestParser:
-    """Understands requests under the settings."""
+    """Parses requests under the settings."""
 
     def __init__(self, settings: Settings, signer: ReplyIdSigner) -> None:
         explorer = settings.explorer
@@ -83,95 +89,109 @@ class RequestParser:
         self._max_body_bytes = explorer.max_body_bytes
         self._timeout_s = explorer.request_timeout
         rollout = explorer.rollout_model
-        self._sticks = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
+        self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
         self._held_out = settings.gate.replay.share
-        self._unsafe = vllm.BREAKS_CPU_ENGINES if on_cpu else frozenset()
-        # Engines of others may have defaults of their own, and then a reply would not be what we take it for.
-        defaults = vllm.NEUTRAL | {"temperature": settings.model.temperature}
+        self._unsafe_fields = vllm.UNSAFE_ON_CPU if on_cpu else frozenset()
+        # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
+        defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
         self._defaults = defaults if explorer.rollout_model.engine_urls else {}
 
-    async def understood(self, dialect: Dialect, visit: RawRequest, started: float) -> Request:
-        """The call that a request is. Raises RequestRefused if it is none."""
-        request = await visit.body(self._max_body_bytes, self._timeout_s)
-        body = object_of(request)
-        if pin := self._pins.of(body):
-            body["model"] = self._pins.name
+    async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
+        """Read and parse a request. Raises RequestRefused if it is not valid."""
+        raw_body = await raw.body(self._max_body_bytes, self._timeout_s)
+        body = parse_object(raw_body)
+        if pin := self._pins.parse(body):
+            body["model"] = self._pins.model_name
         for param in ("stream", "return_token_ids", "store"):
-            flag(body, param)
-        dialect = dialect.of(body)
-        asked = await dialect.asked(body)
-        labels = labels_of(asked)
-        sampling = sampling_of(asked, default_temperature=self._default_temperature)
+            optional_bool(body, param)
+        dialect = dialect.for_body(body)
+        upstream = await dialect.to_upstream(body)
+        labels = labels_of(upstream)
+        sampling = sampling_of(upstream, default_temperature=self._default_temperature)
         if not labels.train:
             sampling = sampling._replace(drop_reason="opt_out")
-        ignored = tuple(param for param in self._unsafe if asked.get(param) is not None)
-        choices = dialect.choices(asked)
+        ignored_fields = tuple(param for param in self._unsafe_fields if upstream.get(param) is not None)
+        choices = dialect.count_choices(upstream)
         msg_id = self._signer.mint(TENANT, choices, dialect.prefix)
-        if self._held_out and sampling.drop_reason is None and is_held_out(_key(labels, msg_id), self._held_out):
+        if self._held_out and sampling.drop_reason is None and is_held_out(_user_key(labels, msg_id), self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
-        verbatim = self._verbatim(dialect, asked, msg_id, ignored)
-        added = self._added(dialect, asked) if verbatim is None else {}
-        upstream = partial(_upstream, orjson.dumps(body) if pin else request, body, asked, _OURS.union(ignored))
+        verbatim = self._verbatim(dialect, upstream, msg_id, ignored_fields)
+        added_fields = self._added_fields(dialect, upstream) if verbatim is None else {}
+        encode = partial(
+            _encode_upstream,
+            orjson.dumps(body) if pin else raw_body,
+            body,
+            upstream,
+            _EXPLORER_FIELDS.union(ignored_fields),
+        )
         return Request(
             dialect=dialect,
-            request=request,
-            upstream=verbatim or upstream(added),
-            plain=partial(upstream, {}),
-            added=tuple(added),
+            body=raw_body,
+            upstream_body=verbatim or encode(added_fields),
+            plain_body=partial(encode, {}),
+            added_fields=tuple(added_fields),
             msg_id=msg_id,
             choices=choices,
             stream=body.get("stream") is True,
-            stored=body.get("store") is not False,
+            store=body.get("store") is not False,
             sampling=sampling,
             labels=labels,
-            ignored=ignored,
-            request_id=visit.header(b"x-request-id") or msg_id,
-            # Before its body was read, which may have taken the client long.
+            ignored_fields=ignored_fields,
+            request_id=raw.header(b"x-request-id") or msg_id,
+            # The time before its body was read, which may have taken the client long.
             received_at=time.time() - (time.monotonic() - started),
             started=started,
-            teller=dialect.teller(body, msg_id, dialect.upstream_prefix + name),
-            beginnings=affinity.beginnings(asked) if self._sticks else (),
+            writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
+            prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
         )
 
-    def _verbatim(self, dialect: Dialect, asked: dict[str, Any], msg_id: str, ignored: tuple[str, ...]) -> bytes | None:
-        said = dialect.verbatim(asked, msg_id)
-        return None if said is None else orjson.dumps({name: said[name] for name in said if name not in ignored})
+    def _verbatim(
+        self, dialect: Dialect, upstream: dict[str, Any], msg_id: str, ignored_fields: tuple[str, ...]
+    ) -> bytes | None:
+        fields = dialect.verbatim(upstream, msg_id)
+        if fields is None:
+            return None
+        return orjson.dumps({name: fields[name] for name in fields if name not in ignored_fields})
 
-    def _added(self, dialect: Dialect, asked: Mapping[str, Any]) -> dict[str, object]:
-        """What the engine is asked beside what the client asks."""
-        more = {name: value for name, value in self._defaults.items() if name not in asked}
-        more |= {name: value for name, value in dialect.capture(asked).items() if not _as_much(asked.get(name), value)}
-        # Not vLLM's own default, max_new_tokens: that one also caps what clients ask for.
-        if self._default_tokens and dialect.length and not _says_how_long(asked):
-            more[dialect.length] = self._default_tokens
-        return more
+    def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any]) -> dict[str, object]:
+        """The fields that the engine gets beside the client's."""
+        added = {name: value for name, value in self._defaults.items() if name not in upstream}
+        added |= {
+            name: value
+            for name, value in dialect.capture_fields(upstream).items()
+            if not _includes(upstream.get(name), value)
+        }
+        # Not vLLM's own default, max_new_tokens: that one also caps what clients request.
+        if self._default_tokens and dialect.length_field and not _has_max_tokens(upstream):
+            added[dialect.length_field] = self._default_tokens
+        return added
 
 
-def _upstream(
-    request: bytes,
+def _encode_upstream(
+    raw_body: bytes,
     body: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    upstream: Mapping[str, Any],
     dropped: frozenset[str],
-    more: dict[str, object],
+    added: dict[str, object],
 ) -> bytes:
-    """What the engine gets. The client's own bytes, longer by what we ask, unless they say something else of it."""
-    if asked is body and asked and asked.keys().isdisjoint(dropped) and asked.keys().isdisjoint(more):
-        return b"%b,%b" % (request.rstrip()[:-1], orjson.dumps(more)[1:]) if more else request
-    return orjson.dumps({name: value for name, value in asked.items() if name not in dropped} | more)
+    """The body for the engine: the client's own bytes with the added fields appended, unless fields must change."""
+    if upstream is body and upstream and upstream.keys().isdisjoint(dropped) and upstream.keys().isdisjoint(added):
+        return b"%b,%b" % (raw_body.rstrip()[:-1], orjson.dumps(added)[1:]) if added else raw_body
+    return orjson.dumps({name: value for name, value in upstream.items() if name not in dropped} | added)
 
 
-def _key(labels: Labels, msg_id: str) -> str:
+def _user_key(labels: Labels, msg_id: str) -> str:
     return f"{TENANT}:{labels.user or labels.task_id or msg_id}"
 
 
-def _says_how_long(asked: Mapping[str, Any]) -> bool:
-    # Zero is an answer too, which the engine refuses.
-    return asked.get("max_tokens") is not None or asked.get("max_completion_tokens") is not None
+def _has_max_tokens(upstream: Mapping[str, Any]) -> bool:
+    # Zero is a value too, which the engine refuses.
+    return upstream.get("max_tokens") is not None or upstream.get("max_completion_tokens") is not None
 
 
-def _as_much(asked: Any, wanted: object) -> bool:
-    """Whether the client asks at least what we want."""
-    return asked == wanted if isinstance(wanted, bool) else asked is not None
+def _includes(requested: Any, wanted: object) -> bool:
+    """Whether the client requests at least what we want."""
+    return requested == wanted if isinstance(wanted, bool) else requested is not None

@@ -1,6 +1,6 @@
-"""Sends copies of requests to a version that is being tried: nobody gets its replies, and nothing of them is kept.
+"""Shadow traffic: sends copies of requests to a candidate version, whose replies reach no client and no spool.
 
-Users come first: what would make more than a few at once is not copied.
+Users come first: beyond a few shadow requests at once, the rest are dropped.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import structlog
 
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
-from tuneloop.explorer.dialects.dialect import CHAT, TEXT, events
+from tuneloop.explorer.dialects.dialect import CHAT, TEXT, split_events
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.metrics import Metrics
@@ -22,73 +22,73 @@ from tuneloop.shared.ledger.versions.drift import LONGEST
 
 log = structlog.get_logger()
 
-#: At once, of each process.
-_MOST = 8
+#: Shadow requests in flight at once, per process.
+_MAX_IN_FLIGHT = 8
 
 _DATA = b"data: "
 
 
 class Shadow:
-    """The copies under way, each of which keeps its engine busy."""
+    """The shadow requests in flight, each of which keeps its engine busy."""
 
     def __init__(
         self,
         fleet: Fleet,
         *,
         refusals: Collection[re.Pattern[str]],
-        told: Callable[[ShadowReply], Awaitable[None]],
+        report: Callable[[ShadowReply], Awaitable[None]],
         metrics: Metrics,
         timeout_s: float,
     ) -> None:
-        """`refusals` are found in replies that refuse; `told` hears what became of each copy."""
+        """`refusals` are patterns of replies that refuse; `report` is called with each measured reply."""
         self._fleet = fleet
         self._refusals = refusals
-        self._told = told
+        self._report = report
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._under_way = 0
-        self._begun: asyncio.Queue[tuple[Engine, Request]] = asyncio.Queue()
+        self._in_flight = 0
+        self._queue: asyncio.Queue[tuple[Engine, Request]] = asyncio.Queue()
 
-    def offer(self, call: Request) -> None:
-        """Copy a request, if it is one of those that are copied."""
+    def offer(self, request: Request) -> None:
+        """Send a copy of a request, if the split says so."""
         split = self._fleet.split
-        if split is None or not split.copies or call.dialect.upstream_path not in {CHAT, TEXT}:
+        if split is None or not split.shadow_share or request.dialect.upstream_path not in {CHAT, TEXT}:
             return
-        if not split.copied(call.key):
+        if not split.shadows(request.key):
             return
-        engine = self._fleet.take_for_copies() if self._under_way < _MOST else None
+        engine = self._fleet.acquire_for_shadow() if self._in_flight < _MAX_IN_FLIGHT else None
         if engine is None:
             self._metrics.copies.labels("dropped").inc()
             return
-        self._under_way += 1
-        self._begun.put_nowait((engine, call))
+        self._in_flight += 1
+        self._queue.put_nowait((engine, request))
 
     async def run(self) -> None:
-        """Send what is offered, for ever."""
+        """Send the copies of requests, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
-                group.create_task(self._copy(*await self._begun.get()))
+                group.create_task(self._send(*await self._queue.get()))
 
-    async def _copy(self, engine: Engine, call: Request) -> None:
+    async def _send(self, engine: Engine, request: Request) -> None:
         version, loads, started = engine.version, engine.loads, time.monotonic()
-        copied = ShadowReply(version, failed=True)
+        result = ShadowReply(version, failed=True)
         try:
             async with asyncio.timeout(self._timeout_s):
-                transcript = await _heard(engine, call)
+                transcript = await _shadow_reply(engine, request)
             if transcript is None:
                 return
             if transcript.complete:
-                copied = self._whole(version, time.monotonic() - started, transcript)
+                result = self._measure(version, time.monotonic() - started, transcript)
         except (EngineError, TimeoutError) as error:
             log.info("copy_failed", engine=engine.number, version=version, reason=str(error) or "no answer in time")
         finally:
-            self._under_way -= 1
-            self._fleet.give_back(engine)
-        self._metrics.copies.labels("failed" if copied.failed else "answered").inc()
+            self._in_flight -= 1
+            self._fleet.release(engine)
+        self._metrics.copies.labels("failed" if result.failed else "answered").inc()
         if engine.loads == loads:
-            await self._told(copied)
+            await self._report(result)
 
-    def _whole(self, version: int, seconds: float, transcript: Transcript) -> ShadowReply:
+    def _measure(self, version: int, seconds: float, transcript: Transcript) -> ShadowReply:
         choices = transcript.choices.values()
         texts = ["".join(each.text)[:LONGEST] for each in choices]
         refused = any(pattern.search(text) for pattern in self._refusals for text in texts)
@@ -96,30 +96,29 @@ class Shadow:
         return ShadowReply(version, failed=False, refused=refused, seconds=seconds, tokens=tokens)
 
 
-async def _heard(engine: Engine, call: Request) -> Transcript | None:
-    """The reply to a copy; None where the engine does not take the request."""
-    name = call.msg_id.removeprefix(call.dialect.prefix)
-    headers = {"X-Request-Id": name, "Content-Type": "application/json"}
-    reply = await engine.http.ask("POST", call.dialect.upstream_path, call.upstream, headers)
+async def _shadow_reply(engine: Engine, request: Request) -> Transcript | None:
+    """The reply to a shadow request; None if the engine refuses it."""
+    path, headers = request.dialect.upstream_path, request.engine_headers()
+    reply = await engine.http.request("POST", path, request.upstream_body, headers)
     try:
         if reply.status >= 500:
             raise EngineError(f"the engine answered {reply.status}")
         if reply.status != 200:
             return None
-        kind = ChatTranscript if call.dialect.upstream_path == CHAT else TextTranscript
-        transcript = kind(call.msg_id, RequestedFields(logprobs=True, token_ids=True))
-        await _hear(transcript, reply, streamed=call.stream)
+        kind = ChatTranscript if request.dialect.upstream_path == CHAT else TextTranscript
+        transcript = kind(request.msg_id, RequestedFields(logprobs=True, token_ids=True))
+        await _read_reply(transcript, reply, streamed=request.stream)
     finally:
         reply.close()
     return transcript
 
 
-async def _hear(transcript: Transcript, reply: EngineReply, *, streamed: bool) -> None:
+async def _read_reply(transcript: Transcript, reply: EngineReply, *, streamed: bool) -> None:
     if not streamed:
         transcript.feed(await reply.read())
         return
-    rest = bytearray()
+    buffer = bytearray()
     async for block in reply.blocks():
-        for event in events(rest, block):
+        for event in split_events(buffer, block):
             if event.startswith(_DATA + b"{"):
                 transcript.feed(event.removeprefix(_DATA))

@@ -1,0 +1,1 @@
+"""The routes that do not sample: admin, passed-through, stored completions and responses."""

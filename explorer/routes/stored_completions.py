@@ -33,7 +33,7 @@ MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 #: Bytes of the largest metadata, each character of it escaped.
 _MAX_BODY_BYTES = 256 << 10
 
-_PATIENCE_S = 2.0  # a reply that was acknowledged is in the database a few milliseconds later
+_FLUSH_TIMEOUT_S = 2.0  # a reply that was acknowledged is in the database a few milliseconds later
 _LEASE_S = 10.0  # a batch that is being learnt from is usually done soon
 
 _PAIR = re.compile(r"metadata\[(.*)\]", re.DOTALL).fullmatch
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class PageQuery(NamedTuple):
-    """Which part of a list is wanted."""
+    """The page of a list that a query asks for."""
 
     limit: int
     order: Literal["asc", "desc"]
@@ -50,22 +50,24 @@ class PageQuery(NamedTuple):
 
 
 class CompletionReader:
-    """What is on its way to the ledger, waited for before anybody is told that it is not there."""
+    """Looks in the ledger, and waits for the spool before it answers that there is nothing."""
 
     def __init__(self, request: Request) -> None:
-        self._control_client: ControlClient = request.app.state.road.control_client
+        self._control_client: ControlClient = request.app.state.services.control_client
 
     async def wait_until_flushed(self) -> bool:
-        """Wait until what is on disk now is in the database; False if that is away."""
-        return await self._control_client.wait_until_flushed(_PATIENCE_S)
+        """Wait until what is in the spool now is in the database; False if that is unavailable."""
+        return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
 
-    async def find(self, msg_id: str, look: Callable[[], _T | None]) -> _T:
-        """What `look` finds. Raises RequestRefused if it finds nothing of that name."""
-        found = await asyncio.to_thread(look)
+    async def find(self, msg_id: str, query: Callable[[], _T | None]) -> _T:
+        """The result of `query`. Raises RequestRefused if there is none."""
+        found = await asyncio.to_thread(query)
         if found is None:
             if not await self.wait_until_flushed():
-                raise LedgerUnavailable("the database is away; what was acknowledged is safe on disk: ask again later")
-            found = await asyncio.to_thread(look)
+                raise LedgerUnavailable(
+                    "the database is unavailable; acknowledged data is safe on disk: try again later"
+                )
+            found = await asyncio.to_thread(query)
         if found is None:
             message = f"no stored completion has the id {msg_id!r}"
             raise RequestRefused(message, status=404, code="not_found", param="completion_id")
@@ -78,41 +80,41 @@ CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: str) -> None:
     """Add the routes to the app. `default_model` answered the requests that named none."""
 
-    def told(stored: Stored) -> StoredCompletion:
+    def to_object(stored: Stored) -> StoredCompletion:
         return completion(stored, default_model=default_model)
 
     @app.get(ENDPOINT)
-    async def listed(request: Request, recorded: CompletionReaderOf) -> Response:
-        bounds, wanted = parse_page_query(request.query_params), wanted_tags(request.query_params)
-        await recorded.wait_until_flushed()  # a list may lag behind, so it does not fail for that
-        return await asyncio.to_thread(lambda: _list(*_page(completions, bounds, wanted, told)))
+    async def list_completions(request: Request, reader: CompletionReaderOf) -> Response:
+        query, tags = parse_page_query(request.query_params), wanted_tags(request.query_params)
+        await reader.wait_until_flushed()  # a list may lag behind, so an unavailable database is no error here
+        return await asyncio.to_thread(lambda: _list(*_page(completions, query, tags, to_object)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
-    async def retrieved(msg_id: str, recorded: CompletionReaderOf) -> Response:
-        return _json(told(await recorded.find(msg_id, lambda: completions.get(TENANT, msg_id))))
+    async def get_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
+        return _json(to_object(await reader.find(msg_id, lambda: completions.get(TENANT, msg_id))))
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
-    async def updated(msg_id: str, request: Request, recorded: CompletionReaderOf) -> Response:
+    async def update_completion(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
         pairs = parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES))
-        await recorded.find(msg_id, lambda: completions.change_metadata(TENANT, msg_id, pairs=pairs) or None)
-        return _json(told(await recorded.find(msg_id, lambda: completions.get(TENANT, msg_id))))
+        await reader.find(msg_id, lambda: completions.change_metadata(TENANT, msg_id, pairs=pairs) or None)
+        return _json(to_object(await reader.find(msg_id, lambda: completions.get(TENANT, msg_id))))
 
     @app.delete(f"{ENDPOINT}/{{msg_id}}")
-    async def deleted(msg_id: str, recorded: CompletionReaderOf) -> Response:
-        if await recorded.find(msg_id, lambda: completions.delete(TENANT, msg_id)) is Deletion.LEASED:
+    async def delete_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
+        if await reader.find(msg_id, lambda: completions.delete(TENANT, msg_id)) is Deletion.LEASED:
             message = f"the trainer is learning from {msg_id!r}; nothing was deleted: try again when it is done"
             raise RequestRefused(message, status=409, code="leased", retry_after_s=_LEASE_S)
         return _json({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
 
     @app.get(f"{ENDPOINT}/{{msg_id}}/messages")
-    async def said(msg_id: str, request: Request, recorded: CompletionReaderOf) -> Response:
-        bounds = parse_page_query(request.query_params)
-        stored = await recorded.find(msg_id, lambda: completions.get(TENANT, msg_id))
-        return _list(*_part(messages(stored), bounds))
+    async def list_messages(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
+        query = parse_page_query(request.query_params)
+        stored = await reader.find(msg_id, lambda: completions.get(TENANT, msg_id))
+        return _list(*_slice(messages(stored), query))
 
 
 def parse_page_query(query: QueryParams) -> PageQuery:
-    """The part of a list that a query asks for. Raises RequestRefused for what makes no sense."""
+    """The page that a query asks for. Raises RequestRefused for invalid parameters."""
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "asc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LIMIT):
         raise RequestRefused(f"limit must be an integer from 1 to {MAX_LIMIT}", code="out_of_range", param="limit")
@@ -124,22 +126,22 @@ def parse_page_query(query: QueryParams) -> PageQuery:
 
 
 def wanted_tags(query: QueryParams) -> set[bytes]:
-    """The tags of what a query looks for."""
-    wanted = {tag_of_model(TENANT, model) for model in query.getlist("model")}
+    """The tags that a query filters by."""
+    tags = {tag_of_model(TENANT, model) for model in query.getlist("model")}
     pairs = []
     for name, value in query.multi_items():
         if pair := _PAIR(name):
-            _must_fit(pair[1], value)
+            _check_pair_length(pair[1], value)
             pairs.append(tag_of_pair(TENANT, pair[1], value))
         elif name.startswith("metadata"):
             raise RequestRefused("write metadata[key]=value", code="invalid_value", param="metadata")
     if len(pairs) > MAX_PAIRS:
         raise _too_many()
-    return wanted.union(pairs)
+    return tags.union(pairs)
 
 
 def parse_metadata(body: dict[str, Any]) -> dict[str, str]:
-    """The metadata that a body brings; null is none. Raises RequestRefused for what is not OpenAI's."""
+    """The metadata of a body; null is empty. Raises RequestRefused for what OpenAI would refuse."""
     if "metadata" not in body:
         raise RequestRefused("metadata is missing", code="missing_required_parameter", param="metadata")
     pairs = body["metadata"]
@@ -152,7 +154,7 @@ def parse_metadata(body: dict[str, Any]) -> dict[str, str]:
     for key, value in pairs.items():
         if not isinstance(value, str):
             raise wrong_type(f"metadata.{key}", "a string")
-        _must_fit(key, value)
+        _check_pair_length(key, value)
     return pairs
 
 
@@ -160,7 +162,7 @@ def _too_many() -> RequestRefused:
     return RequestRefused(f"metadata must have at most {MAX_PAIRS} pairs", code="too_many", param="metadata")
 
 
-def _must_fit(key: str, value: str) -> None:
+def _check_pair_length(key: str, value: str) -> None:
     if len(key) > MAX_KEY:
         message = f"a key of metadata must have at most {MAX_KEY} characters"
         raise RequestRefused(message, code="too_long", param="metadata")
@@ -170,20 +172,20 @@ def _must_fit(key: str, value: str) -> None:
 
 
 def _page(
-    completions: StoredCompletions, bounds: PageQuery, wanted: set[bytes], told: Callable[[Stored], StoredCompletion]
+    completions: StoredCompletions, query: PageQuery, tags: set[bytes], to_object: Callable[[Stored], StoredCompletion]
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
-    place = _place(completions, bounds.after)
-    page = completions.page(TENANT, wanted=wanted, after=place, order=bounds.order, limit=bounds.limit)
+    cursor = _cursor(completions, query.after)
+    page = completions.page(TENANT, wanted=tags, after=cursor, order=query.order, limit=query.limit)
     if page is None:
         message = (
             f"more than {LOOKED_AT} stored completions have each of these, and none of the next {LOOKED_AT} has all of "
-            "them: ask for a rarer pair, or for fewer"
+            "them: filter by a rarer pair, or by fewer"
         )
         raise RequestRefused(message, code="filter_too_broad", param="metadata")
-    return [(each.msg_id, told(each)) for each in page.found], page.more
+    return [(each.msg_id, to_object(each)) for each in page.found], page.more
 
 
-def _place(completions: StoredCompletions, after: str | None) -> Place | None:
+def _cursor(completions: StoredCompletions, after: str | None) -> Place | None:
     if after is None:
         return None
     place = completions.place_of(TENANT, after)
@@ -192,15 +194,15 @@ def _place(completions: StoredCompletions, after: str | None) -> Place | None:
     return place
 
 
-def _part(found: Sequence[dict[str, Any]], bounds: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-    """The messages that are wanted, with their ids, and whether there are more."""
-    items = [(each["id"], each) for each in (found if bounds.order == "asc" else reversed(found))]
-    if bounds.after is not None:
-        ids = [its_id for its_id, _ in items]
-        if bounds.after not in ids:
-            raise _unknown_after(bounds.after)
-        items = items[ids.index(bounds.after) + 1 :]
-    return items[: bounds.limit], len(items) > bounds.limit
+def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
+    """The messages of a page, with their ids, and whether there are more."""
+    items = [(each["id"], each) for each in (found if query.order == "asc" else reversed(found))]
+    if query.after is not None:
+        ids = [item_id for item_id, _ in items]
+        if query.after not in ids:
+            raise _unknown_after(query.after)
+        items = items[ids.index(query.after) + 1 :]
+    return items[: query.limit], len(items) > query.limit
 
 
 def _unknown_after(after: str) -> RequestRefused:
@@ -208,7 +210,7 @@ def _unknown_after(after: str) -> RequestRefused:
 
 
 def _list(items: Sequence[tuple[str, object]], more: bool) -> Response:
-    ids = [its_id for its_id, _ in items]
+    ids = [item_id for item_id, _ in items]
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     return _json({"object": "list", "data": [each for _, each in items], **ends, "has_more": more})
 

@@ -134,7 +134,7 @@ class Attestation:
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
         """To be called in the same breath as the engine is seen to be ready: then nobody else swaps its weights."""
-        await self._fleet.set(engine, EngineState.RELOADING)
+        await self._fleet.set_state(engine, EngineState.RELOADING)
         await self._doubt(engine, version, fault)
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
@@ -145,7 +145,7 @@ class Attestation:
             if again is None:
                 self._note(engine, proof)
         if again is not None and engine.state is EngineState.READY:
-            await self._fleet.set(engine, EngineState.DOWN)  # its supervisor starts it anew
+            await self._fleet.set_state(engine, EngineState.DOWN)  # its supervisor starts it anew
             await self._doubt(engine, version, again)
 
     async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
@@ -177,17 +177,17 @@ class Attestation:
 
 async def _probe_of(version: Version, engine: Engine) -> Probe:
     if not version.version:
-        return await engine.control.describe()
+        return await engine.control.create_probe()
     manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
     return manifest.probe
 
 
 async def _fault_of(engine: Engine, probe: Probe) -> _Fault | None:
     try:
-        found = await engine.control.examine(probe)
+        found = await engine.control.measure_probe(probe)
     except CheckpointRejected as error:  # no answer that can be read
         return _Fault(str(error), {})
-    if found.complaint is None:
+    if found.problem is None:
         return None
     finite = {name: value for name, value in found._asdict().items() if abs(value) < float("inf")}
-    return _Fault(found.complaint, finite)
+    return _Fault(found.problem, finite)

@@ -67,12 +67,12 @@ _BY = "explorer"
 class CanaryController:
     """The trial that is under way, if there is one."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, *, tally: ProcessTotals, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, *, totals: ProcessTotals, metrics: Metrics) -> None:
         self._rollout = settings.rollout
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
         self._refusals = settings.monitor.drift.refusals_found
         self._ledger = ledger
-        self._tally = tally
+        self._tally = totals
         self._metrics = metrics
         self._tried: int | None = None
         self._before: Mapping[str, Share] = {}
@@ -134,11 +134,11 @@ class CanaryController:
         log.info("rollout_decided", version=version, action=decision.action, reason=decision.reason)
 
 
-def asked(tally: ProcessTotals) -> dict[str, Share]:
+def asked(totals: ProcessTotals) -> dict[str, Share]:
     """How many requests each version's engines were asked, and how many of them failed there, in all processes."""
     whole: dict[str, int] = {}
     failed: dict[str, int] = {}
-    for family in tally.collect():
+    for family in totals.collect():
         for sample in family.samples if family.name == _REPLIES else ():
             if sample.name == f"{_REPLIES}_total":
                 version, outcome = sample.labels["version"], sample.labels["outcome"]
@@ -188,7 +188,7 @@ def division(
     else:
         left = any(each.version == now.version for each in _up(engines))
     if now is not None and left:
-        return now.withdrawn()
+        return now.without_traffic()
     return trial.split if trial else None
 
 

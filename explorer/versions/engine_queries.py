@@ -89,15 +89,15 @@ class EngineQueries:
     async def _logprobs(self, engine: Engine, prompt_ids: list[int], reply_ids: list[int]) -> list[float]:
         """The log-probability of each token of a reply that was sampled by somebody else."""
         asked = {"max_tokens": 1, "temperature": TEMPERATURE, "prompt_logprobs": 0, **self._priority}
-        said = await engine.control.ask("/v1/completions", prompt=[*prompt_ids, *reply_ids], **asked)
+        said = await engine.control.query("/v1/completions", prompt=[*prompt_ids, *reply_ids], **asked)
         rows = said["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
         return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
 
     async def _asked(self, control: EngineControl, task: Task, **how: Any) -> dict[str, Any]:
         how |= {"max_tokens": self._most_tokens, **self._priority}
         if isinstance(task.question, str):
-            return await control.ask("/v1/completions", prompt=task.question, **how)
-        return await control.ask("/v1/chat/completions", messages=task.question, **how)
+            return await control.query("/v1/completions", prompt=task.question, **how)
+        return await control.query("/v1/chat/completions", messages=task.question, **how)
 
 
 @asynccontextmanager

@@ -150,7 +150,7 @@ class CandidateEvaluation:
 
     async def _replay(self, engine: Engine, champion: _Champion) -> _Champion:
         """The champion with the newest held-out replies; it is asked about those that it has not been asked about."""
-        longest, rows = await engine.control.longest(), self._settings.gate.replay.rows
+        longest, rows = await engine.control.max_sequence_length(), self._settings.gate.replay.rows
         newest = await asyncio.to_thread(self._ledger.training.held_out, rows, temperature=TEMPERATURE)
         replies = [each for each in newest if each.tokens < longest]  # The engine wants room to go on.
         new = [each for each in replies if each.id not in champion.likelihoods]
@@ -184,9 +184,9 @@ class CandidateEvaluation:
             others = [each for each in self._fleet.engines if each.state is EngineState.READY and each is not engine]
             if engine is None or not others:
                 raise NotEvaluated("no engine can be spared")
-            await self._fleet.set(engine, EngineState.RELOADING)
+            await self._fleet.set_state(engine, EngineState.RELOADING)
         try:
-            await asyncio.wait_for(self._fleet.until_idle(engine), self._settings.explorer.request_timeout)
+            await asyncio.wait_for(self._fleet.wait_until_idle(engine), self._settings.explorer.request_timeout)
         except TimeoutError:
             await self._returned(engine, champion)
             raise NotEvaluated(f"engine {engine.number} does not come to an end with what it has in flight") from None

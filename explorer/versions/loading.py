@@ -23,10 +23,10 @@ async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
 
 async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     control = engine.control
-    await fleet.loading(engine)
+    await fleet.begin_load(engine)
     await control.load(actor_of(version))
-    await control.forget_prefixes()
-    await fleet.loaded(engine, version.version)
+    await control.reset_prefix_cache()
+    await fleet.end_load(engine, version.version)
     await control.resume()
 
 

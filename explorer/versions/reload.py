@@ -65,17 +65,17 @@ class WeightSwapper:
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Give an engine a version. `entering` is called with the proven engine before it is in rotation again."""
-        await self._fleet.set(engine, EngineState.RELOADING)
+        await self._fleet.set_state(engine, EngineState.RELOADING)
         started = time.monotonic()
         if drain:
             await self._drain(engine)
         try:
-            await engine.control.remember(probe)
+            await engine.control.cache_probe(probe)
             await engine.control.pause("keep")
         except EngineError as error:
             # It has not seen the version yet, so this is none of the version's doing.
             log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
-            await self._fleet.set(engine, EngineState.DOWN)
+            await self._fleet.set_state(engine, EngineState.DOWN)
             return
         try:
             await _load_paused(engine, version, self._fleet)
@@ -90,7 +90,7 @@ class WeightSwapper:
             if engine.state is EngineState.READY:
                 raise CheckpointRejected(str(error)) from error
             raise EngineError(str(error)) from error
-        await self._fleet.set(engine, EngineState.READY)
+        await self._fleet.set_state(engine, EngineState.READY)
         self._metrics.reload_seconds.observe(time.monotonic() - started)
 
     async def put_back(self, engine: Engine, champion: Version) -> None:
@@ -104,9 +104,9 @@ class WeightSwapper:
                 await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
         except (EngineError, CheckpointRejected) as error:
             log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
-            await self._fleet.set(engine, EngineState.DOWN)
+            await self._fleet.set_state(engine, EngineState.DOWN)
         else:
-            await self._fleet.set(engine, EngineState.READY)
+            await self._fleet.set_state(engine, EngineState.READY)
 
     def _without(self, version: Version) -> Iterator[Engine]:
         """The engines that are ready with another version, when it is their turn."""
@@ -120,10 +120,10 @@ class WeightSwapper:
         return sum(others) >= min(self._least_running, len(others))
 
     async def _drain(self, engine: Engine) -> None:
-        if not engine.control.in_place:  # nothing changes under what is in flight
+        if not engine.control.loads_in_place:  # nothing changes under what is in flight
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._fleet.until_idle(engine), self._drain_s)
+            await asyncio.wait_for(self._fleet.wait_until_idle(engine), self._drain_s)
 
 
 class Reloader(WeightSwapper):
@@ -194,7 +194,7 @@ class Reloader(WeightSwapper):
     async def _divide(self, champion: Version, trial: CanaryTrial | None) -> None:
         split = division(self._fleet.engines, self._fleet.split, champion.version, trial)
         if split != self._fleet.split:
-            await self._fleet.divide(split)
+            await self._fleet.set_split(split)
         self._metrics.canary_version.set(trial.version.version if trial else 0)
         self._metrics.canary_share.set(split.share if split else 0)
 
@@ -222,7 +222,7 @@ class Reloader(WeightSwapper):
                 return
             fit = await self._is_fit(engine.version)
             if engine.state is EngineState.READY and (self._may_leave(engine) or not fit):
-                await self._fleet.set(engine, EngineState.RELOADING)
+                await self._fleet.set_state(engine, EngineState.RELOADING)
                 if self._drain_first and fit:
                     await self._drain(engine)
                 await self.put_back(engine, champion)
@@ -259,7 +259,7 @@ class Reloader(WeightSwapper):
                 reason=f"rollout.mode: {mode}, with {share:g} of the requests",
                 details={"mode": mode, "share": share},
             )
-            await self._fleet.divide(split)
+            await self._fleet.set_split(split)
             log.info("version_tried", version=candidate.version, mode=mode, share=share)
 
         for engine in to_try_on(self._fleet.engines, candidate.version, share)[:1]:

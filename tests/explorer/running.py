@@ -130,8 +130,8 @@ class RunningExplorer:
     failures: list[TuneloopError] = field(default_factory=list)
 
     @property
-    def road(self) -> Services:
-        found: Services = self.app.app.state.road
+    def services(self) -> Services:
+        found: Services = self.app.app.state.services
         return found
 
     def openai(self) -> OpenAI:
@@ -151,7 +151,7 @@ class RunningExplorer:
 
     def records(self) -> list[Record]:
         """Everything on disk that was not forgotten, oldest first."""
-        return [decode(payload) for payload, _ in spool.read(self.road.spool.folder, Position(0, 0))]
+        return [decode(payload) for payload, _ in spool.read(self.services.spool.folder, Position(0, 0))]
 
     def exchanges(self) -> list[Exchange]:
         return [each for each in self.records() if isinstance(each, Exchange)]
@@ -160,7 +160,7 @@ class RunningExplorer:
         return [each for each in self.records() if isinstance(each, Feedback)]
 
     def until_flushed(self) -> None:
-        eventually(lambda: self.road.spool.flushed.position >= self.road.spool.end)
+        eventually(lambda: self.services.spool.flushed.position >= self.services.spool.end)
 
     def until_looked(self) -> None:
         """Wait until it has looked for a new version, and has done all that it does about one."""

@@ -43,7 +43,7 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
     spool, metrics = Spool.open(tmp_path / "spool", sync=False), Metrics()
     http = EngineHttp(url=double.url)
     async with open_session(url=double.url, socket=None, key=None) as session:
-        fleet = Fleet([Engine(0, http, EngineControl(session, model_name="t"))], patience_s=patience_s)
+        fleet = Fleet([Engine(0, http, EngineControl(session, model_name="t"))], wait_timeout_s=patience_s)
         recorder = Recorder(spool, SpoolLimits(spool, max_bytes=1 << 20, max_age_s=60), metrics)
         proxy = Proxy(
             settings_for(tmp_path), fleet, signer=ReplyIdSigner(b"k" * 32), recorder=recorder, metrics=metrics
@@ -63,7 +63,7 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
 
 async def test_on_the_cpu_a_seed_is_left_out_and_that_is_said(tmp_path: Path, double: EngineDouble) -> None:
     async with chat_by_hand(tmp_path, double) as (http, fleet):
-        await fleet.set(fleet.engines[0], EngineState.READY)
+        await fleet.set_state(fleet.engines[0], EngineState.READY)
         reply = await http.post(CHAT, json=HELLO | {"seed": 5})
         assert (reply.status_code, reply.headers["x-tuneloop-ignored"]) == (200, "seed")
         assert "seed" not in double.chats[0].body
@@ -79,18 +79,18 @@ async def test_on_engines_of_others_a_seed_is_passed_on(tmp_path: Path, double: 
 
 async def test_requests_wait_for_an_engine_that_will_be_ready(tmp_path: Path, double: EngineDouble) -> None:
     async with chat_by_hand(tmp_path, double) as (http, fleet):
-        await fleet.set(fleet.engines[0], EngineState.RELOADING)
+        await fleet.set_state(fleet.engines[0], EngineState.RELOADING)
         asking = asyncio.ensure_future(http.post(CHAT, json=HELLO))
         await asyncio.sleep(0.1)
         assert not asking.done()
-        await fleet.set(fleet.engines[0], EngineState.READY)
+        await fleet.set_state(fleet.engines[0], EngineState.READY)
         assert (await asking).status_code == 200
 
 
 @pytest.mark.parametrize("state", [EngineState.RELOADING, EngineState.DOWN, EngineState.STARTING])
 async def test_requests_do_not_wait_for_ever(tmp_path: Path, double: EngineDouble, state: EngineState) -> None:
     async with chat_by_hand(tmp_path, double, patience_s=0.2) as (http, fleet):
-        await fleet.set(fleet.engines[0], state)
+        await fleet.set_state(fleet.engines[0], state)
         reply = await http.post(CHAT, json=HELLO)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
         assert reply.headers["retry-after"] == "2"
@@ -98,10 +98,10 @@ async def test_requests_do_not_wait_for_ever(tmp_path: Path, double: EngineDoubl
 
 async def test_a_waiting_request_is_told_when_the_last_engine_goes(tmp_path: Path, double: EngineDouble) -> None:
     async with chat_by_hand(tmp_path, double, patience_s=30) as (http, fleet):
-        await fleet.set(fleet.engines[0], EngineState.RELOADING)
+        await fleet.set_state(fleet.engines[0], EngineState.RELOADING)
         asking = asyncio.ensure_future(http.post(CHAT, json=HELLO))
         await asyncio.sleep(0.05)
-        await fleet.set(fleet.engines[0], EngineState.DOWN)
+        await fleet.set_state(fleet.engines[0], EngineState.DOWN)
         assert (await asyncio.wait_for(asking, 1)).status_code == 503
 
 

@@ -6,9 +6,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
 
 
-def said(tally: ProcessTotals) -> dict[tuple[str, str], float]:
+def said(totals: ProcessTotals) -> dict[tuple[str, str], float]:
     """What /metrics says, by name and labels."""
-    text = generate_latest(tally).decode()
+    text = generate_latest(totals).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in samples}
 
@@ -16,7 +16,7 @@ def said(tally: ProcessTotals) -> dict[tuple[str, str], float]:
 def worker(requests: int, *, version: int = 0, in_flight: int = 0) -> CollectorRegistry:
     metrics = Metrics()
     for _ in range(requests):
-        metrics.answered("/chat", 200, version, 0.02)
+        metrics.count_request("/chat", 200, version, 0.02)
     metrics.in_flight.set(in_flight)
     return metrics.registry
 
@@ -24,10 +24,10 @@ def worker(requests: int, *, version: int = 0, in_flight: int = 0) -> CollectorR
 def test_what_workers_count_is_added_up() -> None:
     own = Metrics()
     own.rejected.inc()
-    tally = ProcessTotals(own.registry)
-    tally.note(0, process_samples(worker(3, in_flight=1)))
-    tally.note(1, process_samples(worker(4, version=1, in_flight=2)))
-    found = said(tally)
+    totals = ProcessTotals(own.registry)
+    totals.update(0, process_samples(worker(3, in_flight=1)))
+    totals.update(1, process_samples(worker(4, version=1, in_flight=2)))
+    found = said(totals)
     assert found["tuneloop_requests_total", "/chat,200,0"] == 3
     assert found["tuneloop_requests_total", "/chat,200,1"] == 4
     assert found["tuneloop_request_seconds_count", "/chat"] == 7
@@ -41,34 +41,34 @@ def test_gauges_of_the_service_are_the_control_processs_alone() -> None:
     own, other = Metrics(), Metrics()
     own.version_served.set(7)
     other.version_served.set(3)
-    tally = ProcessTotals(own.registry)
-    tally.note(0, process_samples(other.registry))
-    assert said(tally)["tuneloop_version_served", ""] == 7
+    totals = ProcessTotals(own.registry)
+    totals.update(0, process_samples(other.registry))
+    assert said(totals)["tuneloop_version_served", ""] == 7
 
 
 def test_a_workers_latest_count_takes_the_place_of_the_one_before() -> None:
-    tally = ProcessTotals(Metrics().registry)
+    totals = ProcessTotals(Metrics().registry)
     for requests in (3, 5):
-        tally.note(0, process_samples(worker(requests)))
-    assert said(tally)["tuneloop_requests_total", "/chat,200,0"] == 5
+        totals.update(0, process_samples(worker(requests)))
+    assert said(totals)["tuneloop_requests_total", "/chat,200,0"] == 5
 
 
 def test_no_counter_falls_when_a_worker_dies_and_its_gauges_go() -> None:
-    tally = ProcessTotals(Metrics().registry)
+    totals = ProcessTotals(Metrics().registry)
     for serial in range(3):
-        tally.note(serial, process_samples(worker(2, in_flight=4)))
-        tally.bury(serial)
-    tally.bury(3)  # it died before it counted anything
-    tally.note(4, process_samples(worker(1, in_flight=1)))
-    found = said(tally)
+        totals.update(serial, process_samples(worker(2, in_flight=4)))
+        totals.retire(serial)
+    totals.retire(3)  # it died before it counted anything
+    totals.update(4, process_samples(worker(1, in_flight=1)))
+    found = said(totals)
     assert found["tuneloop_requests_total", "/chat,200,0"] == 7
     assert found["tuneloop_requests_in_flight", ""] == 1
 
 
 def test_names_and_labels_are_those_of_one_process() -> None:
     metrics = Metrics()
-    metrics.answered("/chat", 200, 0, 0.02)
+    metrics.count_request("/chat", 200, 0, 0.02)
     alone = {(name, labels) for name, labels in said(ProcessTotals(metrics.registry))}
-    tally = ProcessTotals(Metrics().registry)
-    tally.note(0, process_samples(worker(1)))
-    assert set(said(tally)) == alone
+    totals = ProcessTotals(Metrics().registry)
+    totals.update(0, process_samples(worker(1)))
+    assert set(said(totals)) == alone

@@ -19,9 +19,9 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
         spool, slots = open_spool(settings, stack), Slots(settings.spool_dir)
         slots.add(spool)
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=on_failure)
-        road, more = open_services(
+        services, more = open_services(
             settings, ledger, spool=spool, fleet=services.fleet, metrics=services.metrics, control_client=services
         )
-        return road, [*tasks, *more]
+        return services, [*tasks, *more]
 
     return app.create_app(settings, ledger, opening=opening, on_failure=on_failure)

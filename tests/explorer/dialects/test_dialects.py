@@ -126,7 +126,7 @@ def test_every_way_of_asking_is_kept_whole_and_takes_feedback(
     assert explorer.feedback(name).status_code == 200
     eventually(lambda: explorer.ledger.reports.counts()[State.REWARDED] > 0)
     assert explorer.http.post(path, json=body | {"store": False}).status_code == 200
-    assert explorer.road.proxy.places.taken == 0
+    assert explorer.services.proxy.admission.in_flight == 0
 
 
 def test_the_openai_client_completes_text(explorer: RunningExplorer, engine: Clever) -> None:
@@ -220,7 +220,7 @@ def test_what_the_engine_refuses_is_told_in_an_envelope(
     if path == COUNT and said != REFUSED:
         assert reply.json()["type"] == "error"
     engine.passed_status = 200
-    eventually(lambda: explorer.road.fleet.engines[0].in_flight == 0)
+    eventually(lambda: explorer.services.fleet.engines[0].in_flight == 0)
 
 
 def test_models_are_listed_and_found_by_name(explorer: RunningExplorer, engine: Clever) -> None:
@@ -268,6 +268,6 @@ def test_whatever_the_engine_says_is_no_bug_of_ours(
     assert whole.status_code in {200, 502}, whole.text
     engine.answer = b"data: %b\n\ndata: [DONE]\n\n" % said
     assert explorer.http.post(path, json=ASKED[path] | {"stream": True}).status_code == 200
-    eventually(lambda: explorer.road.proxy.places.taken == 0)
+    eventually(lambda: explorer.services.proxy.admission.in_flight == 0)
     engine.answer = None
     assert isinstance(explorer.http.post(path, json=ASKED[path]), httpx.Response)

@@ -15,7 +15,7 @@ EVENTS = [piece.removesuffix(b"\n\n") for piece in pieces(STREAM)]
 
 def read(blocks: Iterable[bytes]) -> list[bytes]:
     rest = bytearray()
-    return [event for block in blocks for event in dialect.events(rest, block)]
+    return [event for block in blocks for event in dialect.split_events(rest, block)]
 
 
 @settings(max_examples=60)

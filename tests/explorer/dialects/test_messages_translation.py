@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from tuneloop.explorer.dialects.messages import to_chat, whole
+from tuneloop.explorer.dialects.messages import to_chat, to_message
 from tuneloop.explorer.dialects.messages_stream import MessageStream
-from tuneloop.explorer.http.errors import engine_error_body, error_body
+from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.explorer.proxy.labels import labels_of
 from tuneloop.shared.errors import RequestRefused
 
@@ -226,7 +226,7 @@ def test_a_whole_reply_has_its_blocks_in_order() -> None:
         "content": "ok",
         "tool_calls": [call('{"on":true}'), call("{}", number=2)],
     }
-    found = whole(reply(message, finish_reason="tool_calls"), msg_id="msg_1")
+    found = to_message(reply(message, finish_reason="tool_calls"), msg_id="msg_1")
     thinking, *rest = found["content"]
     assert (thinking["type"], thinking["thinking"], len(thinking["signature"])) == ("thinking", "hm", 32)
     assert rest == [
@@ -257,7 +257,7 @@ def test_why_a_reply_ended(
     finish_reason: str, matched: str | int | None, calls: list[Json], stop_reason: str | None, stop_sequence: str | None
 ) -> None:
     message = {"content": "x", "tool_calls": calls}
-    found = whole(reply(message, finish_reason=finish_reason, stop_reason=matched), msg_id="msg_1")
+    found = to_message(reply(message, finish_reason=finish_reason, stop_reason=matched), msg_id="msg_1")
     assert (found.get("stop_reason"), found.get("stop_sequence")) == (stop_reason, stop_sequence)
     pieces = [call_chunk(index, "{}", id=each["id"], name="light") for index, each in enumerate(calls)]
     last = chunk({"tool_calls": pieces}, finish_reason=finish_reason, stop_reason=matched)
@@ -267,13 +267,13 @@ def test_why_a_reply_ended(
 
 @pytest.mark.parametrize("arguments", ['{"on": tr', "", "[1]", "7"])
 def test_a_call_that_cannot_be_run_is_shown_and_not_run(arguments: str) -> None:
-    found = whole(reply({"tool_calls": [call(arguments)]}, stop_reason="###"), msg_id="msg_1")
+    found = to_message(reply({"tool_calls": [call(arguments)]}, stop_reason="###"), msg_id="msg_1")
     assert found["content"] == [{"type": "text", "text": arguments}]
     assert found["stop_sequence"] == "###"
 
 
 def test_nothing_said_is_one_empty_block() -> None:
-    assert whole(reply({"content": None}), msg_id="msg_1")["content"] == [{"type": "text", "text": ""}]
+    assert to_message(reply({"content": None}), msg_id="msg_1")["content"] == [{"type": "text", "text": ""}]
 
 
 def test_input_tokens_are_those_that_no_cache_had() -> None:
@@ -288,9 +288,9 @@ def test_input_tokens_are_those_that_no_cache_had() -> None:
         "cache_read_input_tokens": 32,
         "cache_creation_input_tokens": 8,
     }
-    assert whole(reply({"content": "x"}, usage=usage), msg_id="msg_1")["usage"] == expected
+    assert to_message(reply({"content": "x"}, usage=usage), msg_id="msg_1")["usage"] == expected
     assert told(FIRST, USAGE | {"usage": usage})[-2]["usage"] == expected
-    assert whole(reply({"content": "x"}), msg_id="msg_1")["usage"] == {"input_tokens": 0, "output_tokens": 0}
+    assert to_message(reply({"content": "x"}), msg_id="msg_1")["usage"] == {"input_tokens": 0, "output_tokens": 0}
 
 
 def test_a_stream_begins_and_ends_like_a_message() -> None:
@@ -400,21 +400,21 @@ def test_an_error_in_a_stream_is_of_the_type_of_its_status(code: int | str, kind
     ],
 )
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
-    assert error_body("no", status=status) == {"type": "error", "error": {"type": kind, "message": "no"}}
-    assert error_body("no", status=status, kind="api_error")["error"]["type"] == "api_error"
+    assert anthropic_error("no", status=status) == {"type": "error", "error": {"type": kind, "message": "no"}}
+    assert anthropic_error("no", status=status, kind="api_error")["error"]["type"] == "api_error"
 
 
 def test_the_engines_errors_are_told_as_its_messages_would_tell_them() -> None:
     missing = {"error": {"message": "no such model", "type": "NotFoundError", "param": None, "code": 404}}
-    assert engine_error_body(missing, status=404) == {
+    assert anthropic_engine_error(missing, status=404) == {
         "type": "error",
         "error": {"type": "NotFoundError", "message": "no such model"},
     }
     bad = {"error": {"message": "bad", "type": "Bad Request", "param": None, "code": 400}}
-    assert engine_error_body(bad, status=400)["error"]["type"] == "BadRequestError"
+    assert anthropic_engine_error(bad, status=400)["error"]["type"] == "BadRequestError"
 
 
 @pytest.mark.parametrize("answer", [{"error": "Unauthorized"}, {"detail": "x"}, {"error": {"message": None}}])
 def test_an_engine_that_errs_without_words_still_has_an_error(answer: Json) -> None:
     expected = {"type": "authentication_error", "message": "the engine answered 401"}
-    assert engine_error_body(answer, status=401)["error"] == expected
+    assert anthropic_engine_error(answer, status=401)["error"] == expected

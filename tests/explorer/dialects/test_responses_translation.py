@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tuneloop.explorer.dialects.responses_reply import whole
-from tuneloop.explorer.dialects.responses_request import LOGPROBS, conversation, to_chat, untranslatable
+from tuneloop.explorer.dialects.responses_reply import to_response
+from tuneloop.explorer.dialects.responses_request import LOGPROBS, continued_messages, to_chat, untranslatable_reason
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.proxy.labels import labels_of
 from tuneloop.shared.errors import RequestRefused
@@ -59,7 +59,7 @@ def tool_call(index: int, arguments: str) -> Json:
 
 
 def answered(body: Json, told: Json, **options: Any) -> Json:
-    return whole(body, told, response_id="resp_1", created_at=1, **options)
+    return to_response(body, told, response_id="resp_1", created_at=1, **options)
 
 
 def chunk(finish_reason: str | None = None, **delta: Any) -> Json:
@@ -71,7 +71,7 @@ LAST = {"model": "m", "choices": [], "usage": USAGE}
 
 
 def streamed(*chunks: Json, body: Json | None = None, context: int | None = None) -> list[Json]:
-    stream = ResponseStream(body or {"input": "Hi."}, response_id="resp_1", created_at=1, context=context)
+    stream = ResponseStream(body or {"input": "Hi."}, response_id="resp_1", created_at=1, context_length=context)
     said = b"".join(map(stream.hear, chunks)) + stream.end()
     told = [json.loads(block.split("\ndata: ")[1]) for block in said.decode().split("\n\n") if block]
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
@@ -100,7 +100,7 @@ def streamed(*chunks: Json, body: Json | None = None, context: int | None = None
     ],
 )
 def test_what_is_no_chat_completion_is_named(asked: Json, why: str | None):
-    assert untranslatable(asked) == why
+    assert untranslatable_reason(asked) == why
 
 
 def test_a_request_becomes_a_chat_completion():
@@ -196,7 +196,7 @@ def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], val
     for key in place[:-1]:
         holder = holder[key]
     holder[place[-1]] = value
-    untranslatable(body)
+    untranslatable_reason(body)
     refusal = None
     try:
         json.dumps(to_chat(body))
@@ -228,7 +228,7 @@ def test_a_conversation_is_what_was_said():
         "input": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "a"}],
     }
     response = answered(body, reply(content="b", reasoning="hm", tool_calls=[tool_call(0, "{}")]))
-    said = conversation(body, response, [{"role": "user", "content": "before"}])
+    said = continued_messages(body, response, [{"role": "user", "content": "before"}])
     assert said == [
         {"role": "user", "content": "before"},
         {"role": "user", "content": "a"},
@@ -283,8 +283,8 @@ def test_usage_tells_of_caches_and_reasoning():
 )
 def test_a_response_says_how_long_it_could_get(asked: int | None, context: int | None, limit: int | None):
     body = {"input": "Hi.", "max_output_tokens": asked}
-    assert answered(body, reply(content="2"), context=context)["max_output_tokens"] == limit
-    created = streamed(chunk("stop", content="2"), LAST, body=body, context=context)[0]
+    assert answered(body, reply(content="2"), context_length=context)["max_output_tokens"] == limit
+    created = streamed(chunk("stop", content="2"), LAST, body=body, context_length=context)[0]
     assert created["response"]["max_output_tokens"] == limit
 
 

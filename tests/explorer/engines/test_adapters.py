@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def run(*doubles: EngineDouble, **explorer: Any) -> RunningExplorer:
             running = stack.enter_context(explorer_running(adapted(tmp_path, *doubles, **explorer)))
-            eventually(lambda: {each.state for each in running.road.fleet.engines} == {EngineState.READY})
+            eventually(lambda: {each.state for each in running.services.fleet.engines} == {EngineState.READY})
             return running
 
         yield run
@@ -143,7 +143,7 @@ def test_after_a_restart_the_champion_is_served(
     if engine_too:
         double = places[0].fresh()
     with explorer_running(adapted(tmp_path, double)) as second:
-        eventually(lambda: second.road.fleet.engines[0].state == EngineState.READY)
+        eventually(lambda: second.services.fleet.engines[0].state == EngineState.READY)
         assert second.version() == 1
         assert asked(double).startswith("tuneloop-adapter-1-")
 
@@ -180,27 +180,27 @@ def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path:
 
 
 THEIRS = "tuneloop-adapter-2-abc"
-RENAMING = ModelRenaming(public="ours", adapter=THEIRS)
+RENAMING = ModelRenaming(public_name="ours", adapter_name=THEIRS)
 
 
 @pytest.mark.parametrize("model", ["ours", "", None])
 def test_a_request_for_what_we_serve_is_for_the_adapter(model: str | None) -> None:
-    asked = RENAMING.asked(json.dumps({"model": model, "max_tokens": 1}).encode())
+    asked = RENAMING.rename_request(json.dumps({"model": model, "max_tokens": 1}).encode())
     assert json.loads(asked or b"") == {"model": THEIRS, "max_tokens": 1}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model":"another"}', b'{"model":["ours"]}'])
 def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
-    assert RENAMING.asked(body) is None
+    assert RENAMING.rename_request(body) is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
     event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
     reply, heard = RenamedEngineReply(cast(_Connection, None), RENAMING), bytearray()
-    reply._pour = lambda block: heard.extend(block) is None
+    reply._sink = lambda block: heard.extend(block) is None
     said = event % THEIRS.encode() * 3 + b'{"model":"tuneloop-adapter-1-of-before"}'
     for at in range(0, len(said), size):
-        reply.take(said[at : at + size])
-    reply.end()
+        reply.receive(said[at : at + size])
+    reply.receive_end()
     assert heard == event % b"ours" * 3 + b'{"model":"ours"}'

@@ -58,7 +58,7 @@ def test_a_version_is_tried_beside_the_champion_and_rolled_back(
     }
     assert not {"/pause", "/collective_rpc"} & set(double.posts)
     explorer.ledger.versions.roll_back(1, by="admin:anna", reason="to see")
-    eventually(lambda: explorer.road.fleet.split is None)
+    eventually(lambda: explorer.services.fleet.split is None)
     until_ready(explorer, 2)
     assert set(answered(explorer).values()) == {0}
 
@@ -68,7 +68,7 @@ def test_a_version_that_is_promoted_takes_both_places(start: Start, tmp_path: Pa
     candidate(explorer)
     until(explorer, 1, VersionState.CANARY)
     explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
-    eventually(lambda: [each.version for each in explorer.road.fleet.engines] == [1, 1])
+    eventually(lambda: [each.version for each in explorer.services.fleet.engines] == [1, 1])
     until_ready(explorer, 2)
     assert set(answered(explorer).values()) == {1}
 
@@ -106,9 +106,9 @@ def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(
     candidate(explorer)
     until(explorer, 1, VersionState.CANARY)
     explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
-    eventually(lambda: [each.version for each in explorer.road.fleet.engines] == [1, 1])
+    eventually(lambda: [each.version for each in explorer.services.fleet.engines] == [1, 1])
     places[0].fresh().dead = True
-    eventually(lambda: {each.state for each in explorer.road.fleet.engines} == {EngineState.DOWN})
+    eventually(lambda: {each.state for each in explorer.services.fleet.engines} == {EngineState.DOWN})
     again = places[0].fresh()
     until_ready(explorer, 2)
     assert explorer.version() == 1
@@ -120,7 +120,7 @@ async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, d
     ledger, host = open_ledger(settings), Engine(0, EngineHttp())
     async with vllm.open_session(url=double.url, socket=None, key=None) as session:
         second = Engine(1, EngineHttp(), vllm.EngineControl(session, model_name=MODEL))
-        fleet = Fleet([host, second], patience_s=60)
+        fleet = Fleet([host, second], wait_timeout_s=60)
         staying = asyncio.ensure_future(
             stay_attached(second, fleet=fleet, ledger=ledger, metrics=Metrics(), health_timeout_s=1.0, host=host)
         )
@@ -132,7 +132,7 @@ async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, d
                 (EngineState.DOWN, EngineState.DOWN),
                 (EngineState.READY, EngineState.READY),
             ):
-                await fleet.set(host, state)
+                await fleet.set_state(host, state)
                 async with asyncio.timeout(60):
                     while second.state is not then:  # noqa: ASYNC110 - nobody tells
                         await asyncio.sleep(0.05)

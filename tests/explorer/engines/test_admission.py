@@ -29,15 +29,15 @@ class Clock(asyncio.SelectorEventLoop):
 class Visitor:
     """Takes a place, keeps it until told to go."""
 
-    def __init__(self, places: Admission, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, admission: Admission, loop: asyncio.AbstractEventLoop) -> None:
         self.holds = False
         self.refused: RequestRefused | None = None
         self._leave = asyncio.Event()
-        self.task = loop.create_task(self._visit(places))
+        self.task = loop.create_task(self._visit(admission))
 
-    async def _visit(self, places: Admission) -> None:
+    async def _visit(self, admission: Admission) -> None:
         try:
-            await places.take()
+            await admission.acquire()
         except RequestRefused as error:
             self.refused = error
             return
@@ -46,7 +46,7 @@ class Visitor:
             await self._leave.wait()
         finally:
             self.holds = False
-            places.give_back()
+            admission.release()
 
     def leave(self) -> None:
         self._leave.set()
@@ -59,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
     def open(self, places: int, waiting: int) -> None:
         self.loop = Clock()
         self.most, self.most_waiting = places, waiting
-        self.places = Admission(places=places, waiting=waiting, patience_s=PATIENCE_S)
+        self.admission = Admission(limit=places, waiting=waiting, patience_s=PATIENCE_S)
         self.visitors: list[Visitor] = []
 
     def settle(self) -> None:
@@ -71,8 +71,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def come(self) -> None:
-        held, waiting = self.places.taken, self.places.waiting
-        visitor = Visitor(self.places, self.loop)
+        held, waiting = self.admission.in_flight, self.admission.waiting
+        visitor = Visitor(self.admission, self.loop)
         self.visitors.append(visitor)
         self.settle()
         if held < self.most:
@@ -81,7 +81,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert visitor.refused
             assert (visitor.refused.status, visitor.refused.retry_after_s) == (429, 1.0)
         else:
-            assert self.places.waiting == waiting + 1
+            assert self.admission.waiting == waiting + 1
 
     @precondition(lambda self: self.those(hold=True))
     @rule(data=st.data(), hurried=st.booleans())
@@ -124,18 +124,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def the_books_balance(self) -> None:
-        if not hasattr(self, "places"):
+        if not hasattr(self, "admission"):
             return
         holding, waiting = self.those(hold=True), self.those(hold=False)
-        assert self.places.taken == len(holding) <= self.most
-        assert self.places.waiting == len(waiting) <= self.most_waiting
+        assert self.admission.in_flight == len(holding) <= self.most
+        assert self.admission.waiting == len(waiting) <= self.most_waiting
         assert not waiting or len(holding) == self.most, "a place is free and somebody waits"
 
     def teardown(self) -> None:
         for each in self.visitors:
             each.task.cancel()
         self.settle()
-        assert (self.places.taken, self.places.waiting) == (0, 0)
+        assert (self.admission.in_flight, self.admission.waiting) == (0, 0)
         self.loop.close()
 
 
@@ -144,14 +144,14 @@ TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 async def test_first_come_first_served() -> None:
-    places = Admission(places=1, waiting=5, patience_s=10)
+    admission = Admission(limit=1, waiting=5, patience_s=10)
     order = []
 
     async def visit(number: int) -> None:
-        await places.take()
+        await admission.acquire()
         order.append(number)
         await asyncio.sleep(0)
-        places.give_back()
+        admission.release()
 
     await asyncio.gather(*(visit(number) for number in range(6)))
     assert order == list(range(6))
@@ -159,13 +159,13 @@ async def test_first_come_first_served() -> None:
 
 @pytest.mark.parametrize("waiting", [0, 2])
 async def test_a_refusal_says_how_many_there_are(waiting: int) -> None:
-    places = Admission(places=3, waiting=waiting, patience_s=0.01)
+    admission = Admission(limit=3, waiting=waiting, patience_s=0.01)
     for _ in range(3):
-        await places.take()
-    queue = [asyncio.ensure_future(places.take()) for _ in range(waiting)]
+        await admission.acquire()
+    queue = [asyncio.ensure_future(admission.acquire()) for _ in range(waiting)]
     await asyncio.sleep(0)
     with pytest.raises(RequestRefused, match=f"3 requests are being answered and {waiting} wait"):
-        await places.take()
+        await admission.acquire()
     for each in queue:
         with pytest.raises(RequestRefused, match=r"no place became free for 0\.01 seconds"):
             await each

@@ -8,9 +8,9 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tuneloop.explorer.engines.affinity import Affinity, beginnings, overloaded
+from tuneloop.explorer.engines.affinity import PrefixAffinity, hash_prefixes, is_overloaded
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, EngineState, best
+from tuneloop.explorer.engines.fleet import Engine, EngineState, pick_engine
 
 
 @dataclass
@@ -35,78 +35,80 @@ def engines(*in_flight: int) -> list[Engine]:
 
 
 def test_the_next_turn_is_known_to_who_was_asked_the_last_one() -> None:
-    affinity, fleet, first = Affinity(), [Known(0), Known(1)], turn("hello")
-    affinity.note(beginnings(first), fleet[1])
-    assert affinity.knowing(beginnings(next_turn(first, "hi", "and you?")), fleet) == [{1}]
-    assert affinity.knowing(beginnings(next_turn(turn("good day"), "hi", "and you?")), fleet) == []
+    affinity, fleet, first = PrefixAffinity(), [Known(0), Known(1)], turn("hello")
+    affinity.note(hash_prefixes(first), fleet[1])
+    assert affinity.engines_with_prefix(hash_prefixes(next_turn(first, "hi", "and you?")), fleet) == [{1}]
+    assert affinity.engines_with_prefix(hash_prefixes(next_turn(turn("good day"), "hi", "and you?")), fleet) == []
 
 
 def test_a_prompt_that_many_conversations_begin_with_draws_nobody() -> None:
-    affinity, fleet = Affinity(), [Known(0), Known(1)]
-    affinity.note(beginnings(turn("hello")), fleet[0])
-    assert affinity.knowing(beginnings(turn("good day")), fleet) == []
+    affinity, fleet = PrefixAffinity(), [Known(0), Known(1)]
+    affinity.note(hash_prefixes(turn("hello")), fleet[0])
+    assert affinity.engines_with_prefix(hash_prefixes(turn("good day")), fleet) == []
 
 
 def test_who_knows_the_longest_beginning_comes_first() -> None:
-    affinity, fleet, first = Affinity(), [Known(0), Known(1)], turn("hello")
+    affinity, fleet, first = PrefixAffinity(), [Known(0), Known(1)], turn("hello")
     second = next_turn(first, "hi", "and you?")
-    affinity.note(beginnings(first), fleet[0])
-    affinity.note(beginnings(second), fleet[1])
-    assert affinity.knowing(beginnings(next_turn(second, "fine", "bye")), fleet) == [{1}, {0}]
-    affinity.note(beginnings(second), fleet[0])
-    assert affinity.knowing(beginnings(next_turn(second, "fine", "bye")), fleet) == [{0, 1}, {0}]
+    affinity.note(hash_prefixes(first), fleet[0])
+    affinity.note(hash_prefixes(second), fleet[1])
+    assert affinity.engines_with_prefix(hash_prefixes(next_turn(second, "fine", "bye")), fleet) == [{1}, {0}]
+    affinity.note(hash_prefixes(second), fleet[0])
+    assert affinity.engines_with_prefix(hash_prefixes(next_turn(second, "fine", "bye")), fleet) == [{0, 1}, {0}]
 
 
 def test_new_weights_forget_what_was_cached() -> None:
-    affinity, engine, first = Affinity(), Known(0), turn("hello")
-    affinity.note(beginnings(first), engine)
+    affinity, engine, first = PrefixAffinity(), Known(0), turn("hello")
+    affinity.note(hash_prefixes(first), engine)
     engine.loads += 1
-    assert affinity.knowing(beginnings(next_turn(first, "hi", "and you?")), [engine]) == []
+    assert affinity.engines_with_prefix(hash_prefixes(next_turn(first, "hi", "and you?")), [engine]) == []
 
 
 def test_as_many_requests_are_remembered_as_are_said_the_oldest_forgotten_first() -> None:
-    affinity, engine = Affinity(most=3), Known(0)
+    affinity, engine = PrefixAffinity(most=3), Known(0)
     for text in "abcad":
-        affinity.note(beginnings(turn(text)), engine)
+        affinity.note(hash_prefixes(turn(text)), engine)
     assert len(affinity) == 3
-    known = [bool(affinity.knowing(beginnings(next_turn(turn(text), "", "")), [engine])) for text in "abcd"]
+    known = [
+        bool(affinity.engines_with_prefix(hash_prefixes(next_turn(turn(text), "", "")), [engine])) for text in "abcd"
+    ]
     assert known == [True, False, True, True]
 
 
 @pytest.mark.parametrize("long", ["a story " * 1000, list(range(8000))])
 def test_a_prompt_goes_on_where_an_earlier_one_ended(long: Any) -> None:
-    affinity, engine = Affinity(), Known(3)
-    affinity.note(beginnings({"prompt": long}), engine)
-    assert affinity.knowing(beginnings({"prompt": long + long}), [engine]) == [{3}]
-    assert affinity.knowing(beginnings({"prompt": long[1:] + long}), [engine]) == []
+    affinity, engine = PrefixAffinity(), Known(3)
+    affinity.note(hash_prefixes({"prompt": long}), engine)
+    assert affinity.engines_with_prefix(hash_prefixes({"prompt": long + long}), [engine]) == [{3}]
+    assert affinity.engines_with_prefix(hash_prefixes({"prompt": long[1:] + long}), [engine]) == []
 
 
 @pytest.mark.parametrize("asked", [{}, {"prompt": "short"}, {"prompt": ["a", "b"]}, {"input": "x"}, {"messages": {}}])
 def test_what_has_no_beginning_is_known_to_nobody(asked: dict[str, Any]) -> None:
-    affinity = Affinity()
-    affinity.note(beginnings(asked), Known(0))
-    assert affinity.knowing(beginnings(asked), [Known(0)]) == []
+    affinity = PrefixAffinity()
+    affinity.note(hash_prefixes(asked), Known(0))
+    assert affinity.engines_with_prefix(hash_prefixes(asked), [Known(0)]) == []
 
 
 def test_who_knows_it_answers_unless_it_is_overloaded_or_not_ready() -> None:
     idle, usual, busy = fleet = engines(0, 8, 9)
-    assert not overloaded(8, 0)
-    assert overloaded(9, 0)
-    assert not overloaded(108, 80)
-    assert best(fleet) is idle
-    assert best(fleet, [{1, 2}]) is usual
-    assert best(fleet, [{2}, {1}]) is usual
-    assert best(fleet, [{2}]) is idle
+    assert not is_overloaded(8, 0)
+    assert is_overloaded(9, 0)
+    assert not is_overloaded(108, 80)
+    assert pick_engine(fleet) is idle
+    assert pick_engine(fleet, [{1, 2}]) is usual
+    assert pick_engine(fleet, [{2}, {1}]) is usual
+    assert pick_engine(fleet, [{2}]) is idle
     assert busy.in_flight == 9
     usual.state = EngineState.DOWN
-    assert best(fleet, [{1}]) is idle
-    assert best([usual], [{1}]) is None
+    assert pick_engine(fleet, [{1}]) is idle
+    assert pick_engine([usual], [{1}]) is None
 
 
 @pytest.fixture
 def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
     explorer = running_explorer(*doubles)
-    eventually(lambda: all(each.state is EngineState.READY for each in explorer.road.fleet.engines))
+    eventually(lambda: all(each.state is EngineState.READY for each in explorer.services.fleet.engines))
     return explorer
 
 
@@ -118,7 +120,7 @@ def asked_of(double: EngineDouble) -> list[str]:
 def test_conversations_stay_with_their_engine_are_shared_out_and_move_when_it_goes(
     two: RunningExplorer, doubles: list[EngineDouble]
 ) -> None:
-    fleet = two.road.fleet
+    fleet = two.services.fleet
     talks = {f"talk {number}": turn(f"talk {number}") for number in range(4)}
     for number, (name, asked) in enumerate(talks.items()):
         other = fleet.engines[1 - number % 2]
@@ -143,7 +145,7 @@ def test_conversations_stay_with_their_engine_are_shared_out_and_move_when_it_go
 
 def test_without_affinity_the_least_busy_engine_answers(running_explorer: Run, doubles: list[EngineDouble]) -> None:
     explorer = running_explorer(*doubles, prefix_affinity=False)
-    fleet = explorer.road.fleet
+    fleet = explorer.services.fleet
     eventually(lambda: all(each.state is EngineState.READY for each in fleet.engines))
     first = turn("hello")
     assert explorer.chat(**first).status_code == 200

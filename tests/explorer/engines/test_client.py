@@ -16,7 +16,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuneloop.explorer.engines.client import KEEP_S, EngineHttp
+from tuneloop.explorer.engines.client import IDLE_TIMEOUT_S, EngineHttp
 from tuneloop.shared.errors import EngineError, EngineUnreachable
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
@@ -97,7 +97,7 @@ async def asking(*answers: bytes | Answer) -> AsyncIterator[tuple[EngineHttp, Ra
 
 
 async def whole(http: EngineHttp) -> tuple[int, bytes]:
-    reply = await http.ask("POST", "/x", b"{}")
+    reply = await http.request("POST", "/x", b"{}")
     try:
         return reply.status, await asyncio.wait_for(reply.read(), 5)
     finally:
@@ -189,7 +189,7 @@ async def test_a_connection_that_is_kept_is_used_again() -> None:
 async def test_a_connection_too_old_is_not_used_again() -> None:
     async with asking(OK) as (http, engine):
         await whole(http)
-        http._idle[0].idle_since -= KEEP_S + 1
+        http._idle[0].idle_since -= IDLE_TIMEOUT_S + 1
         assert await whole(http) == (200, b"hello")
         assert engine.connections == 2
         await asyncio.wait_for(engine.left.wait(), 5)
@@ -215,7 +215,7 @@ async def test_a_reply_that_ends_with_its_connection_is_whole(version: bytes) ->
 async def test_to_continue_is_no_reply_yet() -> None:
     async with asking(b"HTTP/1.1 100 Continue\r\ncontent-length: 3\r\n\r\n" + OK) as (http, engine):
         for _ in range(2):
-            reply = await http.ask("POST", "/x", b"{}")
+            reply = await http.request("POST", "/x", b"{}")
             assert (reply.status, await reply.read()) == (200, b"hello")
             assert reply.headers == {b"content-length": b"5"}
         assert engine.connections == 1
@@ -294,9 +294,9 @@ async def test_nobody_at_home_is_said_so() -> None:
     async with served(RawEngine(OK)) as url:
         pass
     with pytest.raises(EngineUnreachable, match="cannot be reached"):
-        await EngineHttp(url=url).ask("GET", "/")
+        await EngineHttp(url=url).request("GET", "/")
     with pytest.raises(EngineUnreachable, match="cannot be reached"):
-        await EngineHttp(socket="/nowhere.sock").ask("GET", "/")
+        await EngineHttp(socket="/nowhere.sock").request("GET", "/")
 
 
 @on_uvloop
@@ -305,7 +305,7 @@ async def test_an_engine_is_asked_at_its_url_with_its_key() -> None:
     async with served(engine) as url:
         at = url.removeprefix("http://")
         http = EngineHttp(url=f"http://{at}/below/", key="secret")
-        reply = await http.ask("POST", "/v1/x", b"{}", {"X-Request-Id": "7"})
+        reply = await http.request("POST", "/v1/x", b"{}", {"X-Request-Id": "7"})
         assert await reply.read() == b"hello"
         await http.close()
     lines = engine.heard[0].decode().split("\r\n")
@@ -344,7 +344,7 @@ async def test_tls_is_spoken_and_a_certificate_that_nobody_trusts_is_refused(
     context.load_cert_chain(certificate)
     async with served(RawEngine(OK), ssl=context) as url:
         with pytest.raises(EngineUnreachable, match="certificate verify failed"):
-            await EngineHttp(url=url).ask("GET", "/")
+            await EngineHttp(url=url).request("GET", "/")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         http = EngineHttp(url=url)
         assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
@@ -359,14 +359,14 @@ async def test_who_is_cancelled_before_the_reply_closes_the_connection() -> None
     async with asking(silent) as (http, engine):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await http.ask("POST", "/x")
+                await http.request("POST", "/x")
         await asyncio.wait_for(engine.left.wait(), 5)
 
 
 @on_uvloop
 async def test_who_closes_a_reply_before_its_end_closes_the_connection() -> None:
     async with asking(CHUNKED + b"5\r\nhello\r\n") as (http, engine):
-        reply = await http.ask("POST", "/x")
+        reply = await http.request("POST", "/x")
         assert await anext(reply.blocks()) == b"hello"
         reply.close()
         await asyncio.wait_for(engine.left.wait(), 5)
@@ -385,7 +385,7 @@ async def test_what_nobody_reads_is_not_heaped_up() -> None:
             sent += len(block)
 
     async with asking(much) as (http, _):
-        reply = await http.ask("POST", "/x")
+        reply = await http.request("POST", "/x")
         await asyncio.sleep(0.3)
         assert reply._held < 1 << 20
         assert sent < 16 << 20  # the rest lies in the two sockets

@@ -67,7 +67,7 @@ async def test_it_keeps_its_connection_to_a_socket(tmp_path: Path) -> None:
     async with controlling(tmp_path, listening, key="secret") as control:
         assert await control.healthy()
         await control.pause("keep")
-        assert await control.ask("/v1/completions", prompt="\ud83d half of a character", top=float("inf")) == {}
+        assert await control.query("/v1/completions", prompt="\ud83d half of a character", top=float("inf")) == {}
     (health, _), (pause, nothing), (ask, body) = listening.heard
     assert listening.connections == 1
     assert (health.split()[1], pause.split()[1]) == (b"/health", b"/pause?mode=keep&clear_cache=false")

@@ -23,7 +23,7 @@ def trying(tmp_path: Path, doubles: list[EngineDouble]) -> Iterator[RunningExplo
         settings = settings_for(tmp_path, urls, rollout=rollout, version_pins=True)
         explorer = stack.enter_context(explorer_running(settings))
         register(explorer.ledger, settings.job_dir)
-        eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
+        eventually(lambda: sorted(each.version for each in explorer.services.fleet.engines) == [0, 1])
         eventually(lambda: explorer.chat(model=f"{MODEL}@1").status_code == 200)
         yield explorer
 
@@ -63,7 +63,7 @@ def test_routes_that_sample_nothing_take_it_too(
 ) -> None:
     for version in (0, 1, 1):
         assert trying.http.post(path, json={"model": f"{MODEL}@{version}", "prompt": "ab"}).status_code == 200
-    of_version = {engine.version: doubles[engine.number] for engine in trying.road.fleet.engines}
+    of_version = {engine.version: doubles[engine.number] for engine in trying.services.fleet.engines}
     asked = (path, b'{"model":"t","prompt":"ab"}')
     assert [of_version[version].passed.count(asked) for version in (0, 1)] == [1, 2]
     for wrong in ("7", "x", "-1", ""):
@@ -94,7 +94,7 @@ def test_a_version_that_is_not_served_is_no_model(trying: RunningExplorer) -> No
 def test_what_a_pinned_engine_fails_at_no_other_version_does(
     trying: RunningExplorer, doubles: list[EngineDouble]
 ) -> None:
-    tried = next(each.number for each in trying.road.fleet.engines if each.version == 1)
+    tried = next(each.number for each in trying.services.fleet.engines if each.version == 1)
     doubles[tried].status = 500
     assert trying.chat(model=f"{MODEL}@1").status_code == 500
     assert trying.chat(model=f"{MODEL}@0").status_code == 200

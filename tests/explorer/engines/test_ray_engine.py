@@ -28,7 +28,7 @@ def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> N
         }
     )
     socket = tmp_path / "1.sock"
-    command, environment = EngineProcess(settings, Engine(1, EngineHttp()), socket=socket).what(Path("weights"))
+    command, environment = EngineProcess(settings, Engine(1, EngineHttp()), socket=socket).command(Path("weights"))
     order = msgspec.json.decode(environment[SPEC_VARIABLE], type=RayEngineSpec)
     assert command[-1] == "tuneloop.explorer.engines.ray_engine"
     assert (order.ray_address, order.gpus) == ("head:6379", 2)

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from tuneloop.explorer.engines.fleet import Engine, EngineState, chosen
+from tuneloop.explorer.engines.fleet import Engine, EngineState, choose_engine
 from tuneloop.explorer.engines.version_routing import TrafficSplit, bucket_of, is_held_out, split_of
 
 KEYS = [f"default:user-{number}" for number in range(10_000)]
@@ -17,7 +17,7 @@ def engine(number: int, version: int, *, in_flight: int = 0, state: EngineState 
 
 
 def number(engines: Sequence[Engine], split: TrafficSplit | None, key: str | None) -> int | None:
-    found = chosen(engines, split, key)
+    found = choose_engine(engines, split, key)
     return found.number if found else None
 
 
@@ -54,10 +54,10 @@ def test_each_version_is_tried_by_other_users() -> None:
 
 
 def test_nobody_is_answered_by_a_version_without_a_share() -> None:
-    assert not any(TrafficSplit(2, share=0.5).withdrawn().answers(key) for key in KEYS)
+    assert not any(TrafficSplit(2, share=0.5).without_traffic().answers(key) for key in KEYS)
     assert not any(split_of("shadow", 2, 1.0).answers(key) for key in KEYS)
-    assert all(split_of("shadow", 2, 1.0).copied(key) for key in KEYS)
-    assert not any(split_of("canary", 2, 1.0).copied(key) for key in KEYS)
+    assert all(split_of("shadow", 2, 1.0).shadows(key) for key in KEYS)
+    assert not any(split_of("canary", 2, 1.0).shadows(key) for key in KEYS)
 
 
 def test_keys_of_any_characters_have_a_place() -> None:

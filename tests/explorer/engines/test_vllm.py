@@ -36,7 +36,7 @@ def test_too_few_gpus_are_refused(monkeypatch, given):
 
 
 def test_engines_keep_idle_connections_longer_than_we_do() -> None:
-    assert int(environment(SETTINGS, 0)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > client.KEEP_S
+    assert int(environment(SETTINGS, 0)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > client.IDLE_TIMEOUT_S
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
 
 def test_a_stream_that_cannot_be_stored_ends_with_an_error(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.piece_pause_s = 0.02
-    spool = explorer.road.spool
+    spool = explorer.services.spool
     with explorer.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
         lines = reply.iter_lines()
         next(lines)

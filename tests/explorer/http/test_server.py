@@ -233,14 +233,14 @@ def test_nothing_is_written_into_an_answer_that_is_under_way(
     wire.send(b"garbage\r\n\r\n")
     assert b"HTTP/1.1" not in wire.rest()
     double.stalls_after = None
-    eventually(lambda: shared.road.proxy.places.taken == 0)
+    eventually(lambda: shared.services.proxy.admission.in_flight == 0)
 
 
 def test_more_than_was_announced_is_not_taken_for_a_body(shared: RunningExplorer, wire: Wire) -> None:
     wire.send(asked().replace(b"content-length: %d" % len(BODY), b"content-length: %d" % (len(BODY) - 1)))
     is_refused(wire.told(), 400, "invalid_http")
     assert wire.rest() == b""
-    eventually(lambda: shared.road.proxy.places.taken == 0)
+    eventually(lambda: shared.services.proxy.admission.in_flight == 0)
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c", "anything"])
@@ -350,8 +350,8 @@ def test_http_client_and_curl_read_whole_and_streamed(shared: RunningExplorer) -
     connection.close()
 
 
-async def read_all(visit: RawRequest) -> None:
-    visit.answer(200, [], b"%d" % len(await visit.body(MAX_BODY, 1)))
+async def read_all(request: RawRequest) -> None:
+    request.respond(200, [], b"%d" % len(await request.body(MAX_BODY, 1)))
 
 
 async def test_connections_hold_nothing_longer_than_they_must() -> None:
@@ -386,25 +386,25 @@ async def test_connections_hold_nothing_longer_than_they_must() -> None:
 begun: list[str] = []
 
 
-async def bug(visit: RawRequest) -> None:
+async def bug(request: RawRequest) -> None:
     raise ZeroDivisionError("a secret")
 
 
-async def late_bug(visit: RawRequest) -> None:
-    visit.start(200, [])
-    visit.write(b"said")
+async def late_bug(request: RawRequest) -> None:
+    request.start_stream(200, [])
+    request.write(b"said")
     raise ZeroDivisionError("a secret")
 
 
-async def late_end(visit: RawRequest) -> None:
-    visit.start(200, [])
-    visit.write(b"said")
+async def late_end(request: RawRequest) -> None:
+    request.start_stream(200, [])
+    request.write(b"said")
     begun.append("late_end")
     await asyncio.sleep(0.3)
-    visit.end(b" all")
+    request.end_stream(b" all")
 
 
-async def never(visit: RawRequest) -> None:
+async def never(request: RawRequest) -> None:
     begun.append("never")
     await asyncio.sleep(60)
 

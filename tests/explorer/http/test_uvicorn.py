@@ -44,7 +44,7 @@ def test_one_with_other_insides_is_refused_and_which_to_install_is_said(protocol
 
 
 def test_the_explorer_looks_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(server._PRIVATE, "_begin", ("self",))
+    monkeypatch.setitem(server._PRIVATE_METHODS, "_begin", ("self",))
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"mode": "serve", "model": {"model_path": "/nowhere"}}))
     with pytest.raises(EnvironmentRefused, match=r"HttpToolsProtocol\._begin is missing"):
         __main__.serve(load_settings(tmp_path / "settings.yaml"))

@@ -38,7 +38,7 @@ class DoubleProcess:
         self.over = asyncio.Event()
         self.double.weights, self.double.silent, self.double.dead = model, False, False
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         await self.over.wait()
         return 1
 
@@ -67,7 +67,7 @@ async def running(
             http = EngineHttp(url=double.url)
             stack.push_async_callback(http.close)
             engines.append(Engine(number, http, vllm.EngineControl(session, model_name=MODEL)))
-        fleet, processes = Fleet(engines, patience_s=60), [DoubleProcess(each) for each in doubles]
+        fleet, processes = Fleet(engines, wait_timeout_s=60), [DoubleProcess(each) for each in doubles]
         tasks = [
             asyncio.ensure_future(
                 keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=1.0)
@@ -99,12 +99,12 @@ async def test_an_engine_of_ours_that_hangs_or_dies_is_started_again(
             doubles[0].dead = True
             processes[0].over.set()
         await until(lambda: ill.state is EngineState.DOWN)
-        assert await fleet.take() is well
-        assert await fleet.take() is well
+        assert await fleet.acquire() is well
+        assert await fleet.acquire() is well
         await until(lambda: ill.state is EngineState.READY)
         assert [len(each.started) for each in processes] == [2, 1]
         assert ill.loads > loads
-        assert await fleet.take() is ill
+        assert await fleet.acquire() is ill
 
     with capture_logs() as logs:
         await running(doubles, tmp_path, lose_the_first)
@@ -118,14 +118,14 @@ async def test_an_engine_that_is_being_reloaded_has_time_to_be_silent(
 ) -> None:
     async def reload(fleet: Fleet, processes: list[DoubleProcess]) -> None:
         engine = fleet.engines[0]
-        await fleet.set(engine, EngineState.RELOADING)
+        await fleet.set_state(engine, EngineState.RELOADING)
         doubles[0].silent = True
         ill = asyncio.ensure_future(engine_supervisor._until_ill(engine, 0.01))
         _, pending = await asyncio.wait([ill], timeout=3)
         assert pending, "it was asked several times"
         doubles[0].silent = False
         ill.cancel()
-        await fleet.set(engine, EngineState.READY)
+        await fleet.set_state(engine, EngineState.READY)
 
     await running(doubles, tmp_path, reload)
 
@@ -135,7 +135,7 @@ def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
     """An explorer with two engines of others, both ready; the first is asked first."""
     rollout = {"engine_urls": [each.url for each in doubles], "dtype": "float32", "health_timeout": 1.0}
     explorer = running_explorer(*doubles, rollout_model=rollout)
-    eventually(lambda: states(explorer.road.fleet) == [EngineState.READY] * 2)
+    eventually(lambda: states(explorer.services.fleet) == [EngineState.READY] * 2)
     return explorer
 
 
@@ -143,13 +143,13 @@ def test_an_engine_of_others_that_hangs_is_left_alone_and_comes_back_with_the_ch
     two: RunningExplorer, doubles: list[EngineDouble]
 ) -> None:
     doubles[0].silent = True
-    eventually(lambda: states(two.road.fleet) == [EngineState.DOWN, EngineState.READY])
+    eventually(lambda: states(two.services.fleet) == [EngineState.DOWN, EngineState.READY])
     assert two.chat().status_code == 200
     version = register(two.ledger, two.settings.job_dir)
     eventually(lambda: two.ledger.versions.all()[version].state is VersionState.CHAMPION)
     assert [len(each.chats) for each in doubles] == [0, 1]
     doubles[0].silent = False
-    eventually(lambda: states(two.road.fleet) == [EngineState.READY] * 2)
+    eventually(lambda: states(two.services.fleet) == [EngineState.READY] * 2)
     assert doubles[0].weights == doubles[1].weights == two.ledger.versions.champion().path / "actor"
     assert two.chat().headers["x-tuneloop-version"] == str(version)
     assert len(doubles[0].chats) == 1
@@ -168,13 +168,13 @@ def test_a_request_waits_for_the_other_engine_where_that_is_being_reloaded(
 
 async def test_nobody_waits_for_another_engine_that_is_not_about_to_be_ready() -> None:
     ill, other = engines = [Engine(number, EngineHttp()) for number in range(2)]
-    fleet = Fleet(engines, patience_s=60)
+    fleet = Fleet(engines, wait_timeout_s=60)
     for other.state in (EngineState.STARTING, EngineState.DOWN):
         assert await fleet.wait_for_another(ill) is None
-    await fleet.set(other, EngineState.RELOADING)
+    await fleet.set_state(other, EngineState.RELOADING)
     waiting = asyncio.ensure_future(fleet.wait_for_another(ill))
     await asyncio.sleep(0)
-    await fleet.set(ill, EngineState.DOWN)
+    await fleet.set_state(ill, EngineState.DOWN)
     assert not waiting.done()
-    await fleet.set(other, EngineState.READY)
+    await fleet.set_state(other, EngineState.READY)
     assert await waiting is other

@@ -187,7 +187,7 @@ def test_a_client_that_leaves_a_whole_reply_stops_the_engine(explorer: RunningEx
         wire.send(asked())
         eventually(lambda: len(double.chats) == 1)
     eventually(lambda: double.left == 1)
-    eventually(lambda: explorer.road.fleet.engines[0].in_flight == 0)
+    eventually(lambda: explorer.services.fleet.engines[0].in_flight == 0)
     assert explorer.exchanges() == []
 
 
@@ -283,7 +283,7 @@ def test_what_is_refused_only_for_what_we_ask_is_refused(explorer: RunningExplor
     double.quotes = lambda asked: "return_token_ids" in asked
     for stream in (False, True):
         assert "return_token_ids" in explorer.chat(stream=stream).json()["error"]["message"]
-    eventually(lambda: not any(engine.in_flight for engine in explorer.road.fleet.engines))
+    eventually(lambda: not any(engine.in_flight for engine in explorer.services.fleet.engines))
     assert explorer.exchanges() == []
 
 
@@ -361,7 +361,7 @@ def test_models_are_the_engines(explorer: RunningExplorer) -> None:
 
 def test_the_least_busy_engine_answers(running_explorer: Run, doubles: list[EngineDouble]) -> None:
     explorer = running_explorer(*doubles, prefix_affinity=False)
-    eventually(lambda: all(each.state == "ready" for each in explorer.road.fleet.engines))
+    eventually(lambda: all(each.state == "ready" for each in explorer.services.fleet.engines))
     for double in doubles:
         double.piece_pause_s = 0.3
     asking = [threading.Thread(target=explorer.chat) for _ in range(4)]

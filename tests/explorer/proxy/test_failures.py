@@ -70,8 +70,8 @@ def code_of(reply: httpx.Response) -> tuple[int, str]:
 
 
 def nothing_is_taken(explorer: RunningExplorer) -> bool:
-    proxy, fleet = explorer.road.proxy, explorer.road.fleet
-    return (proxy.places.taken, proxy.places.waiting, [each.in_flight for each in fleet.engines]) == (
+    proxy, fleet = explorer.services.proxy, explorer.services.fleet
+    return (proxy.admission.in_flight, proxy.admission.waiting, [each.in_flight for each in fleet.engines]) == (
         0,
         0,
         [0] * len(fleet.engines),
@@ -79,7 +79,7 @@ def nothing_is_taken(explorer: RunningExplorer) -> bool:
 
 
 def all_ready(explorer: RunningExplorer) -> RunningExplorer:
-    eventually(lambda: all(each.state is EngineState.READY for each in explorer.road.fleet.engines))
+    eventually(lambda: all(each.state is EngineState.READY for each in explorer.services.fleet.engines))
     return explorer
 
 
@@ -211,7 +211,7 @@ def test_a_stream_that_stops_is_ended_with_an_error_and_kept_as_cut_off(
 
 def test_who_waited_for_an_engine_in_vain_may_come_again(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double, request_timeout=0.3)
-    explorer.road.fleet.engines[0].state = EngineState.RELOADING
+    explorer.services.fleet.engines[0].state = EngineState.RELOADING
     reply = explorer.chat()
     assert code_of(reply) == (503, "engine_unavailable")
     assert reply.headers["retry-after-ms"] == "2000"
@@ -232,8 +232,8 @@ def hanging(explorer: RunningExplorer, double: EngineDouble) -> Callable[[], boo
 
 
 def waiting_for_an_engine(explorer: RunningExplorer, double: EngineDouble) -> Callable[[], bool]:
-    explorer.road.fleet.engines[0].state = EngineState.RELOADING
-    return lambda: explorer.road.proxy.places.taken == 1
+    explorer.services.fleet.engines[0].state = EngineState.RELOADING
+    return lambda: explorer.services.proxy.admission.in_flight == 1
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_client_that_goes_stops_all(
     )
     assert answered(explorer) == {(CHAT, "499"): 1}
     double.hangs, double.stalls_after, double.piece_pause_s = False, None, 0
-    explorer.road.fleet.engines[0].state = EngineState.READY
+    explorer.services.fleet.engines[0].state = EngineState.READY
     assert explorer.chat().status_code == 200
 
 
@@ -278,19 +278,19 @@ def test_a_client_that_goes_while_it_sends_or_waits_for_a_place_is_forgotten(
     running_explorer: Run, double: EngineDouble
 ) -> None:
     explorer = running_explorer(double, max_in_flight=1)
-    places = explorer.road.proxy.places
+    admission = explorer.services.proxy.admission
     double.hangs = True
     with Wire(explorer.url) as first, Wire(explorer.url) as second, Wire(explorer.url) as third:
         first.send(asked())
-        eventually(lambda: places.taken == 1)
+        eventually(lambda: admission.in_flight == 1)
         second.send(asked())
-        eventually(lambda: places.waiting == 1)
+        eventually(lambda: admission.waiting == 1)
         third.send(asked()[:-5])
         time.sleep(0.05)
         second.close()
         third.close()
-        eventually(lambda: places.waiting == 0)
-        assert places.taken == 1
+        eventually(lambda: admission.waiting == 0)
+        assert admission.in_flight == 1
         double.hangs = False
         assert first.told().status == 200
     eventually(lambda: nothing_is_taken(explorer))
@@ -302,8 +302,8 @@ def test_a_client_that_goes_while_it_sends_or_waits_for_a_place_is_forgotten(
 
 
 def are_there(explorer: RunningExplorer, number: int) -> bool:
-    places = explorer.road.proxy.places
-    return places.taken + places.waiting == number
+    admission = explorer.services.proxy.admission
+    return admission.in_flight + admission.waiting == number
 
 
 def test_so_many_are_answered_so_many_wait_and_the_others_are_sent_away(
@@ -338,7 +338,7 @@ def test_who_waits_too_long_for_a_place_is_sent_away(running_explorer: Run, doub
     double.hangs = True
     with Wire(explorer.url) as wire:
         wire.send(asked())
-        eventually(lambda: explorer.road.proxy.places.taken == 1)
+        eventually(lambda: explorer.services.proxy.admission.in_flight == 1)
         reply = explorer.chat()
         assert code_of(reply) == (503, "overloaded")
         assert reply.headers["retry-after"] == "1"
@@ -432,23 +432,23 @@ def test_a_client_that_never_reads_is_not_waited_for_for_ever(running_explorer: 
 class Buggy(ChatDialect):
     """Chat completions, but with a bug."""
 
-    def teller(self, body: dict[str, Any], msg_id: str, upstream_id: str) -> ReplyWriter:
-        return _BuggyTeller(super().teller(body, msg_id, upstream_id).transcript)
+    def writer(self, body: dict[str, Any], msg_id: str, upstream_id: str) -> ReplyWriter:
+        return _BuggyWriter(super().writer(body, msg_id, upstream_id).transcript)
 
 
-class _BuggyTeller(ReplyWriter):
-    def whole(self, reply: bytes) -> bytes:
+class _BuggyWriter(ReplyWriter):
+    def convert_whole(self, reply: bytes) -> bytes:
         raise ZeroDivisionError("a secret")
 
-    def event(self, event: bytes) -> bytes:
-        told = super().event(event)
+    def convert_event(self, event: bytes) -> bytes:
+        told = super().convert_event(event)
         if len(self.transcript.choices[0].completion_ids) == 3:
             raise ZeroDivisionError("a secret")
         return told
 
 
 def test_a_bug_loses_no_more_than_it_must(explorer: RunningExplorer, double: EngineDouble) -> None:
-    dialects = explorer.road.dialects
+    dialects = explorer.services.dialects
     assert isinstance(dialects, dict)
     dialects[CHAT] = Buggy()
     with capture_logs() as logs:
@@ -472,9 +472,9 @@ def test_a_bug_loses_no_more_than_it_must(explorer: RunningExplorer, double: Eng
 
 def test_every_answer_is_counted_and_every_error_is_in_an_envelope(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double, max_body_bytes=10_000)
-    patience_s = explorer.road.proxy._timeout_s
+    patience_s = explorer.services.proxy._timeout_s
     for path, body in ASKED.items():
-        double.hangs, double.answer, explorer.road.proxy._timeout_s = False, None, patience_s
+        double.hangs, double.answer, explorer.services.proxy._timeout_s = False, None, patience_s
         replies = [
             explorer.http.post(path, json=body),
             explorer.http.post(path, content=b"{"),
@@ -483,7 +483,7 @@ def test_every_answer_is_counted_and_every_error_is_in_an_envelope(running_explo
         ]
         double.answer = b"nonsense"
         replies.append(explorer.http.post(path, json=body))
-        double.hangs, explorer.road.proxy._timeout_s = True, 0.3
+        double.hangs, explorer.services.proxy._timeout_s = True, 0.3
         replies.append(explorer.http.post(path, json=body))
         statuses = [reply.status_code for reply in replies]
         assert statuses == [200, 400, 404, 413, 502, 504]

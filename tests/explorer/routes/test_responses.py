@@ -41,8 +41,8 @@ def engines(places: list[EnginePlace], explorer: RunningExplorer) -> Iterator[li
     for double in doubles:
         for response_id in double.held:
             double.finish(response_id)
-    eventually(lambda: explorer.road.proxy.places.taken == 0)
-    assert all(engine.in_flight == 0 for engine in explorer.road.fleet.engines)
+    eventually(lambda: explorer.services.proxy.admission.in_flight == 0)
+    assert all(engine.in_flight == 0 for engine in explorer.services.fleet.engines)
 
 
 def post(explorer: RunningExplorer, body: Json, **more: Any) -> httpx.Response:

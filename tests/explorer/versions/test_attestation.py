@@ -40,7 +40,7 @@ def served(running_explorer: Run, *doubles: EngineDouble, probe_interval: float 
     eventually(lambda: outcomes(explorer)["matched"] >= len(doubles))
     candidate(explorer)
     eventually(lambda: explorer.ledger.versions.champion().version == 1)
-    engines = explorer.road.fleet.engines
+    engines = explorer.services.fleet.engines
     eventually(lambda: all(each.version == 1 and each.state is EngineState.READY for each in engines))
     now = time.time()
     eventually(lambda: outcomes(explorer)["matched"] >= 2 * len(doubles))
@@ -74,7 +74,7 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     for double in doubles:
         double.posts.clear()
     doubles[0].weights = model(explorer)  # a reload that nobody was told was skipped
-    explorer.road.fleet.engines[0].loads += 1
+    explorer.services.fleet.engines[0].loads += 1
 
     eventually(lambda: explorer.ledger.alarms.all() != [] and doubles[0].weights == actor(explorer, 1))
     until_ready(explorer, 2)
@@ -142,7 +142,7 @@ def test_an_engine_that_cannot_be_set_right_is_out_of_rotation(
 
 def test_an_engine_that_is_away_is_no_mismatch(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.resets = True
-    eventually(lambda: explorer.road.fleet.engines[0].state is EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[0].state is EngineState.DOWN)
     double.resets = False
     until_ready(explorer, 1)
     assert explorer.ledger.alarms.all() == []

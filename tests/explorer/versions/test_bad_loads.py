@@ -62,7 +62,7 @@ def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_we
 ) -> None:
     double.dies_of = Vanishing(double, explorer.settings.job_dir / "global_step_1")
     candidate(explorer)
-    eventually(lambda: explorer.road.fleet.engines[0].state == EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[0].state == EngineState.DOWN)
     double.dead = double.paused = False
     until(explorer, 1, VersionState.REJECTED)
     assert "its manifest cannot be read" in (why_rejected(explorer, 1)[1] or "")

@@ -132,7 +132,7 @@ def test_what_somebody_promotes_while_it_is_looked_at_is_not_rolled_back(
 
     monkeypatch.setattr(ledger, "figures", looked_at_slowly)
     with pytest.raises(VersionRefused, match="champion by now"):
-        asyncio.run(CanaryController(settings, ledger, tally=ProcessTotals(metrics.registry), metrics=metrics).turn())
+        asyncio.run(CanaryController(settings, ledger, totals=ProcessTotals(metrics.registry), metrics=metrics).turn())
     assert ledger.versions.champion().version == 1
     ledger.close()
 
@@ -152,7 +152,7 @@ def test_while_an_alarm_holds_nothing_is_promoted(running_explorer: Run, doubles
     explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     candidate(explorer)
     explorer.ledger.versions.begin_canary(1, by="admin:anna", reason="to see")
-    eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
+    eventually(lambda: sorted(each.version for each in explorer.services.fleet.engines) == [0, 1])
     eventually(lambda: explorer.ledger.alarms.looks > 2)
     assert version(explorer, 1).state is VersionState.CANARY
     explorer.ledger.alarms.clear("length")
@@ -164,7 +164,7 @@ def test_a_new_explorer_decides_what_the_one_before_began(tmp_path: Path, double
         explorer = trying(run, doubles, rewards=20)
         rewarded(explorer, count(), champion=0.9, tried=0.1)
     with explorer_running(explorer.settings) as again:
-        eventually(lambda: sorted(each.version for each in again.road.fleet.engines) == [0, 1])
+        eventually(lambda: sorted(each.version for each in again.services.fleet.engines) == [0, 1])
         until_ready(again, 2)
         rewarded_until(again, VersionState.ROLLED_BACK, champion=0.9, tried=0.1)
 
@@ -183,7 +183,7 @@ def test_a_shadow_gets_copies_which_nobody_sees_and_nobody_keeps(
     assert explorer.metrics()["tuneloop_canary_share"] == 0
     assert {each.experiences[0].version_max for each in explorer.exchanges()} == {0}
     assert len(explorer.exchanges()) == 2 * len(by_hash())
-    assert all(each.in_flight == 0 for each in explorer.road.fleet.engines)
+    assert all(each.in_flight == 0 for each in explorer.services.fleet.engines)
 
 
 def test_a_shadow_that_fails_is_rolled_back(running_explorer: Run, doubles: list[EngineDouble]) -> None:
@@ -236,8 +236,8 @@ def test_figures_of_copies() -> None:
 def test_what_engines_refuse_counts_for_nothing_and_workers_are_added_up() -> None:
     control, worker = Metrics(), Metrics()
     for outcome in ("whole", "failed", "refused"):
-        worker.replied(3, outcome)
-    control.replied(3, "whole")
-    tally = ProcessTotals(control.registry)
-    tally.note(0, process_samples(worker.registry))
-    assert asked(tally) == {"3": Share(1, 3)}
+        worker.count_reply(3, outcome)
+    control.count_reply(3, "whole")
+    totals = ProcessTotals(control.registry)
+    totals.update(0, process_samples(worker.registry))
+    assert asked(totals) == {"3": Share(1, 3)}

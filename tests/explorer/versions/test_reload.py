@@ -37,7 +37,7 @@ def until(explorer: RunningExplorer, number: int, state: VersionState) -> None:
 
 
 def until_ready(explorer: RunningExplorer, engines: int) -> None:
-    eventually(lambda: [each.state for each in explorer.road.fleet.engines] == [EngineState.READY] * engines)
+    eventually(lambda: [each.state for each in explorer.services.fleet.engines] == [EngineState.READY] * engines)
 
 
 def all_ready(running_explorer: Run, doubles: list[EngineDouble], **settings: Any) -> RunningExplorer:
@@ -133,7 +133,7 @@ def test_with_wait_replies_end_before_the_weights_change(running_explorer: Run, 
     asking.start()
     eventually(lambda: len(double.chats) == 1)
     candidate(explorer)
-    eventually(lambda: explorer.road.fleet.engines[0].state == EngineState.RELOADING)
+    eventually(lambda: explorer.services.fleet.engines[0].state == EngineState.RELOADING)
     assert double.posts == []
     double.hangs = False
     asking.join()
@@ -158,7 +158,7 @@ def rejected(explorer: RunningExplorer, number: int, reason: str) -> None:
     until(explorer, number, VersionState.REJECTED)
     assert reason in (version(explorer, number).reason or "")
     assert explorer.metrics()["tuneloop_versions_rejected_total"] == 1
-    until_ready(explorer, len(explorer.road.fleet.engines))
+    until_ready(explorer, len(explorer.services.fleet.engines))
     assert explorer.version() == number - 1
     assert explorer.ledger.versions.champion().version == number - 1
 
@@ -253,7 +253,7 @@ def test_an_engine_that_dies_of_a_version_is_attached_again_and_the_version_is_r
 ) -> None:
     double.dies_of.add("global_step_1")
     candidate(explorer)
-    eventually(lambda: explorer.road.fleet.engines[0].state == EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[0].state == EngineState.DOWN)
     assert version(explorer, 1).state == VersionState.CANDIDATE
     assert explorer.http.get("/health/ready").status_code == 503
     double.dead, double.paused = False, False
@@ -272,7 +272,7 @@ def test_an_engine_that_dies_before_it_has_seen_a_version_says_nothing_about_it(
     candidate(explorer)
     for _ in double.dies_at_pauses:
         eventually(lambda: double.dead)
-        eventually(lambda: not explorer.road.fleet.ready)
+        eventually(lambda: not explorer.services.fleet.ready)
         double.dead = False
     until(explorer, 1, VersionState.CHAMPION)
     assert double.weights == actor(explorer, 1)
@@ -304,7 +304,7 @@ def test_when_the_second_engine_fails_the_first_goes_back_too(
     rejected(explorer, 1, "")
     eventually(lambda: doubles[0].weights == model(explorer))
     until_ready(explorer, 2)
-    assert [each.version for each in explorer.road.fleet.engines] == [0, 0]
+    assert [each.version for each in explorer.services.fleet.engines] == [0, 0]
     assert not any(each.paused for each in doubles)
 
 
@@ -312,7 +312,7 @@ def test_when_one_engine_dies_the_other_serves_on(running_explorer: Run, doubles
     explorer = all_ready(running_explorer, doubles)
     doubles[1].dies_of.add("global_step_1")
     candidate(explorer)
-    eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[1].state == EngineState.DOWN)
     for _ in range(20):
         assert explorer.chat().status_code == 200
     doubles[1].dies_of.clear()
@@ -326,12 +326,12 @@ def test_an_engine_that_missed_a_version_gets_the_champion_when_it_is_back(
 ) -> None:
     explorer = all_ready(running_explorer, doubles)
     doubles[1].dead = True
-    eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[1].state == EngineState.DOWN)
     candidate(explorer)
     until(explorer, 1, VersionState.CHAMPION)
     doubles[1].dead = False
     until_ready(explorer, 2)
-    assert [each.version for each in explorer.road.fleet.engines] == [1, 1]
+    assert [each.version for each in explorer.services.fleet.engines] == [1, 1]
     assert doubles[1].weights == actor(explorer, 1)
 
 

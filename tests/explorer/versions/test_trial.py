@@ -29,7 +29,7 @@ def trying(running_explorer: Run, doubles: list[EngineDouble], mode: str = "cana
         each.weights = model(explorer)
     candidate(explorer)
     until(explorer, 1, VersionState.CANARY)
-    eventually(lambda: sorted(each.version for each in explorer.road.fleet.engines) == [0, 1])
+    eventually(lambda: sorted(each.version for each in explorer.services.fleet.engines) == [0, 1])
     until_ready(explorer, 2)
     return explorer
 
@@ -118,7 +118,7 @@ def test_the_champions_traffic_never_goes_to_what_is_tried(running_explorer: Run
     explorer = trying(running_explorer, doubles)
     champions, tried = sorted(doubles, key=lambda each: each.weights == actor(explorer, 1))
     champions.dead = True
-    eventually(lambda: explorer.road.fleet.engines[doubles.index(champions)].state == EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[doubles.index(champions)].state == EngineState.DOWN)
     allowed = by_hash()
     assert all(found <= allowed[user] for user, found in answered(explorer).items())
     eventually(lambda: tried.weights == model(explorer))
@@ -155,7 +155,7 @@ def test_when_it_is_rolled_back_its_engine_goes_back(running_explorer: Run, doub
     eventually(lambda: [each.weights for each in doubles] == [model(explorer)] * 2)
     until_ready(explorer, 2)
     assert set(answered(explorer).values()) == {0}
-    eventually(lambda: explorer.road.fleet.split is None)
+    eventually(lambda: explorer.services.fleet.split is None)
     assert explorer.metrics()["tuneloop_canary_version"] == 0
 
 
@@ -164,7 +164,7 @@ def test_when_it_is_promoted_all_engines_get_it(running_explorer: Run, doubles: 
     explorer.ledger.versions.appoint(1, instead_of=0, by="admin:anna", reason="it is better")
     eventually(lambda: [each.weights for each in doubles] == [actor(explorer, 1)] * 2)
     until_ready(explorer, 2)
-    eventually(lambda: explorer.road.fleet.split is None)
+    eventually(lambda: explorer.services.fleet.split is None)
     assert set(answered(explorer).values()) == {1}
 
 
@@ -206,7 +206,7 @@ def test_a_new_explorer_goes_on_with_what_was_tried(tmp_path: Path, doubles: lis
         update={"rollout": explorer.settings.rollout.model_copy(update={"mode": "all", "share": None})}
     )
     with explorer_running(settings) as again:
-        eventually(lambda: sorted(each.version for each in again.road.fleet.engines) == [0, 1])
+        eventually(lambda: sorted(each.version for each in again.services.fleet.engines) == [0, 1])
         until_ready(again, 2)
         assert answered(again) == by_hash()
         assert [each[0] for each in reasons(again, 1)] == ["published", "canary"]
@@ -231,7 +231,7 @@ def test_an_engine_stays_as_long_as_no_other_one_would_answer(
 ) -> None:
     explorer = all_ready(running_explorer, doubles, **settings)
     doubles[1].dead = True
-    eventually(lambda: explorer.road.fleet.engines[1].state == EngineState.DOWN)
+    eventually(lambda: explorer.services.fleet.engines[1].state == EngineState.DOWN)
     candidate(explorer)
     explorer.until_looked()
     assert version(explorer, 1).state is VersionState.CANDIDATE

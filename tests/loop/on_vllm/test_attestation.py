@@ -63,7 +63,7 @@ async def _loaded(control: EngineControl, folder: Path | None, *, forgets: bool 
     if folder is not None:
         await control.load(folder)
     if forgets:
-        await control.forget_prefixes()
+        await control.reset_prefix_cache()
     await control.resume()
 
 
@@ -74,9 +74,9 @@ def findings(told: Told, model: Path, probe: Probe) -> Callable[..., ProbeFindin
     def found(folder: Path | None, *, forgets: bool = True) -> ProbeFindings:
         async def whole(control: EngineControl) -> ProbeFindings:
             await _loaded(control, model)
-            await control.remember(probe)
+            await control.cache_probe(probe)
             await _loaded(control, folder, forgets=forgets)
-            return await control.examine(probe)
+            return await control.measure_probe(probe)
 
         findings: ProbeFindings = told(whole)
         return findings
@@ -86,7 +86,7 @@ def findings(told: Told, model: Path, probe: Probe) -> Callable[..., ProbeFindin
 
 def test_a_right_engine_gets_through(findings: Callable[..., ProbeFindings], new: Path) -> None:
     found = findings(new)
-    assert found.complaint is None
+    assert found.problem is None
     assert found.weights < 1e-4
     assert found.cache < 1e-4
 
@@ -97,28 +97,28 @@ def test_wrong_weights_are_found_out(
 ) -> None:
     """`model` is the base too: the old path read again and the base model answering are the same here."""
     found = findings({"skipped": None, "old_path": model, "half_old": half_old}[cause])
-    assert found.complaint is not None
-    assert "from the trainer's" in found.complaint
+    assert found.problem is not None
+    assert "from the trainer's" in found.problem
     assert found.weights > 10 * found.allowed
 
 
 def test_a_prefix_cache_that_outlived_its_weights_is_found_out_again_and_again(
     findings: Callable[..., ProbeFindings], told: Told, new: Path, probe: Probe
 ) -> None:
-    for found in (findings(new, forgets=False), told(lambda control: control.examine(probe))):
+    for found in (findings(new, forgets=False), told(lambda control: control.measure_probe(probe))):
         assert found.weights < 1e-4
         assert found.cache > 10 * found.allowed
-        assert "with and without its prefix cache" in str(found.complaint)
+        assert "with and without its prefix cache" in str(found.problem)
 
 
 def test_what_an_engine_says_of_a_text_tells_its_weights(told: Told, model: Path, new: Path) -> None:
     async def whole(control: EngineControl) -> list[str | None]:
         await _loaded(control, model)
-        base = await control.describe()
+        base = await control.create_probe()
         assert len(base.prompt_ids) == PROBE_LENGTH
-        right = await control.examine(base)
+        right = await control.measure_probe(base)
         await _loaded(control, new)
-        return [right.complaint, (await control.examine(base)).complaint]
+        return [right.problem, (await control.measure_probe(base)).problem]
 
     right, wrong = told(whole)
     assert right is None

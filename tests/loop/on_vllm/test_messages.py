@@ -11,10 +11,10 @@ import pytest
 
 from tests.loop.harness.bare_engine import MODEL
 from tests.loop.on_vllm.likeness import Together, chosen
-from tuneloop.explorer.dialects.messages import to_chat, whole
+from tuneloop.explorer.dialects.messages import to_chat, to_message
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.errors import engine_error_body
+from tuneloop.explorer.http.errors import anthropic_engine_error
 from tuneloop.shared.errors import RequestRefused
 
 pytestmark = pytest.mark.vllm
@@ -357,7 +357,7 @@ def test_the_prompt_is_the_same(bare_engine: httpx.Client, request_: Json) -> No
 @pytest.mark.parametrize("request_", CASES.values(), ids=CASES)
 def test_the_reply_is_the_same(bare_engine: httpx.Client, request_: Json) -> None:
     theirs = asked(bare_engine, "/v1/messages", request_)
-    ours = whole(asked(bare_engine, "/v1/chat/completions", chat_of(request_)), msg_id="msg_1")
+    ours = to_message(asked(bare_engine, "/v1/chat/completions", chat_of(request_)), msg_id="msg_1")
     assert without_chance(ours) == without_chance(theirs)
     assert ours["id"] == "msg_1"
 
@@ -395,7 +395,7 @@ def refused_by_us(engine: httpx.Client, request: Json) -> tuple[int, str]:
     except RequestRefused as refused:
         return refused.status, "BadRequestError"
     reply = engine.post("/v1/chat/completions", json=chat)
-    return reply.status_code, engine_error_body(reply.json(), status=reply.status_code)["error"]["type"]
+    return reply.status_code, anthropic_engine_error(reply.json(), status=reply.status_code)["error"]["type"]
 
 
 @pytest.mark.parametrize("request_", BAD_REQUESTS.values(), ids=BAD_REQUESTS)

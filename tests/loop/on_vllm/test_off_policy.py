@@ -36,7 +36,7 @@ def test_the_engine_and_the_trainer_find_them_alike_up_to_the_longest(bare_engin
         async with session_of(bare_engine) as session:
             engine = Engine(0, cast("Any", None), EngineControl(session, model_name=MODEL))
             told = await EngineQueries(settings, []).likelihoods(engine, replies, at_once=4)
-            return await engine.control.longest(), told
+            return await engine.control.max_sequence_length(), told
 
     longest, told = asyncio.run(asked())
     assert longest == LONGEST

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from tests.loop.harness.bare_engine import MODEL
 from tests.loop.on_vllm.likeness import Together, chosen
-from tuneloop.explorer.dialects.responses_reply import whole
-from tuneloop.explorer.dialects.responses_request import conversation, to_chat, untranslatable
+from tuneloop.explorer.dialects.responses_reply import to_response
+from tuneloop.explorer.dialects.responses_request import continued_messages, to_chat, untranslatable_reason
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.engines import vllm
 from tuneloop.shared.errors import RequestRefused
@@ -191,7 +191,7 @@ def _whole(engine: httpx.Client, body: Json, context: int, previous: Sequence[Js
     """The response that we make, as the explorer would: from a chat completion that it captures."""
     chat = to_chat(body, previous)
     reply = _asked(engine, "/v1/chat/completions", _captured(body, previous))
-    return whole(
+    return to_response(
         body, _without_capture(chat, reply), response_id=RESPONSE_ID, created_at=int(time.time()), context=context
     )
 
@@ -286,7 +286,7 @@ def _nearly(told: Any) -> Any:
 
 @pytest.mark.parametrize("body", [*_cases()])
 def test_a_request_is_answered_as_by_vllm(bare_engine: httpx.Client, body: Json, context: int):
-    assert untranslatable(body) is None
+    assert untranslatable_reason(body) is None
     rendered = _asked(bare_engine, "/v1/responses/render", body)
     ours = _asked(bare_engine, "/v1/chat/completions/render", to_chat(body))
     assert ours["token_ids"] == rendered["token_ids"]
@@ -320,7 +320,7 @@ def test_a_conversation_goes_on_from_the_previous_response(bare_engine: httpx.Cl
         assert ours["previous_response_id"] == theirs["previous_response_id"]
         assert ours["usage"]["input_tokens"] == theirs["usage"]["input_tokens"]
         assert _comparable(ours["output"]) == _comparable(theirs["output"])
-        previous = conversation(body, theirs, previous)
+        previous = continued_messages(body, theirs, previous)
     asked = [message["content"] for message in previous if message["role"] == "user"]
     assert asked == [[{"type": "text", "text": "Hi."}], "Go on.", "Weather?", [{"type": "text", "text": "So?"}]]
 
@@ -372,7 +372,7 @@ LEAST: Json = {"model": MODEL, "input": "Hi.", "max_output_tokens": 1}
 @pytest.mark.parametrize("wrong", REFUSED.values(), ids=REFUSED)
 def test_what_vllm_refuses_is_refused_with_the_same_status(bare_engine: httpx.Client, wrong: Json):
     body = {**LEAST, **wrong}
-    assert untranslatable(body) is None
+    assert untranslatable_reason(body) is None
     try:
         status = bare_engine.post("/v1/chat/completions", json=to_chat(body)).status_code
     except RequestRefused as error:

@@ -14,7 +14,7 @@ from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
 from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.operations.diagnosis import ago, moment, number
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
-from tuneloop.shared.operations.version_decisions import DecisionRequest, pin, promote, roll_back, unpin
+from tuneloop.shared.operations.version_decisions import DecisionRequest, pin, promote, reject, roll_back, unpin
 from tuneloop.shared.operations.version_report import (
     EventRow,
     ScoreRow,
@@ -106,6 +106,21 @@ def rollback(
         result = roll_back(ledger, version, _decision_request(by, reason, expect))
     champion = f"version {result.champion} is the champion"
     typer.echo(f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
+
+
+@app.command("reject")
+def reject_(
+    version: _Version,
+    config: ConfigOption,
+    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
+    set_: SetOption = None,
+    by: _By = None,
+) -> None:
+    """Say of a candidate that it must never be served."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        result = reject(ledger, version, _decision_request(by, reason))
+    typer.echo(f"version {version} is rejected; version {result.champion} is the champion")
 
 
 @app.command("pin")

@@ -17,7 +17,15 @@ from tuneloop.explorer.http.bodies import optional_name, optional_text, read_obj
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.version_comparison import compare_versions
-from tuneloop.shared.operations.version_decisions import DecisionRequest, DecisionResult, pin, promote, roll_back, unpin
+from tuneloop.shared.operations.version_decisions import (
+    DecisionRequest,
+    DecisionResult,
+    pin,
+    promote,
+    reject,
+    roll_back,
+    unpin,
+)
 from tuneloop.shared.operations.version_report import list_events, list_versions, report_version
 from tuneloop.shared.settings.settings import Settings
 
@@ -121,6 +129,11 @@ def _add_decisions(router: APIRouter, ledger: Ledger, *, within_s: float) -> Non
     async def roll_back_version(version: str, decided: DecidedOf) -> Response:
         _require_reason(decided)
         return await decide(lambda ledger, decided: roll_back(ledger, parse_version(version, ledger), decided), decided)
+
+    @router.post("/{version}/reject")
+    async def reject_version(version: str, decided: DecidedOf) -> Response:
+        _require_reason(decided)
+        return await decide(lambda ledger, decided: reject(ledger, parse_version(version, ledger), decided), decided)
 
     @router.post("/{version}/promote")
     async def promote_version(version: str, decided: DecidedOf) -> Response:

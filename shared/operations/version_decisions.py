@@ -57,6 +57,19 @@ def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> 
     return DecisionResult(version, ledger.versions.roll_back(version, by=_admin(request), reason=request.reason))
 
 
+def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
+    """Say that a candidate must never be served. Raises VersionRefused, for any other version too."""
+    require_version(ledger, version)
+    if not request.reason:
+        raise VersionRefused("give a reason: a version that is rejected is never served")
+    if not ledger.versions.reject(version, request.reason, by=_admin(request)):
+        state = require_version(ledger, version).state
+        raise VersionRefused(
+            f"version {version} is {state}: only a candidate can be rejected; a version that serves can be rolled back"
+        )
+    return DecisionResult(version, ledger.versions.champion().version)
+
+
 def pin(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
     """Serve this version and no other. Raises VersionRefused."""
     expected = _expected_champion(ledger, request)

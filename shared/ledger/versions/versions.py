@@ -118,12 +118,14 @@ class VersionStates(VersionEvents):
             _serve(connection, version, VersionState.CANARY, decision)
             note(connection, version, VersionAction.CANARY, decision)
 
-    def reject(self, version: int, reason: str, *, by: str = "explorer", details: Details | None = None) -> None:
-        """Say that a candidate must not be served, and why; any other version stays what it is."""
+    def reject(self, version: int, reason: str, *, by: str = "explorer", details: Details | None = None) -> bool:
+        """Record that a candidate must not be served, and why. False: it is none, and stays what it is."""
         with self._write() as connection:
             alone(connection, "promote")
-            if state_of(connection, version) == VersionState.CANDIDATE:
-                end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
+            if state_of(connection, version) != VersionState.CANDIDATE:
+                return False
+            end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
+            return True
 
     def all(self) -> list[Version]:
         """All versions, oldest first."""

@@ -156,7 +156,10 @@ def test_what_must_not_be_served_is_neither_promoted_nor_pinned(explorer: Runnin
         Alarm("length", "replies got long", holds=True)
     )  # else the explorer would take it up
     register(explorer.ledger, explorer.settings.job_dir)
-    explorer.ledger.versions.reject(2, "NaN in lm_head")
+    assert refusal(admin.post("/2/reject"))[:2] == (400, "missing_required_parameter")
+    assert admin.post("/2/reject", {"reason": "NaN in lm_head"}).json()["champion"] == 1
+    assert refusal(admin.post("/1/reject", {"reason": "x"}))[:2] == (409, "version_refused")
+    assert refusal(admin.post("/7/reject", {"reason": "x"}))[:2] == (404, "version_not_found")
     assert admin.post("/1/rollback", {"reason": "it swears"}).json()["champion"] == 0
     before = states(explorer.ledger)
     for version, told in ((1, "version 1 is rolled_back: it swears"), (2, "version 2 is rejected: NaN in lm_head")):

@@ -25,6 +25,7 @@ from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import evaluations
+from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.operations.version_comparison import welch
 from tuneloop.shared.settings.loader import load_settings
 
@@ -296,16 +297,16 @@ def test_a_checkpoint_that_is_damaged_or_gone_is_not_promoted(file: Path, ledger
 
 
 def test_of_two_at_once_the_second_is_told_so(file: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    champion = Ledger.champion
+    champion = Versions.champion
 
-    def seen_too_early(self: Ledger) -> object:
+    def seen_too_early(self: Versions) -> object:
         """What the second sees, before the first one's decision."""
-        monkeypatch.setattr(Ledger, "champion", champion)
+        monkeypatch.setattr(Versions, "champion", champion)
         found = champion(self)
         ledger.versions.appoint(1, instead_of=2, by="admin:bob", reason="I was first")
         return found
 
-    monkeypatch.setattr(Ledger, "champion", seen_too_early)
+    monkeypatch.setattr(Versions, "champion", seen_too_early)
     told = refusal(versions(file, "promote", 3))
     assert told == "version 1 is the champion, not version 2: look again, then decide"
     assert states(ledger) == ["retired", "champion", "retired", "candidate"]

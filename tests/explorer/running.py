@@ -208,8 +208,10 @@ def explorer_running(settings: Settings) -> Iterator[RunningExplorer]:
     failures: list[TuneloopError] = []
     app = create_app(settings, ledger, on_failure=failures.append)
     with pytest.MonkeyPatch.context() as patch, serving(app) as url, httpx.Client(base_url=url, timeout=60) as http:
-        for module in (routes, responses, stored_completions):  # a disk may stand still for seconds
-            patch.setattr(module, "_PATIENCE_S", 30.0)
+        # A disk may stand still for seconds.
+        patch.setattr(routes, "_PATIENCE_S", 30.0)
+        for module in (responses, stored_completions):
+            patch.setattr(module, "_FLUSH_TIMEOUT_S", 30.0)
         eventually(lambda: http.get("/health/ready").status_code == 200)
         yield RunningExplorer(url, app, settings, ledger, http, failures)
     ledger.close()

@@ -316,7 +316,7 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(
     ledger.recording.record([said, about(said)])
     exported(ledger, to, SFT)
     before = to.read_bytes()
-    monkeypatch.setattr(Ledger, "exported", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(Exports, "record_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(ledger, ExportRequest(SFT, ACME), to)
     assert to.read_bytes() == before

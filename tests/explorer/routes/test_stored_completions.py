@@ -379,7 +379,7 @@ def test_a_database_that_cannot_be_read_is_said_to_be_away(
 
     msg_id = explorer.chat().json()["id"]
     for way in ("_read", "_read_together"):
-        monkeypatch.setattr(explorer.ledger, way, away)
+        monkeypatch.setattr(explorer.ledger.stored, way, away)
     for path in (CHAT, f"{CHAT}/{msg_id}", f"{CHAT}/{msg_id}/messages"):
         answer = explorer.http.get(path)
         assert error(answer) == (503, None, "database_unavailable")

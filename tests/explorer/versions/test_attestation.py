@@ -9,12 +9,12 @@ import pytest
 from tests import factories
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.running import MoodyLedger, RunningExplorer, eventually
+from tests.explorer.running import RunningExplorer, eventually
 from tests.explorer.versions.test_reload import SWAP, actor, all_ready, candidate, model, until_ready
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State, VersionAction
-from tuneloop.shared.ledger.recording.attestation import Distrusted, Mismatch
+from tuneloop.shared.ledger.recording.attestation import Attestations, Distrusted, Mismatch
 
 PROBE_S = 0.2
 ANOTHER = "somebody else has, such as another explorer"
@@ -161,14 +161,14 @@ def test_what_the_database_could_not_be_told_it_is_told_later(
     running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explorer = served(running_explorer, double)
-    away, distrust = [True], MoodyLedger.distrust
+    away, distrust = [True], Attestations.distrust
 
-    def moody(self: MoodyLedger, found: Mismatch) -> Distrusted:
+    def moody(self: Attestations, found: Mismatch) -> Distrusted:
         if away[0]:
             raise LedgerUnavailable("away")
         return distrust(self, found)
 
-    monkeypatch.setattr(MoodyLedger, "distrust", moody)
+    monkeypatch.setattr(Attestations, "distrust", moody)
     double.weights = model(explorer)
     eventually(lambda: double.weights == actor(explorer, 1))
     until_ready(explorer, 1)

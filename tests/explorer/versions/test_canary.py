@@ -130,7 +130,7 @@ def test_what_somebody_promotes_while_it_is_looked_at_is_not_rolled_back(
             ledger.versions.appoint(1, instead_of=0, by="admin:anna", reason="it is good")
         return figures(number, *args, **but)
 
-    monkeypatch.setattr(ledger, "figures", looked_at_slowly)
+    monkeypatch.setattr(ledger.comparisons, "figures", looked_at_slowly)
     with pytest.raises(VersionRefused, match="champion by now"):
         asyncio.run(CanaryController(settings, ledger, totals=ProcessTotals(metrics.registry), metrics=metrics).turn())
     assert ledger.versions.champion().version == 1

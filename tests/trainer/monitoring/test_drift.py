@@ -337,8 +337,13 @@ def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, le
         raise LedgerUnavailable("it is away")
 
     with monkeypatch.context() as patch, capture_logs() as said:
-        for verb in ("newest_replies", "largest_rater", "raise_alarm", "clear_alarm"):
-            patch.setattr(ledger, verb, away)
+        for part, verb in (
+            (ledger.drift, "newest_replies"),
+            (ledger.drift, "largest_rater"),
+            (ledger.alarms, "raise_alarm"),
+            (ledger.alarms, "clear"),
+        ):
+            patch.setattr(part, verb, away)
         assert learn(watch, [40], first=4)[0]["drift/alarms"] == 0
     assert {each["event"] for each in said} == {"monitors_not_read", "alarm_not_told"}
     assert ledger.alarms.all() == []

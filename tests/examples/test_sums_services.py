@@ -35,7 +35,8 @@ def test_a_service_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> 
 
 
 def test_leaving_the_block_stops_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    (tmp_path / "tuneloop").mkdir()
+    (tmp_path / "tuneloop" / "sleeper.py").write_text(SLEEPER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     log = tmp_path / "sleeper.log"
     with Services(("sleeper",), config=tmp_path / "any.yaml", logs={"sleeper": log}) as services:

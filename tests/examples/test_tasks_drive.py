@@ -88,6 +88,7 @@ class LedgerDouble:
 
     def __init__(self, rewarded: int = 0) -> None:
         self.rewarded = rewarded
+        self.versions = self.reports = self
 
     def newest(self) -> Version:
         return Version(0)

@@ -306,7 +306,7 @@ def test_a_file_is_written_anew_when_somebody_is_erased_meanwhile(engine: Engine
     said = asked()
     ledger.recording.record([said, about(said)])
     assert len(exported(ledger, lines, SFT)) == 1
-    assert (ledger.times, len(remembered(engine))) == (0, 1)
+    assert (ledger.exports.times, len(remembered(engine))) == (0, 1)
 
 
 def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(

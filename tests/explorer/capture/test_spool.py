@@ -206,7 +206,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_acknowledged(tmp_path: Path
 _FULL = """
 import asyncio, resource, signal, sys
 from pathlib import Path
-from explorer import spool
+from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.spool_format import Position
 from tuneloop.shared.errors import SpoolFull

@@ -158,15 +158,15 @@ def test_a_database_of_another_experiment_is_refused_when_it_is_back(
 def test_a_memory_of_nonsense_is_none(tmp_path: Path, data: bytes) -> None:
     settings = settings_on("postgresql://someone@127.0.0.1:9/none", tmp_path)
     (settings.job_dir / "served.json").write_bytes(data)
-    assert not PatientLedger.of(settings).remembers
+    assert not PatientLedger.of(settings).versions.remembers
 
 
 def test_a_memory_of_another_model_is_none(tmp_path: Path) -> None:
     settings = settings_on(f"sqlite:///{tmp_path}/ledger.db", tmp_path)
     open_ledger(settings).close()
-    assert PatientLedger.of(settings).remembers
+    assert PatientLedger.of(settings).versions.remembers
     other = settings.model.model_copy(update={"model_path": tmp_path / "other"})
-    assert not PatientLedger.of(settings.model_copy(update={"model": other})).remembers
+    assert not PatientLedger.of(settings.model_copy(update={"model": other})).versions.remembers
 
 
 def test_a_memory_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_background_response_is_told_as_by_vllm(
         refused = engine.post(f"{RESPONSES}/{theirs.json()['id']}/cancel")
         assert (cancelled.status_code, refused.status_code) == (400, 400)
         assert cancelled.json()["error"]["message"] == refused.json()["error"]["message"]
-    wait_for(lambda: kept.counts()[State.DROPPED] >= 4)
+    wait_for(lambda: kept.reports.counts()[State.DROPPED] >= 4)
 
 
 def _over(anybody: Callable[[], httpx.Client], name: str) -> Json | None:

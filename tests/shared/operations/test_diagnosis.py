@@ -65,7 +65,7 @@ def test_nothing_was_recorded_since_the_last_step(ledger: Ledger) -> None:
 
 
 def test_no_feedback_has_come(ledger: Ledger) -> None:
-    served(ledger).record([exchange(), exchange(), feedback(msg_id="chatcmpl-unknown")])
+    served(ledger).recording.record([exchange(), exchange(), feedback(msg_id="chatcmpl-unknown")])
     found = reasons(ledger)
     assert list(found) == [Code.NO_FEEDBACK]
     assert found[Code.NO_FEEDBACK].startswith("2 experiences wait for a reward, none has one")
@@ -79,7 +79,7 @@ PAIRED: dict[str, Any] = {
 
 
 def test_preferences_that_are_worth_nothing_are_told(ledger: Ledger) -> None:
-    served(ledger).record([exchange()])
+    served(ledger).recording.record([exchange()])
     told = reasons(ledger, rules_of(**PAIRED))[Code.NO_FEEDBACK]
     assert told.endswith("; preferences are worth nothing: give the metric preference a weight in reward.weights")
     assert rules_of(**PAIRED, reward={"weights": {"preference": 1.0}}).uncounted is None
@@ -160,20 +160,20 @@ def test_all_has_expired(ledger: Ledger) -> None:
 
 def test_nothing_can_be_trained_on(ledger: Ledger) -> None:
     why = ["cut off", "cut off", "sampled with top_p"]
-    served(ledger).record([exchange(experiences=(experience(drop_reason=each),)) for each in why])
+    served(ledger).recording.record([exchange(experiences=(experience(drop_reason=each),)) for each in why])
     found = reasons(ledger)
     assert list(found) == [Code.NOT_TRAINABLE]
     assert found[Code.NOT_TRAINABLE].startswith("3 of the last 3 experiences cannot be trained on, most often: cut off")
 
 
 def test_that_many_are_not_for_training_is_no_reason(ledger: Ledger) -> None:
-    served(ledger).record([exchange(experiences=(experience(drop_reason="opt_out"),)) for _ in range(20)])
+    served(ledger).recording.record([exchange(experiences=(experience(drop_reason="opt_out"),)) for _ in range(20)])
     ledger.recording.record([exchange()])
     assert list(reasons(ledger)) == [Code.NO_FEEDBACK]
 
 
 def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
-    served(ledger).record([exchange(experiences=(experience(unsampled="sampling:top_p"),)) for _ in range(3)])
+    served(ledger).recording.record([exchange(experiences=(experience(unsampled="sampling:top_p"),)) for _ in range(3)])
     found = reasons(ledger)
     assert list(found) == [Code.NOT_TRAINABLE, Code.NO_FEEDBACK]
     assert found[Code.NOT_TRAINABLE].startswith(

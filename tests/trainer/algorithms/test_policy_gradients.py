@@ -109,7 +109,7 @@ def test_the_width_of_the_padding_changes_nothing(algorithm, made, more):
     loss, gradient = made.loss(algorithm)
     wider = {"of_BR": pad(made.calls.of_BR, (0, more), value=-1), "ends_BR": pad(made.calls.ends_BR, (0, more))}
     made.calls = replace(made.calls, **wider)
-    made.reports.reply = {name: pad(each, (0, more), value=7.0) for name, each in made.reports.reply.items()}
+    made.said = {name: pad(each, (0, more), value=7.0) for name, each in made.said.items()}
     wide_loss, wide_gradient = made.loss(algorithm)
     torch.testing.assert_close(wide_loss, loss, rtol=0, atol=1e-12)
     torch.testing.assert_close(wide_gradient, pad(gradient, (0, more)), rtol=0, atol=1e-12)
@@ -120,7 +120,7 @@ def test_the_width_of_the_padding_changes_nothing(algorithm, made, more):
 def test_what_models_say_of_the_users_and_tools_tokens_changes_nothing(algorithm, made):
     loss, gradient = made.loss(algorithm)
     outside_BR = made.calls.of_BR < 0
-    made.reports.reply = {name: each + torch.where(outside_BR, 3.0, 0.0) for name, each in made.reports.reply.items()}
+    made.said = {name: each + torch.where(outside_BR, 3.0, 0.0) for name, each in made.said.items()}
     other_loss, other_gradient = made.loss(algorithm)
     torch.testing.assert_close(other_loss, loss, rtol=0, atol=1e-12)
     torch.testing.assert_close(other_gradient, gradient, rtol=0, atol=1e-12)
@@ -134,12 +134,12 @@ def _cut(made, parts):
 
 def _shares(algorithm, made, parts, *, naive):
     """The loss and gradient as the sum of micro-batches; `naive`: as the mean of their means."""
-    targets, now = made.targets(algorithm), made.reports.reply["now_BR"].clone().requires_grad_()
+    targets, now = made.targets(algorithm), made.said["now_BR"].clone().requires_grad_()
     losses = []
     for rows in parts:
         part = targets.rows(rows, now[rows])
         totals = part.totals if naive else targets.totals
-        losses.append(surrogate(algorithm, part, now[rows], made.reports.reply["entropy_BR"][rows], totals).value)
+        losses.append(surrogate(algorithm, part, now[rows], made.said["entropy_BR"][rows], totals).value)
     loss = sum(losses) / (len(parts) if naive else 1)
     loss.backward()
     return loss.detach(), now.grad

@@ -221,7 +221,7 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
     yield _columns("tokens", _mean(a.tokens), _mean(b.tokens))
     yield _columns("seconds per token", _mean(a.seconds_per_token), _mean(b.seconds_per_token))
     yield _columns("reward", _mean(a.reward), _mean(b.reward))
-    yield _columns("rewarded", _rewarded(a.reward), _rewarded(b.reward))
+    yield _columns("rewarded", _reward_count(a.reward), _reward_count(b.reward))
     yield _columns("difference", _difference(comparison))
     for pair in comparison.evaluations:
         if pair.metric != TASKS:
@@ -238,7 +238,7 @@ def _mean(mean: Mean | None) -> str:
     return "-" if mean is None else f"{mean.mean:.4g}{_plus_minus(mean.error)}"
 
 
-def _rewarded(mean: Mean | None) -> str:
+def _reward_count(mean: Mean | None) -> str:
     return "0" if mean is None else f"{mean.replies} from {number(mean.sources, 'source')}"
 
 

@@ -60,12 +60,6 @@ class Metrics:
         self.purged = Counter(
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
         )
-        self.background_failures = Counter(
-            "tuneloop_background_failures",
-            "Turns of a background task that ended with an error of ours: alarm on any",
-            ["task"],
-            registry=registry,
-        )
         self._add_engine_metrics(registry)
         self._add_canary_metrics(registry)
         self._add_judge_metrics(registry)
@@ -96,6 +90,12 @@ class Metrics:
         return self.requests.labels(endpoint, status, label), self.request_seconds.labels(endpoint)
 
     def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
+        self.background_failures = Counter(
+            "tuneloop_background_failures",
+            "Turns of a background task that ended with an error of ours: alarm on any",
+            ["task"],
+            registry=registry,
+        )
         self.engines = Gauge("tuneloop_engines", "Engines by state", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
         self.probes = Counter(

@@ -174,7 +174,7 @@ class Endpoint:
                 continue
             away = _away(heard)
             if away is None:
-                raise JudgeFailed(*_told(heard))
+                raise JudgeFailed(*_refusal(heard))
             wait = away.retry_after_s if away.retry_after_s is not None else _pause(self.retries - left)
             if left <= 0 or wait > MAX_WAIT_S or _not_let_in(heard):
                 raise away
@@ -208,9 +208,9 @@ def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | N
 
 def _away(heard: _Heard) -> JudgeAway | None:
     if not isinstance(heard, httpx.Response):
-        return JudgeAway(*_told(heard))
+        return JudgeAway(*_refusal(heard))
     if heard.status_code in _BUSY or heard.status_code >= 500 or _not_let_in(heard):
-        return JudgeAway(*_told(heard), retry_after_s=_retry_after_s(heard))
+        return JudgeAway(*_refusal(heard), retry_after_s=_retry_after_s(heard))
     return None
 
 
@@ -236,7 +236,7 @@ def _pause(tries: int) -> float:
     return longest * random.uniform(0.5, 1.0)
 
 
-def _told(heard: _Heard) -> tuple[str, str]:
+def _refusal(heard: _Heard) -> tuple[str, str]:
     """What the judge answered instead, and its words."""
     if isinstance(heard, httpx.Response):
         return f"the judge answered {heard.status_code}", heard.text

@@ -22,7 +22,7 @@ _FAIR = (
 
 def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, int]) -> Prompt:
     """Score one reply by each criterion."""
-    data = {"conversation": conversation(reply.messages), "reply": said(reply)}
+    data = {"conversation": conversation(reply.messages), "reply": reply_text(reply)}
     if reply.expected is not None:
         data["reference"] = expected(reply.expected)
     listed = "\n".join(f"- {name}: {words}" for name, words in criteria.items())
@@ -32,12 +32,12 @@ def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, 
         f"{listed}\n{_about_reference(data)}"
         f"Answer with one JSON object and nothing else, of this form:\n{json.dumps(shape, ensure_ascii=False)}"
     )
-    return _asked(data, task)
+    return _prompt(data, task)
 
 
 def comparing_prompt(first: Reply, second: Reply, criteria: Mapping[str, str]) -> Prompt:
     """Say which of two replies to one conversation is better."""
-    data = {"conversation": conversation(first.messages), "first": said(first), "second": said(second)}
+    data = {"conversation": conversation(first.messages), "first": reply_text(first), "second": reply_text(second)}
     if first.expected is not None:
         data["reference"] = expected(first.expected)
     listed = "\n".join(f"- {name}: {words}" for name, words in criteria.items())
@@ -46,7 +46,7 @@ def comparing_prompt(first: Reply, second: Reply, criteria: Mapping[str, str]) -
         f"{_about_reference(data)}Answer with one JSON object and nothing else, of this form:\n"
         '{"reason": "one or two sentences", "winner": "first, second or tie"}'
     )
-    return _asked(data, task)
+    return _prompt(data, task)
 
 
 def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Prompt:
@@ -63,7 +63,7 @@ def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Pr
         "Answer with one JSON object and nothing else, of this form:\n"
         '{"criteria": [{"name": "…", "description": "…", "weight": 1.0}]}'
     )
-    return _asked(data, task)
+    return _prompt(data, task)
 
 
 def conversation(messages: Sequence[Message]) -> str:
@@ -71,7 +71,7 @@ def conversation(messages: Sequence[Message]) -> str:
     return "\n\n".join(f"[{each.get('role', 'unknown')}]\n{_words(each)}" for each in messages)
 
 
-def said(reply: Reply) -> str:
+def reply_text(reply: Reply) -> str:
     """The reply as the judge reads it: its text, then those of its tool calls that the conversation does not show."""
     calls = [f"[calls {each.name}] {json.dumps(each.arguments, ensure_ascii=False)}" for each in reply.tool_calls]
     return "\n".join([*([reply.text] if reply.text else []), *calls[reply.shown :]])
@@ -93,7 +93,7 @@ def _about_reference(data: Mapping[str, str]) -> str:
     return "The reference is a right answer; others may be right too.\n" if "reference" in data else ""
 
 
-def _asked(data: Mapping[str, str], task: str) -> Prompt:
+def _prompt(data: Mapping[str, str], task: str) -> Prompt:
     # A judge that quotes the end of a thought, with a verdict after it, would seem to have ended its own there.
     cut = {name: _cut(text.replace("</think>", "</ think>")) for name, text in data.items()}
     # Whoever wrote the data would have to write a digest of what he writes.

@@ -94,13 +94,13 @@ class Rubric:
     @classmethod
     def generate(cls, examples: Sequence[Example], endpoint: Endpoint, *, criteria: int = 4) -> "Rubric":
         """A rubric of about so many criteria, written by a model from a few examples. Raises JudgeError."""
-        return _understood(endpoint.ask(rubric_prompt(_pairs(examples), criteria), _WRITTEN).text)
+        return _rubric_from(endpoint.ask(rubric_prompt(_pairs(examples), criteria), _WRITTEN).text)
 
     @classmethod
     async def generate_async(cls, examples: Sequence[Example], endpoint: Endpoint, *, criteria: int = 4) -> "Rubric":
         """The same without blocking."""
         answer = await endpoint.ask_async(rubric_prompt(_pairs(examples), criteria), _WRITTEN)
-        return _understood(answer.text)
+        return _rubric_from(answer.text)
 
     def save(self, path: Path) -> None:
         """Write it as JSON, to be read by people and `load`."""
@@ -126,7 +126,7 @@ def _pairs(examples: Sequence[Example]) -> list[tuple[str, str, str]]:
     return [(each.prompt, each.good, each.bad) for each in examples]
 
 
-def _understood(text: str) -> Rubric:
+def _rubric_from(text: str) -> Rubric:
     written = object_in(text, "criteria")["criteria"]
     try:
         by_name = {each["name"]: each for each in written}

@@ -18,7 +18,7 @@ def object_in(text: str, key: str) -> dict[str, Any]:
     >>> object_in('I would say: {"scores": {"tone": 4}}', "scores")
     {'scores': {'tone': 4}}
     """
-    found = [each for each in _objects(_said(text)) if key in each]
+    found = [each for each in _objects(_without_thought(text)) if key in each]
     if len(found) != 1:
         many = "several objects" if found else "no JSON object"
         raise JudgeFailed(f"the judge's answer has {many} with {key}", text)
@@ -42,7 +42,7 @@ def words_in(answer: Mapping[str, Any], key: str) -> str:
     return words if isinstance(words, str) else ""
 
 
-def _said(text: str) -> str:
+def _without_thought(text: str) -> str:
     """The text after the thought, which some chat templates open themselves. Raises JudgeFailed if it has no end.
 
     >>> _said('Four? {"scores": 4}? No.</think>{"scores": {"tone": 5}}')

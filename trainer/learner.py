@@ -20,7 +20,7 @@ from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl,
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance
 from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, given
+from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, required
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
@@ -178,7 +178,7 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             told.update(weighed)
         if self._asks.teacher:
-            targets = replace(targets, teacher_BR=given(self.teacher).score(sequences))
+            targets = replace(targets, teacher_BR=required(self.teacher).score(sequences))
         if self._asks.mismatched:
             targets = replace(targets, divergence=self._divergence(sequences))
         fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
@@ -195,7 +195,7 @@ class Learner:
         if not strangers:
             return torch.zeros(())
         batch = self._collated(assemble(strangers, merge=False))
-        apart_BR = self._scored(self.actor, batch) - self._scored(given(self.reference), batch)
+        apart_BR = self._scored(self.actor, batch) - self._scored(required(self.reference), batch)
         return sequence_sums(apart_BR, batch.mask_BR).mean()
 
     def _scored(self, actor: Actor, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from tuneloop.cli.data import export_formats
 from tuneloop.cli.data.export_formats import Format, Row
 from tuneloop.cli.data.files import Draft
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.export import PAGE, Reply, Selection
+from tuneloop.shared.ledger.export import PAGE, ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import Ledger
 
 
@@ -86,12 +86,12 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
             assert_never(never)
 
 
-def _replies(ledger: Ledger, request: ExportRequest) -> Iterator[Reply]:
+def _replies(ledger: Ledger, request: ExportRequest) -> Iterator[ExportedReply]:
     for page in ledger.exports.replies(request.selection):
         yield from page
 
 
-def _experience(reply: Reply, request: ExportRequest) -> Row | str:
+def _experience(reply: ExportedReply, request: ExportRequest) -> Row | str:
     if request.min_reward is not None and (reply.reward is None or reply.reward < request.min_reward):
         return "too low a reward"
     return export_formats.experience(reply)
@@ -113,11 +113,11 @@ def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | s
 
 
 def _other_replies(
-    ledger: Ledger, request: ExportRequest, page: Iterable[Reply]
-) -> dict[tuple[str, int | None], Reply]:
+    ledger: Ledger, request: ExportRequest, page: Iterable[ExportedReply]
+) -> dict[tuple[str, int | None], ExportedReply]:
     """The rejected replies of the page's preferences, by msg_id and choice; without a choice, the first."""
     msg_ids = {event.other_msg_id for reply in page for event in reply.said if event.kind == Kind.PREFERENCE}
-    found: dict[tuple[str, int | None], Reply] = {}
+    found: dict[tuple[str, int | None], ExportedReply] = {}
     for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
         found[reply.msg_id, reply.choice] = reply
         found.setdefault((reply.msg_id, None), reply)
@@ -128,7 +128,7 @@ def _other_name(event: object) -> tuple[str, int | None]:
     return event.other_msg_id, event.other_choice  # type: ignore[attr-defined]
 
 
-def _is_better(reply: Reply, other: Reply) -> bool:
+def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
     last = export_formats.preference_between(reply, other)
     return last is not None and last.msg_id == reply.msg_id and last.choice in (None, reply.choice)
 
@@ -143,7 +143,7 @@ def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | s
                 yield _pair_by_reward(replies[best], replies[worst], request)
 
 
-def _pair_by_reward(best: Reply, worst: Reply, request: ExportRequest) -> Row | str:
+def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRequest) -> Row | str:
     if request.min_reward is not None and (best.reward or 0.0) < request.min_reward:
         return "too low a reward"
     if export_formats.preference_between(best, worst) is not None:

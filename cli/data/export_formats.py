@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from tuneloop.shared.experience import HELD_OUT, Kind
-from tuneloop.shared.ledger.export import NO_ANSWER, Ranked, Reply
+from tuneloop.shared.ledger.export import NO_ANSWER, ExportedReply, Ranked
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -36,7 +36,7 @@ class Format(StrEnum):
     EXPERIENCES = "experiences"
 
 
-def sft(reply: Reply, *, min_reward: float | None = None, everything: bool = False) -> Row | str:
+def sft(reply: ExportedReply, *, min_reward: float | None = None, everything: bool = False) -> Row | str:
     """A conversation that ends with the answer: the reply, or its edited version."""
     if reason := _why_unusable(reply):
         return reason
@@ -48,7 +48,7 @@ def sft(reply: Reply, *, min_reward: float | None = None, everything: bool = Fal
     return row | _labels(reply) | {"said_by": _sources([edited] if edited is not None else reply.said)}
 
 
-def kto(reply: Reply, *, everything: bool = False) -> Row | str:
+def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
     """An answer and whether more people put their thumbs up than down."""
     if reason := _why_unusable(reply) or _why_no_answer(reply, everything):
         return reason
@@ -60,7 +60,7 @@ def kto(reply: Reply, *, everything: bool = False) -> Row | str:
     return row | _tools(reply) | _labels(reply) | {"said_by": _sources(thumbs.values())}
 
 
-def dpo_of_edit(reply: Reply) -> Row | str:
+def dpo_of_edit(reply: ExportedReply) -> Row | str:
     """The edited answer against the sampled one."""
     edited = latest_edit(reply)
     if edited is None:
@@ -73,7 +73,7 @@ def dpo_of_edit(reply: Reply) -> Row | str:
     return _pair(reply, None, answers, source="demonstration") | {"said_by": _sources([edited])}
 
 
-def dpo_of_two(better: Reply, worse: Reply, *, source: str, events: Iterable[Any]) -> Row | str:
+def dpo_of_two(better: ExportedReply, worse: ExportedReply, *, source: str, events: Iterable[Any]) -> Row | str:
     """One reply against another to the same prompt; `events` say which is better."""
     if reason := _why_unusable(better) or _why_unusable(worse) or _why_no_answer(better) or _why_no_answer(worse):
         return reason
@@ -85,10 +85,12 @@ def dpo_of_two(better: Reply, worse: Reply, *, source: str, events: Iterable[Any
     return _pair(better, worse, answers, source=source) | {"said_by": _sources(events)}
 
 
-def experience(reply: Reply) -> Row:
+def experience(reply: ExportedReply) -> Row:
     """Everything that the ledger holds about a reply."""
     prompt_ids, completion_ids, logprobs = reply.numbers
-    kept = {name: getattr(reply, name) for name in Reply.__slots__ if name not in {"id", "blob", "said", "request"}}
+    kept = {
+        name: getattr(reply, name) for name in ExportedReply.__slots__ if name not in {"id", "blob", "said", "request"}
+    }
     return kept | {
         "request": reply.request.decode(errors="replace"),
         "messages": _messages(reply),
@@ -100,7 +102,7 @@ def experience(reply: Reply) -> Row:
     }
 
 
-def current_feedback(reply: Reply) -> list[Any]:
+def current_feedback(reply: ExportedReply) -> list[Any]:
     """The feedback about a reply that was not retracted, in the order in which it came."""
     events: list[Any] = []
     for event in reply.said:
@@ -113,18 +115,18 @@ def current_feedback(reply: Reply) -> list[Any]:
     return events
 
 
-def latest_edit(reply: Reply) -> Any | None:
+def latest_edit(reply: ExportedReply) -> Any | None:
     """The last edited answer."""
     edits = [event for event in current_feedback(reply) if event.kind == Kind.DEMONSTRATION]
     return edits[-1] if edits else None
 
 
-def current_preferences(reply: Reply) -> Iterator[Any]:
+def current_preferences(reply: ExportedReply) -> Iterator[Any]:
     """The events that prefer the reply to another one."""
     return (event for event in current_feedback(reply) if event.kind == Kind.PREFERENCE)
 
 
-def preference_between(one: Reply, other: Reply) -> Any | None:
+def preference_between(one: ExportedReply, other: ExportedReply) -> Any | None:
     """The last event that prefers either of the two to the other."""
     events = [event for a, b in ((one, other), (other, one)) for event in current_preferences(a) if _is_other(event, b)]
     return max(events, key=lambda event: (event.received_at, event.id), default=None)
@@ -149,11 +151,11 @@ def best_and_worst(ranked: Sequence[Ranked], *, margin: float) -> Iterator[tuple
             yield int(ids[best]), int(ids[worst])
 
 
-def _is_other(event: Any, reply: Reply) -> bool:
+def _is_other(event: Any, reply: ExportedReply) -> bool:
     return event.other_msg_id == reply.msg_id and event.other_choice in (None, reply.choice)
 
 
-def _why_unusable(reply: Reply) -> str | None:
+def _why_unusable(reply: ExportedReply) -> str | None:
     if reply.reason == "opt_out":
         return "opted out of training"
     if reply.reason == HELD_OUT:
@@ -163,7 +165,7 @@ def _why_unusable(reply: Reply) -> str | None:
     return None
 
 
-def _why_no_answer(reply: Reply, everything: bool = False) -> str | None:
+def _why_no_answer(reply: ExportedReply, everything: bool = False) -> str | None:
     if not reply.text and not reply.tool_calls:
         return "empty"
     if (reply.reason in NO_ANSWER or reply.finish_reason is None) and not everything:
@@ -171,14 +173,14 @@ def _why_no_answer(reply: Reply, everything: bool = False) -> str | None:
     return None
 
 
-def _why_too_low(reply: Reply, min_reward: float | None, everything: bool) -> str | None:
+def _why_too_low(reply: ExportedReply, min_reward: float | None, everything: bool) -> str | None:
     if reply.reward is None:
         is_example = reply.reason == NO_TOKEN_IDS
         return None if is_example or (everything and min_reward is None) else "no reward"
     return "too low a reward" if min_reward is not None and reply.reward < min_reward else None
 
 
-def _pair(reply: Reply, other: Reply | None, answers: Row, *, source: str) -> Row:
+def _pair(reply: ExportedReply, other: ExportedReply | None, answers: Row, *, source: str) -> Row:
     about_the_other = {
         "other_msg_id": other.msg_id if other else None,
         "other_user": other.user if other else None,
@@ -188,7 +190,7 @@ def _pair(reply: Reply, other: Reply | None, answers: Row, *, source: str) -> Ro
     return row | _labels(reply) | about_the_other
 
 
-def _labels(reply: Reply) -> Row:
+def _labels(reply: ExportedReply) -> Row:
     return {
         "msg_id": reply.msg_id,
         "user": reply.user,
@@ -202,7 +204,7 @@ def _sources(events: Iterable[Any]) -> list[str]:
     return sorted({event.source for event in events if event.source is not None})
 
 
-def _answer(reply: Reply) -> Message:
+def _answer(reply: ExportedReply) -> Message:
     calls = _tool_calls(reply)
     return {"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {})
 
@@ -211,16 +213,16 @@ def _edited_answer(event: Any) -> Message:
     return {"role": "assistant", "content": event.text}
 
 
-def _tool_calls(reply: Reply) -> list[Row] | None:
+def _tool_calls(reply: ExportedReply) -> list[Row] | None:
     return orjson.loads(reply.tool_calls) if reply.tool_calls else None
 
 
-def _tools(reply: Reply) -> Row:
+def _tools(reply: ExportedReply) -> Row:
     tools = _body(reply).get("tools")
     return {"tools": tools if isinstance(tools, list) and tools else None}
 
 
-def _messages(reply: Reply) -> list[Message]:
+def _messages(reply: ExportedReply) -> list[Message]:
     """What the reply answered; a request that has its system prompt beside its messages has it first here."""
     body = _body(reply)
     messages = body.get("messages")
@@ -230,7 +232,7 @@ def _messages(reply: Reply) -> list[Message]:
     return system + messages
 
 
-def _body(reply: Reply) -> Row:
+def _body(reply: ExportedReply) -> Row:
     try:
         body = orjson.loads(reply.request)
     except orjson.JSONDecodeError:

@@ -12,7 +12,7 @@ import orjson
 from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReplyWriter
 from tuneloop.shared.errors import EngineError, RequestRefused
-from tuneloop.shared.ledger.recording.completion_object import shown
+from tuneloop.shared.ledger.recording.completion_object import metadata_as_text
 
 Json = dict[str, Any]
 
@@ -145,7 +145,7 @@ class NativeResponsesDialect(Dialect):
         """See Dialect."""
         fields = {**upstream, "request_id": msg_id}
         if isinstance(upstream.get("metadata"), dict):
-            fields["metadata"] = shown(upstream["metadata"])  # the engine takes strings only
+            fields["metadata"] = metadata_as_text(upstream["metadata"])  # the engine takes strings only
         if not upstream.get("background"):
             fields["store"] = False  # it would keep the response for ever
         return fields

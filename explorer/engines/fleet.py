@@ -128,7 +128,7 @@ class Fleet:
         return self._will_be_ready(self.engines)
 
     @property
-    def served(self) -> list[int]:
+    def served_versions(self) -> list[int]:
         """The versions that answer now."""
         return sorted({each.version for each in self.engines if each.state is EngineState.READY})
 
@@ -252,7 +252,7 @@ class Fleet:
             and self.ready
             and not self._will_be_ready(key.filter(self.engines))
         ):
-            raise key.not_served_error(self.served)
+            raise key.not_served_error(self.served_versions)
         if engine is None:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine

@@ -35,9 +35,9 @@ class EventFactory:
 
     def hear(self, remarks: Sequence[Entry]) -> list[FeedbackEvent]:
         """What the remarks say, in their order. Of two names of one reply both have the same event."""
-        return [each for number, remark in enumerate(remarks) for each in self._heard(remark, number)]
+        return [each for number, remark in enumerate(remarks) for each in self._events_of_entry(remark, number)]
 
-    def _heard(self, remark: Entry, number: int) -> Iterator[FeedbackEvent]:
+    def _events_of_entry(self, remark: Entry, number: int) -> Iterator[FeedbackEvent]:
         if remark.msg_ids is None:
             for saying in remark.sayings:
                 yield FeedbackEvent(

@@ -24,7 +24,7 @@ from tuneloop.runner.rubric import Rubric
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Feedback, Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.judging import JUDGED, Said, Standing
+from tuneloop.shared.ledger.recording.judging import JUDGED, JudgedExchange, ReplyState
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.types import reveal
 
@@ -48,7 +48,7 @@ _MAX_COMMENT = 4000
 class UnjudgedReply(NamedTuple):
     """A reply to be judged, and the id of the event that its verdict's total will be."""
 
-    reply: Standing
+    reply: ReplyState
     event_id: str
 
 
@@ -95,7 +95,7 @@ class JudgeLoop:
             return _SHORTEST_PAUSE_S
         found, last = await asyncio.to_thread(self._next)
         said = await asyncio.to_thread(self._ledger.judging.exchanges_of, [each.reply.id for each in found])
-        outcomes = await asyncio.gather(*(self._judged(each, said.get(each.reply.id)) for each in found))
+        outcomes = await asyncio.gather(*(self._judge_reply(each, said.get(each.reply.id)) for each in found))
         waits = [outcome for outcome in outcomes if outcome is not None]
         if waits:
             return max(self._longer_pause(), *waits)  # those are found again
@@ -123,7 +123,7 @@ class JudgeLoop:
         now, last, found = time.time(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
         for reply in self._ledger.judging.replies_after(last, limit=_PAGE):
-            wanted = self._wanted(reply, now)
+            wanted = self._is_eligible(reply, now)
             if wanted and reply.sampled_at + self._settings.after > now:
                 break
             last = reply.id
@@ -133,7 +133,7 @@ class JudgeLoop:
         left = [each for each in found if each.event_id not in there]
         return left[:most], left[most].reply.id - 1 if len(left) > most else last
 
-    def _wanted(self, reply: Standing, now: float) -> bool:
+    def _is_eligible(self, reply: ReplyState, now: float) -> bool:
         settings = self._settings
         states = JUDGED if settings.which == "all" else (State.RECORDED,)
         return (
@@ -145,7 +145,7 @@ class JudgeLoop:
             and in_share(reply.msg_id, settings.share)
         )
 
-    async def _judged(self, candidate: UnjudgedReply, said: Said | None) -> float | None:
+    async def _judge_reply(self, candidate: UnjudgedReply, said: JudgedExchange | None) -> float | None:
         """Judge one; None if that is settled, else for how many seconds at least the judge is not to be asked."""
         if said is None:
             return None  # deleted meanwhile
@@ -217,7 +217,7 @@ def in_share(msg_id: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(msg_id.encode()).digest()[:8]) < share * 2**64
 
 
-def event_id(source: str, reply: Standing, metric: str) -> str:
+def event_id(source: str, reply: ReplyState, metric: str) -> str:
     """The name of what a judge says of a reply under a metric: the same each time, so that only one is stored."""
     said = "\0".join(("judge", source, reply.tenant, reply.msg_id, str(reply.choice), metric))
     return hashlib.sha256(said.encode()).hexdigest()

@@ -9,13 +9,13 @@ from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, choice_count
 from tuneloop.runner.reply import Message, Reply, calls_of
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.ledger.recording.judging import Said
+from tuneloop.shared.ledger.recording.judging import JudgedExchange
 
 #: The chat messages up to the response of a name.
 Conversation = Callable[[str], Awaitable[Sequence[Json]]]
 
 
-async def reading_of(said: Said, conversation: Conversation) -> Reply:
+async def reading_of(said: JudgedExchange, conversation: Conversation) -> Reply:
     """The reply. Raises RequestRefused if what it answers cannot be read, or is gone."""
     try:
         body = orjson.loads(said.request)
@@ -32,7 +32,7 @@ async def reading_of(said: Said, conversation: Conversation) -> Reply:
     )
 
 
-async def _before(said: Said, body: Json, conversation: Conversation) -> Sequence[Message]:
+async def _before(said: JudgedExchange, body: Json, conversation: Conversation) -> Sequence[Message]:
     if said.endpoint == TEXT:
         return [{"role": "prompt", "content": _prompt(body, said.choice)}]
     if said.endpoint == MESSAGES:

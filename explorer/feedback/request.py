@@ -56,7 +56,7 @@ def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
     """The entries of a body, of which there is one unless it has a list under `feedback`."""
     key = _key(body, key_header)
     entries = body.get("feedback")
-    remarks = [_remark(body, key)] if entries is None else list(_listed(body, entries, key))
+    remarks = [_remark(body, key)] if entries is None else list(_entries_of_list(body, entries, key))
     if (count := sum(len(remark.msg_ids or "1") for remark in remarks)) > MAX_IDS:
         raise RequestRefused(
             f"msg_ids has {count} ids, {MAX_IDS} are allowed in one call",
@@ -74,7 +74,7 @@ def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
     return remarks
 
 
-def _listed(body: dict[str, Any], entries: object, key: str | None) -> Iterator[Entry]:
+def _entries_of_list(body: dict[str, Any], entries: object, key: str | None) -> Iterator[Entry]:
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise wrong_type("feedback", "a list of at least one object")
     if misplaced := [param for param in (*_ABOUT, *_SAYS) if body.get(param) is not None]:
@@ -133,7 +133,7 @@ def _msg_ids(entry: dict[str, Any], *, whole_run: bool) -> tuple[str, ...] | Non
 
 def _sayings(entry: dict[str, Any]) -> Sequence[Signal]:
     """What an entry says. `metric` names what its first part is about; the others keep their own."""
-    said = list(_said(entry))
+    said = list(_signals(entry))
     if not said:
         raise RequestRefused(
             f"msg_ids and reward are required; in the place of reward may stand {', '.join(_SAYS[1:])}",
@@ -151,7 +151,7 @@ def _sayings(entry: dict[str, Any]) -> Sequence[Signal]:
     return said
 
 
-def _said(entry: dict[str, Any]) -> Iterator[Signal]:
+def _signals(entry: dict[str, Any]) -> Iterator[Signal]:
     if optional_bool(entry, "retract"):
         yield Signal(Kind.RETRACTION, "reward")
     rating = _rating(entry)

@@ -37,11 +37,11 @@ class EngineView(msgspec.Struct, frozen=True):
     renaming: ModelRenaming | None = None
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
     """Something that one side asks of the other."""
 
 
-class GetStartInfo(Message, frozen=True):
+class GetStartInfo(ChannelMessage, frozen=True):
     """A worker: here I am. The answer is a Beginning."""
 
 
@@ -52,67 +52,67 @@ class FleetView(msgspec.Struct, frozen=True):
     split: TrafficSplit | None
 
 
-class AnnounceSlot(Message, frozen=True):
+class AnnounceSlot(ChannelMessage, frozen=True):
     """A worker: this is my slot. It serves when that is known. The answer is a FleetView."""
 
     folder: str
 
 
-class WaitUntilFlushed(Message, frozen=True):
+class WaitUntilFlushed(ChannelMessage, frozen=True):
     """A worker: wait until what is on disk, in all slots, is in the database. The answer is whether it is."""
 
     timeout_s: float
 
 
-class GetExposition(Message, frozen=True):
+class GetExposition(ChannelMessage, frozen=True):
     """A worker: what does the whole service's /metrics say?"""
 
 
-class ReportShadowReply(Message, frozen=True):
+class ReportShadowReply(ChannelMessage, frozen=True):
     """A worker: this became of the copy of a request."""
 
     copied: ShadowReply
 
 
-class ReportFailure(Message, frozen=True):
+class ReportFailure(ChannelMessage, frozen=True):
     """A worker: I must end, for this reason."""
 
     reason: str
 
 
-class ReportMetrics(Message, frozen=True):
+class ReportMetrics(ChannelMessage, frozen=True):
     """A worker: this is what I have counted."""
 
     samples: list[MetricSample]
 
 
-class UpdateEngine(Message, frozen=True):
+class UpdateEngine(ChannelMessage, frozen=True):
     """The control process: an engine has changed."""
 
     engine: EngineView
 
 
-class UpdateSplit(Message, frozen=True):
+class UpdateSplit(ChannelMessage, frozen=True):
     """The control process: divide the requests so from now on."""
 
     split: TrafficSplit | None
 
 
-class WaitUntilIdle(Message, frozen=True):
+class WaitUntilIdle(ChannelMessage, frozen=True):
     """The control process: wait until you have no request in flight at this engine."""
 
     number: int
 
 
-class CollectMetrics(Message, frozen=True):
+class CollectMetrics(ChannelMessage, frozen=True):
     """The control process: what have you counted? The answer is a list of samples."""
 
 
-class StartSegment(Message, frozen=True):
+class StartSegment(ChannelMessage, frozen=True):
     """The control process: begin a new segment of your slot."""
 
 
-class ServeSocket(Message, frozen=True):
+class ServeSocket(ChannelMessage, frozen=True):
     """The control process: take in those who come to this listening socket too; its own worker is no more, or back."""
 
     socket: int
@@ -175,7 +175,7 @@ class Channel:
         reader, writer = await asyncio.open_connection(sock=end)
         return cls(reader, writer, answering)
 
-    async def ask(self, question: Message, kind: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def ask(self, question: ChannelMessage, kind: Any = None, *, timeout_s: float | None = None) -> Any:
         """The answer, of that type. Raises ChannelLost if none comes."""
         if self.lost:
             raise ChannelLost("the other process is gone")

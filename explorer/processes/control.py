@@ -26,12 +26,12 @@ from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
     AnswerMessage,
     Channel,
+    ChannelMessage,
     CollectMetrics,
     EngineView,
     FleetView,
     GetExposition,
     GetStartInfo,
-    Message,
     ReportFailure,
     ReportMetrics,
     ReportShadowReply,
@@ -102,7 +102,7 @@ class WorkerProcess:
             code = await process.wait()
         return code
 
-    async def ask(self, question: Message, kind: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def ask(self, question: ChannelMessage, kind: Any = None, *, timeout_s: float | None = None) -> Any:
         """What it answers. Raises ChannelLost if nothing."""
         return await self._channel.ask(question, kind, timeout_s=timeout_s)
 
@@ -182,7 +182,7 @@ class Workers:
     def _serving(self) -> list[WorkerProcess]:
         return [worker for worker in self._running.values() if worker.slot is not None]
 
-    async def _ask_all(self, question: Message, *, kill: bool = False, timeout_s: float | None = None) -> None:
+    async def _ask_all(self, question: ChannelMessage, *, kill: bool = False, timeout_s: float | None = None) -> None:
         async def ask(worker: WorkerProcess) -> None:
             try:
                 await worker.ask(question, timeout_s=timeout_s)
@@ -213,7 +213,7 @@ class Workers:
             with suppress(ChannelLost):
                 await other.ask(ServeSocket(number, yours=False), timeout_s=_LEARN_S)
 
-    async def _answer(self, worker: WorkerProcess, question: Message) -> object:
+    async def _answer(self, worker: WorkerProcess, question: ChannelMessage) -> object:
         """What a worker asks."""
         await self._begun.wait()
         services = self._services

@@ -41,19 +41,19 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     @app.get("/v1/models")
     async def models(fleet: FleetOf) -> Response:
         if pins.allowed:
-            return _json({"object": "list", "data": await listed(fleet)})
+            return _json({"object": "list", "data": await list_models(fleet)})
         response = await _forward(fleet, "GET", "/v1/models")
         return Response(without_adapters(bytes(response.body)), response.status_code, media_type="application/json")
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, fleet: FleetOf) -> Response:
-        for each in await listed(fleet):
+        for each in await list_models(fleet):
             if each.get("id") == name:
                 return _json(each)
         raise RequestRefused(f"the model {name!r} does not exist", status=404, code="model_not_found", param="model")
 
-    async def listed(fleet: Fleet) -> list[dict[str, Any]]:
-        return list(pins.with_versions(await _models(fleet), fleet.served))
+    async def list_models(fleet: Fleet) -> list[dict[str, Any]]:
+        return list(pins.with_versions(await _models(fleet), fleet.served_versions))
 
 
 def _resolve_pin(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None]:

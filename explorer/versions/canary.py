@@ -100,7 +100,7 @@ class CanaryController:
         trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
         number = trial.version.version if trial else None
         if number != self._tried:
-            self._tried, self._before = number, asked(self._tally)
+            self._tried, self._before = number, request_counts(self._tally)
             self._copies.clear()
         if trial is not None:
             await self._decide(trial)
@@ -108,7 +108,7 @@ class CanaryController:
     async def _decide(self, trial: CanaryTrial) -> None:
         champion = await asyncio.to_thread(self._ledger.versions.champion)
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
-        failures = asked(self._tally)
+        failures = request_counts(self._tally)
         figures = [
             (
                 await asyncio.to_thread(self._ledger.comparisons.figures, number, trial.began, refusals=self._refusals)
@@ -134,7 +134,7 @@ class CanaryController:
         log.info("rollout_decided", version=version, action=decision.action, reason=decision.reason)
 
 
-def asked(totals: ProcessTotals) -> dict[str, Share]:
+def request_counts(totals: ProcessTotals) -> dict[str, Share]:
     """How many requests each version's engines were asked, and how many of them failed there, in all processes."""
     whole: dict[str, int] = {}
     failed: dict[str, int] = {}

@@ -57,7 +57,7 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
     details = {"elapsed_s": elapsed_s, "champion": _plain(champion), "tried": _plain(tried)}
     overall = contrast(tried.reward, champion.reward, least=rollout.rewards, error=_overall_error(rollout))
     if overall is not None:
-        details["reward"] = _told(overall)
+        details["reward"] = _contrast_details(overall)
     worse = _worse(overall, champion, tried), _slices(rollout, champion, tried)
     faults = [*_guards(rollout, champion, tried), *chain(*worse)]
     if faults:
@@ -187,7 +187,7 @@ def _sentence(what: str, told: Contrast, mine: SampleStatistics, other: SampleSt
     )
 
 
-def _told(told: Contrast) -> dict[str, Any]:
+def _contrast_details(told: Contrast) -> dict[str, Any]:
     return {"difference": told.difference, "interval": list(told.interval), "standard_error": told.error}
 
 

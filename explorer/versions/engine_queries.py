@@ -47,7 +47,7 @@ class EngineQueries:
         """Greedy replies and their scores. Raises NotEvaluated if the judge cannot say."""
 
         async def one(task: Task) -> TaskReply:
-            said = await self._asked(engine.control, task, temperature=0.0)
+            said = await self._query(engine.control, task, temperature=0.0)
             choice, usage = said["choices"][0], said["usage"]
             reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
             whole = choice["finish_reason"] != "length"
@@ -60,7 +60,7 @@ class EngineQueries:
 
         async def one(task: Task) -> EngineSample:
             wants = {"logprobs": 0} if isinstance(task.question, str) else {"logprobs": True}
-            said = await self._asked(engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants)
+            said = await self._query(engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants)
             choice = said["choices"][0]
             told = choice["logprobs"]
             logprobs = told["token_logprobs"] if "text" in choice else [each["logprob"] for each in told["content"]]
@@ -93,7 +93,7 @@ class EngineQueries:
         rows = said["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
         return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
 
-    async def _asked(self, control: EngineControl, task: Task, **how: Any) -> dict[str, Any]:
+    async def _query(self, control: EngineControl, task: Task, **how: Any) -> dict[str, Any]:
         how |= {"max_tokens": self._most_tokens, **self._priority}
         if isinstance(task.question, str):
             return await control.query("/v1/completions", prompt=task.question, **how)

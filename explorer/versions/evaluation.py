@@ -111,7 +111,7 @@ class CandidateEvaluation:
             figures = await self._try(candidate, champion, judge)
         if figures is None:
             return
-        verdict = await self._gate.judged(figures, champion)
+        verdict = await self._gate.decide(figures, champion)
         assert verdict is not None
         reason = verdict.reason(champion.version)
         details = verdict.details(champion.version)
@@ -162,7 +162,7 @@ class CandidateEvaluation:
         """The candidate's figures; None if it was rejected on the way."""
         engine = await self._lent(champion)
         try:
-            return await self._tried(engine, candidate, judge)
+            return await self._evaluate_on(engine, candidate, judge)
         except CheckpointUnreadable as error:
             raise NotEvaluated(str(error)) from error
         except CheckpointRejected as error:
@@ -192,7 +192,7 @@ class CandidateEvaluation:
             raise NotEvaluated(f"engine {engine.number} does not come to an end with what it has in flight") from None
         return engine
 
-    async def _tried(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
+    async def _evaluate_on(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
         probe = await verified(candidate, self._settings.model.model_path.absolute())
         async with self._reloader.swapping:
             await load(engine, candidate, fleet=self._fleet)

@@ -56,9 +56,9 @@ class Gate:
 
     async def verdict(self, candidate: Version, champion: Version) -> GateVerdict | None:
         """What comes of the figures of both; None as long as some are not there."""
-        return await self.judged(await self.figures(candidate.version), champion)
+        return await self.decide(await self.figures(candidate.version), champion)
 
-    async def judged(self, new: tuple[Figure, ...], champion: Version) -> GateVerdict | None:
+    async def decide(self, new: tuple[Figure, ...], champion: Version) -> GateVerdict | None:
         """What comes of a candidate's figures and the champion's; None as long as some are not there."""
         old = await self.figures(champion.version)
         beside = not self._options.replays or is_replay_against(new, champion.version)

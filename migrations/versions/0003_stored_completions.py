@@ -101,13 +101,17 @@ def _words(request: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     if isinstance(model := request.get("model"), str):
         yield "model", model
     pairs = request.get("metadata")
-    shown = {key: _shown(value) for key, value in pairs.items() if value is not None} if isinstance(pairs, dict) else {}
+    shown = (
+        {key: _metadata_as_text(value) for key, value in pairs.items() if value is not None}
+        if isinstance(pairs, dict)
+        else {}
+    )
     for key, value in list(shown.items())[:16]:
         if len(key) <= 64 and len(value) <= 512:
             yield "metadata", key, value
 
 
-def _shown(value: Any) -> str:
+def _metadata_as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

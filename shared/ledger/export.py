@@ -31,7 +31,7 @@ class Selection(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reply:
+class ExportedReply:
     """A row of `experiences` with its exchange; `said`: the rows of `feedback` that bear on it, in their order.
 
     `reward_rule` is the definition of the rule. `version_max` is the version to name where only one can be named.
@@ -90,24 +90,24 @@ class Ranked(NamedTuple):
 class Exports(LedgerPart):
     """Reading rows to be written to a file, and remembering the file."""
 
-    def replies(self, selection: Selection, *, corrected: bool = True) -> Iterator[list[Reply]]:
+    def replies(self, selection: Selection, *, corrected: bool = True) -> Iterator[list[ExportedReply]]:
         """The replies in pages, in the order of their ids; `corrected`: of each only its last correction."""
-        wanted = and_(_meant(selection), _newest() if corrected else true())
+        wanted = and_(_where(selection), _newest() if corrected else true())
         last = 0
         while page := self._replies(and_(wanted, experiences.c.id > last)):
             yield page
             last = page[-1].id
 
-    def replies_by_id(self, ids: Collection[int]) -> dict[int, Reply]:
+    def replies_by_id(self, ids: Collection[int]) -> dict[int, ExportedReply]:
         """Those of the replies that are there."""
-        found: dict[int, Reply] = {}
+        found: dict[int, ExportedReply] = {}
         for portion in portions(ids, of=_PARAMETERS_PER_REPLY):
             found |= {each.id: each for each in self._replies(experiences.c.id.in_(portion), limit=None)}
         return found
 
-    def replies_named(self, tenant: str, msg_ids: Collection[str]) -> list[Reply]:
+    def replies_named(self, tenant: str, msg_ids: Collection[str]) -> list[ExportedReply]:
         """The tenant's replies of these names, every choice of them, each in its last correction."""
-        found: list[Reply] = []
+        found: list[ExportedReply] = []
         for portion in portions(msg_ids, of=_PARAMETERS_PER_REPLY):
             wanted = and_(experiences.c.msg_id.in_(portion), experiences.c.tenant == tenant, _newest())
             found += self._replies(wanted, limit=None)
@@ -117,7 +117,7 @@ class Exports(LedgerPart):
         """The rewarded replies in pages; `digest` makes a number of a prompt's ids, or None to leave the reply out."""
         columns = experiences.c.id, experiences.c.reward, experiences.c.blob
         answers = or_(experiences.c.reason.is_(None), experiences.c.reason.not_in(NO_ANSWER))
-        wanted = and_(_meant(selection), _newest(), experiences.c.reward.is_not(None), answers)
+        wanted = and_(_where(selection), _newest(), experiences.c.reward.is_not(None), answers)
         last = 0
         while rows := self._read(_page(select(*columns), and_(wanted, experiences.c.id > last))):
             known = [(row, digest(codec.from_blob(row.blob)[0].tobytes())) for row in rows]
@@ -155,12 +155,12 @@ class Exports(LedgerPart):
             publish()
         return True
 
-    def _replies(self, wanted: ColumnElement[bool], limit: int | None = PAGE) -> list[Reply]:
+    def _replies(self, wanted: ColumnElement[bool], limit: int | None = PAGE) -> list[ExportedReply]:
         rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
-        said = self._said(rows)
+        said = self._feedback_about(rows)
         return [_reply(row, _bearing_on(row, said)) for row in rows]
 
-    def _said(self, rows: Sequence[Any]) -> dict[object, list[Any]]:
+    def _feedback_about(self, rows: Sequence[Any]) -> dict[object, list[Any]]:
         """The feedback about the rows, by what it is about."""
         found: dict[int, Any] = {}
         for portion in portions({row.msg_id for row in rows}, of=2):
@@ -182,7 +182,7 @@ _PARAMETERS_PER_REPLY = 4
 
 _WITH_EXCHANGE = (
     select(
-        *(each for each in experiences.c if each.name in Reply.__slots__ and each.name != "reward_rule"),
+        *(each for each in experiences.c if each.name in ExportedReply.__slots__ and each.name != "reward_rule"),
         reward_rules.c.definition.label("reward_rule"),
         exchanges.c.endpoint,
         exchanges.c.request,
@@ -194,15 +194,15 @@ _WITH_EXCHANGE = (
 )
 
 
-def _reply(row: Any, said: Sequence[Any]) -> Reply:
-    return Reply(**{**row._mapping, "request": codec.unpack_text(row.request), "said": said})
+def _reply(row: Any, said: Sequence[Any]) -> ExportedReply:
+    return ExportedReply(**{**row._mapping, "request": codec.unpack_text(row.request), "said": said})
 
 
 def _page(query: Select[Any], wanted: ColumnElement[bool], limit: int | None = PAGE) -> Select[Any]:
     return query.where(wanted).order_by(experiences.c.id).limit(limit)
 
 
-def _meant(selection: Selection) -> ColumnElement[bool]:
+def _where(selection: Selection) -> ColumnElement[bool]:
     wanted: list[ColumnElement[bool]] = [experiences.c.tenant == selection.tenant]
     if selection.states:
         wanted.append(experiences.c.state.in_(selection.states))

@@ -32,7 +32,7 @@ class VersionReward(NamedTuple):
     reward_sum: float
 
 
-class Said(NamedTuple):
+class FirstReply(NamedTuple):
     """What was asked, as the client's JSON, and the text of the first choice that it got."""
 
     request: bytes
@@ -46,14 +46,14 @@ class Reports(LedgerPart):
         super().__init__(transactions)
         self._alarms = Alarms(transactions)
 
-    def reply(self, tenant: str, msg_id: str) -> Said | None:
+    def reply(self, tenant: str, msg_id: str) -> FirstReply | None:
         """One exchange."""
         first = and_(
             experiences.c.msg_id == exchanges.c.msg_id, experiences.c.choice == 0, experiences.c.correction == 0
         )
         query = select(exchanges.c.request, experiences.c.text).join(experiences, first)
         rows = self._read(query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant))
-        return Said(unpack_text(rows[0].request), rows[0].text) if rows else None
+        return FirstReply(unpack_text(rows[0].request), rows[0].text) if rows else None
 
     def counts(self) -> dict[State, int]:
         """Experiences per state."""

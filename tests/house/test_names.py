@@ -4,11 +4,30 @@ import ast
 import re
 from importlib.metadata import packages_distributions
 
-from sources import SOURCES, classes
+from sources import SOURCES, classes, functions
 
 from tuneloop.cli.package_names import OWNERS, refuse_foreign_packages
 
 EMPTY_WORDS = re.compile(r"Manager|Handler|Helper|Util|Processor|Wrapper|^_?Base(?=[A-Z]|$)|Base$|Abstract")
+#: A function is named by what it does or returns, not by what has been done to something.
+PARTICIPLES = {
+    *("answered", "asked", "awaited", "counted", "felt", "found", "given", "heard", "held", "judged", "kept", "known"),
+    *(
+        "learned",
+        "learnt",
+        "listed",
+        "made",
+        "meant",
+        "named",
+        "needed",
+        "noticed",
+        "sampled",
+        "said",
+        "seen",
+        "served",
+    ),
+    *("shown", "spoken", "taken", "taught", "thought", "told", "tried", "understood", "wanted"),
+}
 EMPTY_MODULES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 
 
@@ -37,3 +56,8 @@ def test_no_module_is_a_drawer_for_odds_and_ends():
 
 def test_every_module_says_what_it_is_for():
     assert [source.path for source in SOURCES if source.text.strip() and not ast.get_docstring(source.tree)] == []
+
+
+def test_no_function_is_named_by_a_bare_participle():
+    found = [f"{source.path}: {node.name}" for source, node in functions() if node.name.strip("_") in PARTICIPLES]
+    assert found == []

@@ -10,7 +10,7 @@ import pytest
 from sources import ROOT
 
 from tuneloop.shared.errors import SettingsError, StaleEpoch
-from tuneloop.shared.settings.loader import check
+from tuneloop.shared.settings.loader import read_settings
 
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 EXECUTABLE = "/opt/tuneloop/.venv/bin/tuneloop"
@@ -60,7 +60,7 @@ def test_it_starts_one_service(unit: Path, tmp_path: Path) -> None:
     [override] = re.findall(r"--set (\S+)", started)
     assert started == f"{EXECUTABLE} run --config /etc/tuneloop/tuneloop.yaml --set {override}"
     (tmp_path / "tuneloop.yaml").write_text("model: {model_path: m}\n")
-    settings = check(tmp_path / "tuneloop.yaml", [override], environment={}).settings
+    settings = read_settings(tmp_path / "tuneloop.yaml", [override], environment={}).settings
     assert settings is not None
     assert settings.mode == {"tuneloop-explorer": "serve", "tuneloop-trainer": "train"}[unit.stem]
 

@@ -50,7 +50,7 @@ class Asks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class AlgorithmSpec:
     """An algorithm. `prepare` is called once per step on the whole batch, without gradient; a loss on each micro-batch.
 
     The losses take targets and the models' answers: the actor's log-probabilities and entropies, the critic's values.
@@ -87,15 +87,15 @@ def _of_a_teacher(algorithm: AlgorithmSettings) -> Asks:
 
 
 ALGORITHMS = {
-    "ppo": Page(asks=policy_gradient, prepare=ppo.prepare, actor_loss=surrogate, critic_loss=ppo.critic_loss),
-    "reinforce": Page(asks=policy_gradient, prepare=reinforce.prepare, actor_loss=surrogate),
-    "reinforce++": Page(asks=policy_gradient, prepare=reinforce_pp.prepare, actor_loss=surrogate),
-    "rloo": Page(asks=policy_gradient, prepare=rloo.prepare, actor_loss=surrogate),
-    "grpo": Page(asks=policy_gradient, prepare=grpo.prepare, actor_loss=surrogate),
-    "multi_step_grpo": Page(asks=policy_gradient, prepare=multi_step_grpo.prepare, actor_loss=surrogate),
-    "dpo": Page(asks=_preference, prepare=dpo.prepare, actor_loss=dpo.actor_loss),
-    "kto": Page(asks=_by_itself, prepare=kto.prepare, actor_loss=kto.actor_loss),
-    "sft": Page(asks=_imitation, prepare=sft.prepare, actor_loss=sft.actor_loss),
-    "raft": Page(asks=_imitation, prepare=sft.prepare, actor_loss=sft.actor_loss),
-    "distill": Page(asks=_of_a_teacher, prepare=distill.prepare, actor_loss=distill.actor_loss),
+    "ppo": AlgorithmSpec(asks=policy_gradient, prepare=ppo.prepare, actor_loss=surrogate, critic_loss=ppo.critic_loss),
+    "reinforce": AlgorithmSpec(asks=policy_gradient, prepare=reinforce.prepare, actor_loss=surrogate),
+    "reinforce++": AlgorithmSpec(asks=policy_gradient, prepare=reinforce_pp.prepare, actor_loss=surrogate),
+    "rloo": AlgorithmSpec(asks=policy_gradient, prepare=rloo.prepare, actor_loss=surrogate),
+    "grpo": AlgorithmSpec(asks=policy_gradient, prepare=grpo.prepare, actor_loss=surrogate),
+    "multi_step_grpo": AlgorithmSpec(asks=policy_gradient, prepare=multi_step_grpo.prepare, actor_loss=surrogate),
+    "dpo": AlgorithmSpec(asks=_preference, prepare=dpo.prepare, actor_loss=dpo.actor_loss),
+    "kto": AlgorithmSpec(asks=_by_itself, prepare=kto.prepare, actor_loss=kto.actor_loss),
+    "sft": AlgorithmSpec(asks=_imitation, prepare=sft.prepare, actor_loss=sft.actor_loss),
+    "raft": AlgorithmSpec(asks=_imitation, prepare=sft.prepare, actor_loss=sft.actor_loss),
+    "distill": AlgorithmSpec(asks=_of_a_teacher, prepare=distill.prepare, actor_loss=distill.actor_loss),
 }

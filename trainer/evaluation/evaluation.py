@@ -68,7 +68,7 @@ class HeldOut:
             for (task, _), ids in zip(part, self._generated(actor, [ids for _, ids in part]), strict=True)
         ]
         pairs = [(task, self._words(ids)) for task, ids in said]
-        scores = self._judged(pairs)
+        scores = self._judge_all(pairs)
         answered = [
             TaskReply(task, reply, len(ids), score, whole=ids[-1] in self._ends)
             for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
@@ -84,7 +84,7 @@ class HeldOut:
                 distances.append(_divergence(champion, actor, prompt, reply))
         return mean(KL, distances)
 
-    def _judged(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
+    def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
         with judging(self._settings) as judge:
             if self._options.judge != "model":
                 return [judge(*each) for each in pairs]

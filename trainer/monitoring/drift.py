@@ -31,7 +31,7 @@ SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER)
 _WINDOWS_KEPT = 4
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     """An evaluation after `step` steps, and the mean reward of the window that ended there; none at step 0."""
 
     step: int
@@ -43,11 +43,11 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """What the rules look at, oldest first. `raised` are the open alarms, with the step at which each was raised."""
 
     series: dict[str, list[tuple[int, float]]] = {}
-    scores: list[Score] = []
+    scores: list[EvaluationPoint] = []
     raised: dict[str, int] = {}
 
 
-class Verdict(NamedTuple):
+class DriftFinding(NamedTuple):
     """One monitor's figure, and whether it is beyond the threshold; `reason` is the sentence of the alarm."""
 
     value: float
@@ -76,26 +76,26 @@ def with_step(drift: DriftSettings, history: History, step: int, signals: Mappin
         if value is None and name == KL_BASE and KL not in signals and series.get(name):
             value = series[name][-1][1]
         if value is not None and math.isfinite(value):
-            series[name] = _kept(drift, [*series.get(name, []), (step, value)])
+            series[name] = _recent(drift, [*series.get(name, []), (step, value)])
     return msgspec.structs.replace(history, series=series)
 
 
 def with_score(drift: DriftSettings, history: History, step: int, score: float) -> History:
     """The history with an evaluation."""
     rewards = [value for _, value in history.series.get(REWARD, [])][-drift.window :]
-    new = Score(step=step, score=score, reward=fmean(rewards) if rewards else None)
+    new = EvaluationPoint(step=step, score=score, reward=fmean(rewards) if rewards else None)
     since = _evaluations_since(drift, history, step)
     kept = [each for each in history.scores if since <= each.step < step]
     return msgspec.structs.replace(history, scores=[*kept, new])
 
 
-def verdicts(drift: DriftSettings, history: History) -> dict[str, Verdict]:
+def verdicts(drift: DriftSettings, history: History) -> dict[str, DriftFinding]:
     """What each monitor that is on and has values enough says."""
     said = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
     return {name: verdict for name, verdict in said if verdict is not None}
 
 
-def changes(drift: DriftSettings, history: History, found: Mapping[str, Verdict]) -> Iterator[tuple[str, bool]]:
+def changes(drift: DriftSettings, history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:
     """The alarms to be raised (True) and cleared. One whose monitor was switched off is cleared."""
     for name, verdict in found.items():
         if verdict.over != (name in history.raised):
@@ -111,7 +111,7 @@ def is_on(drift: DriftSettings, name: str) -> bool:
     return name in RULES and getattr(drift, option) is not None
 
 
-def _kept(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _recent(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
     last = _WINDOWS_KEPT * drift.window
     return values[: drift.baseline] + values[drift.baseline :][-last:]
 
@@ -134,8 +134,8 @@ def _first_and_last(drift: DriftSettings, history: History, signal: str) -> tupl
     return (fmean(values[: drift.baseline]), fmean(later)) if len(later) == drift.window else None
 
 
-def _times(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
-    def rule(drift: DriftSettings, history: History) -> Verdict | None:
+def _times(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], DriftFinding | None]:
+    def rule(drift: DriftSettings, history: History) -> DriftFinding | None:
         means = _first_and_last(drift, history, signal)
         if means is None or means[0] <= 0:
             return None
@@ -143,43 +143,43 @@ def _times(signal: str, option: str, what: str) -> Callable[[DriftSettings, Hist
         most: float = getattr(drift, option)
         over = not first / most <= last <= first * most
         reason = f"{what} was {first:.4g} in the first {drift.baseline} steps, and is {last:.4g} in the last"
-        return Verdict(last / first, most, over, f"{reason} {drift.window}")
+        return DriftFinding(last / first, most, over, f"{reason} {drift.window}")
 
     return rule
 
 
-def _rise(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
-    def rule(drift: DriftSettings, history: History) -> Verdict | None:
+def _rise(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], DriftFinding | None]:
+    def rule(drift: DriftSettings, history: History) -> DriftFinding | None:
         means = _first_and_last(drift, history, signal)
         if means is None:
             return None
         first, last = means
         most: float = getattr(drift, option)
         reason = f"{what} was {first:.1%} in the first {drift.baseline} steps, and is {last:.1%} in the last"
-        return Verdict(last - first, most, last - first > most, f"{reason} {drift.window}")
+        return DriftFinding(last - first, most, last - first > most, f"{reason} {drift.window}")
 
     return rule
 
 
-def _level(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], Verdict | None]:
-    def rule(drift: DriftSettings, history: History) -> Verdict | None:
+def _level(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], DriftFinding | None]:
+    def rule(drift: DriftSettings, history: History) -> DriftFinding | None:
         last = _last(drift, history, signal)
         if last is None:
             return None
         most: float = getattr(drift, option)
-        return Verdict(last, most, last > most, f"{what} is {last:.4g} in the last {drift.window} steps")
+        return DriftFinding(last, most, last > most, f"{what} is {last:.4g} in the last {drift.window} steps")
 
     return rule
 
 
-def _distance(drift: DriftSettings, history: History) -> Verdict | None:
+def _distance(drift: DriftSettings, history: History) -> DriftFinding | None:
     """Of the two signals the one that was seen last."""
     seen = {name: history.series[name][-1][0] for name in (KL, KL_BASE) if history.series.get(name)}
     signal = max(seen, key=seen.__getitem__, default=KL)
     return _level(signal, "kl", "the distance from the base model")(drift, history)
 
 
-def _hacked(drift: DriftSettings, history: History) -> Verdict | None:
+def _hacked(drift: DriftSettings, history: History) -> DriftFinding | None:
     """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
     if len(history.scores) < 2 or drift.reward_rise is None:
         return None
@@ -196,7 +196,7 @@ def _hacked(drift: DriftSettings, history: History) -> Verdict | None:
                 f"from step {then.step} to {now.step} the reward rose from {reward:.4g} to {rose:.4g}, but the score of"
                 f" the evaluation fell from {then.score:.4g} to {now.score:.4g}"
             )
-    return Verdict(worst, drift.evaluation_fall, worst > drift.evaluation_fall, reason)
+    return DriftFinding(worst, drift.evaluation_fall, worst > drift.evaluation_fall, reason)
 
 
 def _first_reward(drift: DriftSettings, history: History) -> float | None:
@@ -205,7 +205,7 @@ def _first_reward(drift: DriftSettings, history: History) -> float | None:
     return fmean(values) if values else None
 
 
-RULES: Mapping[str, Callable[[DriftSettings, History], Verdict | None]] = {
+RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
     "reward_hack": _hacked,
     "reply_length": _times(LENGTH, "reply_length", "the mean length of replies"),
     "entropy": _times(ENTROPY, "entropy", "the policy's entropy"),

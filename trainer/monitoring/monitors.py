@@ -57,7 +57,7 @@ class Monitors:
 
         Alarms are raised and cleared.
         """
-        seen = self._seen()
+        seen = self._ledger_signals()
         if drift.KL not in learnt:
             seen |= self._distance.measured(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})
@@ -70,7 +70,7 @@ class Monitors:
         figures = {f"drift/{name}": verdict.value for name, verdict in verdicts.items()}
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
-    def _seen(self) -> Metrics:
+    def _ledger_signals(self) -> Metrics:
         """The signals that the ledger knows of; none while it is away."""
         found: Metrics = {}
         options = self._drift
@@ -99,7 +99,7 @@ class Monitors:
         _log.info("evaluated", step=learner.steps, score=score, seconds=round(scored["time/evaluation"], 3))
         return scored
 
-    def _turn(self, name: str, raised: drift.Verdict | None, *, step: int, version: int) -> None:
+    def _turn(self, name: str, raised: drift.DriftFinding | None, *, step: int, version: int) -> None:
         """Raise the alarm, or clear it; what the ledger did not take is told again after the next step."""
         open_now = dict(self._history.raised)
         try:

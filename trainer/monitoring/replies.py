@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuneloop.shared.ledger.versions.drift import Reply
+from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.trainer.monitoring.drift import REFUSALS, TOOL_ERRORS
 
 #: What begins a tool call in the text, if no parser could make one of it.
@@ -15,7 +15,7 @@ CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 _ENOUGH = 16
 
 
-def signals(replies: Sequence[Reply], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
+def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
     """The share of replies that refuse, and that of wrong ones among those that call tools; each only of enough."""
     refused = [refuses(reply.text, refusals) for reply in replies]
     wrong = [error for reply in replies if (error := tool_error(reply)) is not None]
@@ -28,7 +28,7 @@ def refuses(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
     return any(pattern.search(text) for pattern in patterns)
 
 
-def tool_error(reply: Reply) -> bool | None:
+def tool_error(reply: ReplyExcerpt) -> bool | None:
     """Whether a reply calls a tool wrongly; None if it calls none.
 
     Wrong is a call whose arguments are no JSON object, one of a tool that the request does not offer, and, where it
@@ -61,11 +61,11 @@ def _offered(request: bytes | None) -> set[str] | None:
     if not isinstance(body, dict):
         return None
     tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
-    names = [_named(tool) for tool in tools]
+    names = [_tool_name(tool) for tool in tools]
     return {name for name in names if isinstance(name, str)}
 
 
-def _named(tool: Mapping[str, Any]) -> object:
+def _tool_name(tool: Mapping[str, Any]) -> object:
     function = tool.get("function")
     return function.get("name") if isinstance(function, dict) else tool.get("name")
 

@@ -105,7 +105,7 @@ class RemoteTeacher:
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         options = {"max_tokens": most, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "return_token_ids": True}
         asked = [{"prompt": each.prompt_ids.tolist(), **options} for each in samples]
-        replies = self._read(asked, [(each,) for each in samples], lambda _, choice: _said(choice, most))
+        replies = self._read(asked, [(each,) for each in samples], lambda _, choice: _reply_ids(choice, most))
         return with_replies(samples, replies, known=len(tokenizer_of(self._settings)))
 
     def _read(
@@ -254,7 +254,7 @@ def _number(told: Any, token: int) -> float:
     return float(number)
 
 
-def _said(choice: Mapping[str, Any], most: int) -> list[int] | str:
+def _reply_ids(choice: Mapping[str, Any], most: int) -> list[int] | str:
     """The ids of a reply, or why it is none."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):

@@ -101,7 +101,7 @@ class LocalTeacher:
         self._must_know(samples)
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         ends = ends_of(self._settings.model.model_path, self._words)
-        replies = [self._said(sample, most, ends) for sample in samples]
+        replies = [self._reply_ids(sample, most, ends) for sample in samples]
         if all(each == NO_NUMBER for each in replies):
             raise TeacherAway(NO_NUMBER)
         return with_replies(samples, replies, known=len(self._words))
@@ -109,7 +109,7 @@ class LocalTeacher:
     def _scored(self, part: Batch) -> Tensor:
         return self._actor.score(part.to(self._actor.network.device))[0].cpu()
 
-    def _said(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
+    def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
         """The ids of its reply, or why it has none."""
         try:
             ids = self._generated(sample, most, ends)

@@ -69,7 +69,7 @@ class Attestations(LedgerPart):
 def _drop(connection: Connection, found: Mismatch) -> int:
     query = select(experiences.c.id, experiences.c.group_id).join_from(experiences, exchanges)
     used = or_(experiences.c.state.in_(_UNTRAINED), experiences.c.reason == HELD_OUT)
-    rows = connection.execute(query.where(_sampled(found), used).with_for_update(of=experiences)).all()
+    rows = connection.execute(query.where(_sampled_meanwhile(found), used).with_for_update(of=experiences)).all()
     gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
     for portion in portions([row.id for row in rows]):
         connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
@@ -79,11 +79,11 @@ def _drop(connection: Connection, found: Mismatch) -> int:
 
 def _trained(connection: Connection, found: Mismatch) -> dict[int, int]:
     query = select(experiences.c.trained_version).join_from(experiences, exchanges)
-    rows = connection.execute(query.where(_sampled(found), experiences.c.state == State.TRAINED))
+    rows = connection.execute(query.where(_sampled_meanwhile(found), experiences.c.state == State.TRAINED))
     return dict(sorted(Counter(rows.scalars()).items()))
 
 
-def _sampled(found: Mismatch) -> ColumnElement[bool]:
+def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
     return and_(
         exchanges.c.engine == found.engine,
         experiences.c.sampled_at >= found.since - _LONGEST,

@@ -42,7 +42,7 @@ class _Named(msgspec.Struct, frozen=True):
     metadata: Any = None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """What the model answered."""
 
     role: str = "assistant"
@@ -56,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One answer. `finish_reason` is None for one that was cut off."""
 
     index: int
-    message: Message
+    message: AssistantMessage
     finish_reason: str | None
     logprobs: None = None
 
@@ -141,7 +141,7 @@ def completion(stored: Stored, *, default_model: str) -> StoredCompletion:
         input_user=request.user,
         service_tier=request.service_tier,
         tools=request.tools,
-        metadata=shown(request.metadata) if changed is None else msgspec.json.decode(changed),
+        metadata=metadata_as_text(request.metadata) if changed is None else msgspec.json.decode(changed),
         choices=tuple(_choice(each) for each in stored.choices),
         response_format=request.response_format,
     )
@@ -157,7 +157,7 @@ def messages(stored: Stored) -> list[dict[str, Any]]:
     return [_message(f"{stored.msg_id}-{number}", each) for number, each in found]
 
 
-def shown(metadata: object) -> dict[str, str]:
+def metadata_as_text(metadata: object) -> dict[str, str]:
     """A request's metadata as OpenAI's: what is no string stands as its JSON."""
     if not isinstance(metadata, dict):
         return {}
@@ -176,7 +176,7 @@ def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = No
     except msgspec.MsgspecError:  # an imported row may hold anything
         read = _Named()
     found = {tag_of_model(tenant, read.model)} if isinstance(read.model, str) else set()
-    pairs = shown(read.metadata) if metadata is None else metadata
+    pairs = metadata_as_text(read.metadata) if metadata is None else metadata
     return found | {tag_of_pair(tenant, key, value) for key, value in _findable(pairs)}
 
 
@@ -220,7 +220,7 @@ def _or(value: Raw, neutral: bytes) -> Raw:
 def _choice(spoken: Spoken) -> Choice:
     calls = spoken.tool_calls
     content = spoken.text if spoken.text or not calls else None
-    message = Message(content=content, tool_calls=Raw(calls) if calls else _NULL)
+    message = AssistantMessage(content=content, tool_calls=Raw(calls) if calls else _NULL)
     return Choice(index=spoken.choice, message=message, finish_reason=spoken.finish_reason)
 
 

@@ -23,7 +23,7 @@ _state: ColumnElement[str] = case(
 )
 
 
-class Standing(NamedTuple):
+class ReplyState(NamedTuple):
     """A reply, without its content. `id` grows in the order in which replies are recorded.
 
     The `state` of a reply that is held out is what it would be if it were not.
@@ -38,7 +38,7 @@ class Standing(NamedTuple):
     sampled_at: float
 
 
-class Said(NamedTuple):
+class JudgedExchange(NamedTuple):
     """What a reply says, and to what; `request` is the client's JSON body."""
 
     endpoint: str
@@ -65,11 +65,11 @@ class Judging(LedgerPart):
             return 1 + (last or 0)
         return int(first)
 
-    def replies_after(self, last: int, *, limit: int) -> list[Standing]:
+    def replies_after(self, last: int, *, limit: int) -> list[ReplyState]:
         """The next replies, in whatever state, and their corrections."""
-        columns = [_state.label(name) if name == "state" else experiences.c[name] for name in Standing._fields]
+        columns = [_state.label(name) if name == "state" else experiences.c[name] for name in ReplyState._fields]
         query = select(*columns).where(experiences.c.id > last).order_by(experiences.c.id).limit(limit)
-        return [Standing(*row) for row in self._read(query)]
+        return [ReplyState(*row) for row in self._read(query)]
 
     def existing_events(self, event_ids: Collection[str]) -> set[str]:
         """Those of the feedback events that are in the database."""
@@ -80,13 +80,13 @@ class Judging(LedgerPart):
             for row in self._read(query.where(feedback.c.event_id.in_(portion)))
         }
 
-    def exchanges_of(self, ids: Sequence[int]) -> dict[int, Said]:
+    def exchanges_of(self, ids: Sequence[int]) -> dict[int, JudgedExchange]:
         """What the replies of these ids say; those that are gone are left out."""
         names = (experiences.c.id, exchanges.c.endpoint, exchanges.c.request)
         words = (experiences.c.choice, experiences.c.text, experiences.c.tool_calls)
         both = experiences.join(exchanges, exchanges.c.msg_id == experiences.c.msg_id)
         query = select(*names, *words).select_from(both).where(experiences.c.id.in_(ids))
         return {
-            row.id: Said(row.endpoint, codec.unpack_text(row.request), row.choice, row.text, row.tool_calls)
+            row.id: JudgedExchange(row.endpoint, codec.unpack_text(row.request), row.choice, row.text, row.tool_calls)
             for row in self._read(query)
         }

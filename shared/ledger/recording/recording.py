@@ -10,10 +10,10 @@ from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback,
 from tuneloop.shared.ledger.recording.erasures import not_erased
 from tuneloop.shared.ledger.recording.rewards import (
     Trajectory,
-    awaited,
     outdone_by,
     plan,
     replies_of,
+    with_earlier_feedback,
     write,
 )
 from tuneloop.shared.ledger.recording.settlement import Settlement
@@ -55,7 +55,9 @@ class Recording(LedgerPart):
             put(connection, experiences, rows)
             if news := _news(connection, heard):
                 connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in news])
-            self._settlement.settle(connection, awaited(connection, said) | set(_replies(connection, news)))
+            self._settlement.settle(
+                connection, with_earlier_feedback(connection, said) | set(_replies(connection, news))
+            )
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
         """What became of the events of one call, all of which the ledger has been given."""

@@ -39,7 +39,7 @@ _ANYTHING_SAID = select(
 )
 
 
-class Standing(NamedTuple):
+class RewardRow(NamedTuple):
     """A row of `experiences`, without its content."""
 
     id: int
@@ -60,20 +60,20 @@ class Standing(NamedTuple):
 class Change(NamedTuple):
     """A row, and the reward that its feedback makes; None: none any more."""
 
-    row: Standing
+    row: RewardRow
     reward: Reward | None
 
 
 class Plan(NamedTuple):
     """What feedback makes of some replies: labels they lacked, rewards, trained rows to repeat, outcomes by event."""
 
-    labels: list[Standing]
+    labels: list[RewardRow]
     changes: list[Change]
     repeats: list[Change]
     outcomes: dict[int, Outcome]
 
 
-def awaited(connection: Connection, said: Sequence[Exchange]) -> set[str]:
+def with_earlier_feedback(connection: Connection, said: Sequence[Exchange]) -> set[str]:
     """Those of these replies, just recorded, of which something had been said before."""
     pending, others, trajectories = connection.execute(_ANYTHING_SAID).one()
     msg_ids = [each.msg_id for each in said]
@@ -90,7 +90,7 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
     """What is to be done about the replies, by all the feedback that there is about them."""
     decided = Plan([], [], [], {})
     for portion in portions(msg_ids):
-        found = [Standing(*row) for row in connection.execute(_rows(portion))]
+        found = [RewardRow(*row) for row in connection.execute(_rows(portion))]
         said = [*connection.execute(_about_replies(portion))]
         said += retractions(connection, {event.msg_id for event in said if event.kind == Kind.PREFERENCE})
         rows = _labelled(found, said)
@@ -172,13 +172,13 @@ class _Events:
             for target in _targets(event):
                 self._by_target[target].append(event)
 
-    def about(self, row: Standing) -> Iterator[Event]:
+    def about(self, row: RewardRow) -> Iterator[Event]:
         """The events about one row, as they bear on it."""
         both = [*self._by_target[row.msg_id], *self._by_target[row.tenant, row.task_id, row.run_id]]
         for event in sorted(both, key=when):
-            if event.tenant == row.tenant and (_meant(event, row) or _outdone(event, row)):
+            if event.tenant == row.tenant and (_is_about(event, row) or _outdone(event, row)):
                 said = (Kind(event.kind), event.metric, event.value, event.text, event.source)
-                yield Event(event.id, *said, preferred=_meant(event, row), received_at=event.received_at)
+                yield Event(event.id, *said, preferred=_is_about(event, row), received_at=event.received_at)
 
 
 def withdrawn(events: Sequence[Any]) -> Iterator[int]:
@@ -206,20 +206,20 @@ def _targets(event: Any) -> Iterator[object]:
         yield event.other_msg_id
 
 
-def _meant(event: Any, row: Standing) -> bool:
+def _is_about(event: Any, row: RewardRow) -> bool:
     """Whether the event is about the row itself."""
     if event.msg_id is None:
         return (event.tenant, event.task_id, event.run_id) == (row.tenant, row.task_id, row.run_id)
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
 
 
-def _outdone(event: Any, row: Standing) -> bool:
+def _outdone(event: Any, row: RewardRow) -> bool:
     """Whether the row is what another reply was preferred to."""
     return event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
 
 
 def _rows(msg_ids: Sequence[str]) -> Any:
-    columns = [experiences.c[name] for name in Standing._fields]
+    columns = [experiences.c[name] for name in RewardRow._fields]
     rows = select(*columns).where(experiences.c.msg_id.in_(msg_ids))
     return rows.order_by(experiences.c.id).with_for_update()
 
@@ -235,14 +235,14 @@ def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[An
         yield from connection.execute(select(feedback).where(about, feedback.c.kind == Kind.RETRACTION))
 
 
-def _about_trajectories(connection: Connection, rows: Collection[Standing]) -> Iterator[Any]:
+def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> Iterator[Any]:
     trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
     for portion in portions(trajectories, of=3):
         yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(portion)))
 
 
-def _labelled(rows: Sequence[Standing], said: Sequence[Any]) -> list[Standing]:
+def _labelled(rows: Sequence[RewardRow], said: Sequence[Any]) -> list[RewardRow]:
     """The rows with the task and run that their feedback names, where their request named none."""
     names: dict[tuple[str, str, str], str] = {}
     for event in sorted(said, key=when):
@@ -282,14 +282,16 @@ def _after(change: Change, rule_id: int) -> Mapping[str, object]:
     return after | {"reward": None, "rewarded_at": None, "reward_rule": None} | (put_back if waited else {})
 
 
-def _outcomes(rule: RewardRule, rows: Sequence[Standing], events: _Events) -> Iterator[tuple[int, Outcome]]:
+def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> Iterator[tuple[int, Outcome]]:
     """What became of events that waited for their reply, or came too late for a row that is open again."""
-    by_target: dict[object, list[Standing]] = defaultdict(list)
+    by_target: dict[object, list[RewardRow]] = defaultdict(list)
     for row in rows:
         by_target[row.msg_id].append(row)
         by_target[row.tenant, row.task_id, row.run_id].append(row)
     for event in events.all:
-        meant = [row for row in by_target[next(_targets(event))] if event.tenant == row.tenant and _meant(event, row)]
+        meant = [
+            row for row in by_target[next(_targets(event))] if event.tenant == row.tenant and _is_about(event, row)
+        ]
         if meant and event.outcome in (Outcome.PENDING, Outcome.LATE):
             in_time = not rewarding(rule, event.kind) or any(_in_time(rule, event, row) for row in meant)
             outcome = Outcome.ACCEPTED if in_time else Outcome.LATE
@@ -297,13 +299,13 @@ def _outcomes(rule: RewardRule, rows: Sequence[Standing], events: _Events) -> It
                 yield event.id, outcome
 
 
-def _in_time(rule: RewardRule, event: Any, row: Standing) -> bool:
+def _in_time(rule: RewardRule, event: Any, row: RewardRow) -> bool:
     closed = row.state not in OPEN or row.state == State.EXPIRED
     return not closed and in_window(rule, sampled_at=row.sampled_at, received_at=event.received_at)
 
 
 def _repeats(
-    rule: RewardRule, rows: Sequence[Standing], events: _Events, outcomes: Mapping[int, Outcome]
+    rule: RewardRule, rows: Sequence[RewardRow], events: _Events, outcomes: Mapping[int, Outcome]
 ) -> Iterator[Change]:
     """Trained replies to which feedback that came too late gives another reward."""
     late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}

@@ -23,7 +23,7 @@ Order = Literal["asc", "desc"]
 LOOKED_AT = 10_000
 
 
-class Page(NamedTuple):
+class CompletionPage(NamedTuple):
     """Some completions of the list, and whether there are more behind them."""
 
     found: list[Stored]
@@ -54,7 +54,7 @@ class StoredCompletions(LedgerPart):
 
     def page(
         self, tenant: str, *, wanted: Collection[bytes] = (), after: Place | None, order: Order, limit: int
-    ) -> Page | None:
+    ) -> CompletionPage | None:
         """The next completions, by the time of their requests: those that have all the `wanted` tags.
 
         A page may have fewer than `limit` although there are more. None if none of the LOOKED_AT next completions with
@@ -65,11 +65,11 @@ class StoredCompletions(LedgerPart):
             if more and not keys:
                 return None
         else:
-            of_one = [tagged(tag, after, order, limit + 1) for tag in wanted]
-            rows = self._read(of_one[0] if of_one else listed(tenant, after, order, limit + 1))
+            of_one = [select_tagged(tag, after, order, limit + 1) for tag in wanted]
+            rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
         found = self._stored(tenant, keys)
-        return Page([found[msg_id] for msg_id in keys if msg_id in found], more)
+        return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
 
     def get(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> Stored | None:
         """One completion; of another endpoint, one exchange."""
@@ -122,7 +122,7 @@ class StoredCompletions(LedgerPart):
         self, wanted: Collection[bytes], after: Place | None, order: Order, limit: int
     ) -> tuple[list[str], bool]:
         [driving, *others] = sorted(wanted, key=self._about_how_many)
-        looked_at = tagged(driving, after, order, LOOKED_AT).subquery()
+        looked_at = select_tagged(driving, after, order, LOOKED_AT).subquery()
         rows = [row.msg_id for row in self._read(_having(others, looked_at, order).limit(limit + 1))]
         if len(rows) > limit:
             return rows[:limit], True
@@ -136,21 +136,21 @@ class StoredCompletions(LedgerPart):
 
     def _stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, Stored]:
         # Else what is recorded, or deleted, between the two would be there in part.
-        found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _spoken(msg_ids))
+        found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _select_choices(msg_ids))
         spoken: dict[str, list[Spoken]] = defaultdict(list)
         for row in sampled:
             spoken[row.msg_id].append(_choice(row))
         return {row.msg_id: _completion(row, spoken[row.msg_id]) for row in found}
 
 
-def listed(tenant: str, after: Place | None, order: Order, limit: int) -> Select[Any]:
+def select_page(tenant: str, after: Place | None, order: Order, limit: int) -> Select[Any]:
     """The names of a tenant's next completions."""
     query = select(exchanges.c.received_at, exchanges.c.msg_id)
     query = query.where(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT_IN_SQL)
     return _next(query, exchanges, after, order).limit(limit)
 
 
-def tagged(tag: bytes, after: Place | None, order: Order, limit: int) -> Select[Any]:
+def select_tagged(tag: bytes, after: Place | None, order: Order, limit: int) -> Select[Any]:
     """The names of the next completions that have the tag."""
     query = select(tags.c.received_at, tags.c.msg_id).where(tags.c.tag == tag)
     return _next(query, tags, after, order).limit(limit)
@@ -180,7 +180,7 @@ def _exchanges(tenant: str, msg_ids: Sequence[str], endpoint: str) -> Select[Any
     return select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours)
 
 
-def _spoken(msg_ids: Sequence[str]) -> Select[Any]:
+def _select_choices(msg_ids: Sequence[str]) -> Select[Any]:
     names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
     # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
     prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")

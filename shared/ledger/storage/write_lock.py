@@ -36,7 +36,7 @@ class WriteLock:
         self._files: list[int] = []
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Write inside. Raises LedgerUnavailable if it cannot be had in time."""
         deadline = time.monotonic() + self._patience_s
         self._be_the_thread(deadline)
@@ -99,4 +99,4 @@ class WriteLock:
 def writing_to(engine: Engine) -> Callable[[], AbstractContextManager[None]]:
     """What to hold while writing through the engine: a turn on SQLite, nothing on what sees to its writers itself."""
     database = engine.url.database
-    return WriteLock(database).held if engine.dialect.name == "sqlite" and database else nullcontext
+    return WriteLock(database).hold if engine.dialect.name == "sqlite" and database else nullcontext

@@ -20,7 +20,7 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
     As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run.
     """
     about: dict[object, list[Any]] = defaultdict(list)
-    for event in sorted(_said(connection, rows), key=when):
+    for event in sorted(_edits_about(connection, rows), key=when):
         about[event.msg_id or _run(event)].append(event)
     found: dict[int, str] = {}
     for row in rows if about else ():
@@ -31,7 +31,7 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
     return found
 
 
-def _said(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
+def _edits_about(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
     """The edited answers about the rows, and what might take one back."""
     of_these = select(feedback).where(feedback.c.kind.in_((Kind.DEMONSTRATION, Kind.RETRACTION)))
     for portion in portions({row.msg_id for row in rows}):

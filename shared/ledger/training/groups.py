@@ -215,10 +215,10 @@ def _ends(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[
             rows[row.tenant, row.msg_id].append(row)
     for event in events:
         better, worse = rows[event.tenant, event.msg_id], rows[event.tenant, event.other_msg_id]
-        yield _meant(better, event.choice), _meant(worse, event.other_choice)
+        yield _of_choice(better, event.choice), _of_choice(worse, event.other_choice)
 
 
-def _meant(rows: Iterable[Any], choice: int | None) -> list[Any]:
+def _of_choice(rows: Iterable[Any], choice: int | None) -> list[Any]:
     return [row for row in rows if choice in (None, row.choice)]
 
 

@@ -101,7 +101,7 @@ class Training(LedgerPart):
         with self._write() as connection:
             _fence(connection, epoch)
             for portion in portions(ids):
-                connection.execute(update(experiences).where(_held(epoch, portion)).values(dropped))
+                connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
 
     def register(
         self, epoch: int, ids: Collection[int], *, step: int, publish: Callable[[int], tuple[Path, str]]
@@ -117,7 +117,7 @@ class Training(LedgerPart):
             version = 1 + (connection.execute(select(func.max(versions.c.version))).scalar() or 0)
             leased = 0
             for portion in portions(ids):
-                held = select(experiences.c.id).where(_held(epoch, portion)).with_for_update()
+                held = select(experiences.c.id).where(_leased_rows(epoch, portion)).with_for_update()
                 leased += len(connection.execute(held).all())
             if leased != len(ids):
                 raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {leased} are leased")
@@ -137,7 +137,7 @@ class Training(LedgerPart):
             note(connection, version, VersionAction.PUBLISHED, Decision("trainer", self._clock()))
             trained = {"state": State.TRAINED, "trained_version": version, "lease_epoch": None, "lease_until": None}
             for portion in portions(ids):
-                connection.execute(update(experiences).where(_held(epoch, portion)).values(trained))
+                connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(trained))
             if self._settlement.compensate_late:
                 self._settlement.settle_by_own_rules(connection, too_late_for(connection, _replies(connection, ids)))
             return version
@@ -147,7 +147,7 @@ def _leased(epoch: int) -> Any:
     return and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch)
 
 
-def _held(epoch: int, ids: Sequence[int]) -> Any:
+def _leased_rows(epoch: int, ids: Sequence[int]) -> Any:
     return and_(experiences.c.id.in_(ids), experiences.c.lease_epoch == epoch)
 
 

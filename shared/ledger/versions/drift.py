@@ -20,7 +20,7 @@ LONGEST = 2000
 _STRETCH = 10
 
 
-class Reply(NamedTuple):
+class ReplyExcerpt(NamedTuple):
     """One reply: the first LONGEST characters of its text, its tool calls and the request, both the client's JSON.
 
     The request is read only for a reply that calls tools, or holds one of the marks asked for; None if it is damaged.
@@ -34,7 +34,7 @@ class Reply(NamedTuple):
 class Drift(LedgerPart):
     """Questions that change nothing."""
 
-    def newest_replies(self, count: int, *, marks: Sequence[str] = ()) -> list[Reply]:
+    def newest_replies(self, count: int, *, marks: Sequence[str] = ()) -> list[ReplyExcerpt]:
         """The newest `count` replies, the newest first; `marks` are texts that call for the request, too."""
         columns = (experiences.c.msg_id, func.substr(experiences.c.text, 1, LONGEST), experiences.c.tool_calls)
         query = select(*columns).where(experiences.c.correction == 0).order_by(experiences.c.id.desc()).limit(count)
@@ -44,7 +44,7 @@ class Drift(LedgerPart):
         for portion in portions(wanted):
             asked = select(exchanges.c.msg_id, exchanges.c.request).where(exchanges.c.msg_id.in_(portion))
             requests |= {msg_id: _readable(request) for msg_id, request in self._read(asked)}
-        return [Reply(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
+        return [ReplyExcerpt(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
 
     def largest_rater(self, count: int) -> float | None:
         """The share of the most frequent source among the newest `count` feedback events that name one.

@@ -189,7 +189,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_acknowledged(tmp_path: Path
     acknowledged: set[int] = set()
     for turn in range(4):
         root = tmp_path / str(turn)
-        command = [sys.executable, "-m", "tests.explorer.spooling", str(root)]
+        command = [sys.executable, "-m", "tests.explorer.capture.spooling", str(root)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"

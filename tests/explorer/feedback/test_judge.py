@@ -31,7 +31,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner import Judge, JudgeFailed, Reply, Rubric
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
 from tuneloop.shared.experience import Exchange, Feedback, decode
-from tuneloop.shared.ledger.recording.judging import Said
+from tuneloop.shared.ledger.recording.judging import JudgedExchange
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
@@ -358,9 +358,11 @@ async def test_two_verdicts_on_one_reply_are_one(bench: Bench, judge: JudgeDoubl
     assert said.msg_id == reply.msg_id
 
 
-def said(endpoint: str, body: Any, **but: Any) -> Said:
+def said(endpoint: str, body: Any, **but: Any) -> JudgedExchange:
     request = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Said(**{"endpoint": endpoint, "request": request, "choice": 0, "text": "4", "tool_calls": None} | but)
+    return JudgedExchange(
+        **{"endpoint": endpoint, "request": request, "choice": 0, "text": "4", "tool_calls": None} | but
+    )
 
 
 async def no_conversation(_: str) -> Sequence[dict[str, Any]]:

@@ -16,7 +16,7 @@ from tests.explorer.versions.test_reload import actor, all_ready, candidate, mod
 from tests.explorer.versions.test_trial import answered, by_hash, one_explorer, trying
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
-from tuneloop.explorer.versions.canary import CanaryController, asked, figures_of
+from tuneloop.explorer.versions.canary import CanaryController, figures_of, request_counts
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.evaluation.samples import Figures, Share
 from tuneloop.shared.experience import VersionState
@@ -240,4 +240,4 @@ def test_what_engines_refuse_counts_for_nothing_and_workers_are_added_up() -> No
     control.count_reply(3, "whole")
     totals = ProcessTotals(control.registry)
     totals.update(0, process_samples(worker.registry))
-    assert asked(totals) == {"3": Share(1, 3)}
+    assert request_counts(totals) == {"3": Share(1, 3)}

@@ -15,7 +15,7 @@ from tests.loop.harness.services import Service, commit
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Sample, State
-from tuneloop.shared.ledger.export import Reply, Selection
+from tuneloop.shared.ledger.export import ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.batches.batch import collate, micro_batches
@@ -156,7 +156,7 @@ class Recorded(NamedTuple):
 
     kept: dict[str, str]
     dropped: dict[str, str]
-    replies: dict[str, list[Reply]]
+    replies: dict[str, list[ExportedReply]]
     leased: list[Sample]
     actor: Actor
 
@@ -187,7 +187,7 @@ def recorded(explorer: Service, ledger: Ledger) -> Recorded:
     )  # what is marked is set aside, so there are too few
     leased = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchPolicy())
     ledger.training.drop(epoch, [sample.id for sample in leased], "seen by a test")
-    replies: dict[str, list[Reply]] = {}
+    replies: dict[str, list[ExportedReply]] = {}
     for page in ledger.exports.replies(Selection(tenant="default")):
         for reply in page:
             if reply.msg_id in kept or reply.msg_id in dropped:
@@ -260,7 +260,7 @@ def test_marks_are_not_set_without_need(recorded: Recorded) -> None:
     assert same == {name for name, (_, _, reason) in OFF_POLICY.items() if reason in SAME_LOGPROBS}
 
 
-def _as_sample(reply: Reply) -> Sample:
+def _as_sample(reply: ExportedReply) -> Sample:
     """As if it had been leased; at temperature 0, as if at 1."""
     prompt_ids, completion_ids, logprobs = reply.numbers
     return Sample(

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from tests.factories import exchange, experience
 from tuneloop.shared.errors import LedgerUnavailable
-from tuneloop.shared.ledger.versions.drift import Reply
+from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.monitoring import drift
@@ -198,7 +198,7 @@ def test_going_back_forgets_what_came_after():
 
 def reply(text="", calls=None, tools=("look_up",)):
     request = {"tools": [{"type": "function", "function": {"name": name}} for name in tools]}
-    return Reply(text, None if calls is None else json.dumps(calls).encode(), json.dumps(request).encode())
+    return ReplyExcerpt(text, None if calls is None else json.dumps(calls).encode(), json.dumps(request).encode())
 
 
 def call(name="look_up", arguments="{}"):
@@ -219,9 +219,12 @@ def call(name="look_up", arguments="{}"):
         (reply(calls=[]), None),
         (reply('<tool_call>{"name": "look_up", '), True),
         (reply("<tool_call> is how a call begins", tools=()), None),
-        (Reply("", json.dumps([call("any")]).encode(), None), False),
-        (Reply("", json.dumps([call("any")]).encode(), b'{"tools": [{"name": "any", "input_schema": {}}]}'), False),
-        (Reply("", b"no json", b"[]"), None),
+        (ReplyExcerpt("", json.dumps([call("any")]).encode(), None), False),
+        (
+            ReplyExcerpt("", json.dumps([call("any")]).encode(), b'{"tools": [{"name": "any", "input_schema": {}}]}'),
+            False,
+        ),
+        (ReplyExcerpt("", b"no json", b"[]"), None),
     ],
 )
 def test_a_tool_call_is_wrong_if_it_could_not_be_made(made, wrong):

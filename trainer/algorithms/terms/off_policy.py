@@ -40,7 +40,7 @@ def importance(
         case "none":
             weights_BR = torch.ones_like(ratio_BR)
     weights_BR = torch.where(mask_BR, weights_BR, 0.0)
-    return weights_BR, _told(ratio_BR[mask_BR], within_BR[mask_BR], weights_BR[mask_BR])
+    return weights_BR, _weight_metrics(ratio_BR[mask_BR], within_BR[mask_BR], weights_BR[mask_BR])
 
 
 def _log_ratio(options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _log_ratio(options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor,
     return sums_B1.expand_as(log_ratio_BR)
 
 
-def _told(ratio_N: Tensor, within_N: Tensor, weights_N: Tensor) -> Mapping[str, float]:
+def _weight_metrics(ratio_N: Tensor, within_N: Tensor, weights_N: Tensor) -> Mapping[str, float]:
     """The effective sample size is Kish's, of the weights as they are used, as a share of the tokens."""
     squares = weights_N.square().sum()
     size = weights_N.sum().square() / squares / len(weights_N) if squares > 0 else 0.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, aggregate, kl, token_mean
-from tuneloop.trainer.algorithms.terms.targets import Loss, Targets, Totals, given
+from tuneloop.trainer.algorithms.terms.targets import Loss, Targets, Totals, required
 
 
 def clipped(
@@ -42,10 +42,10 @@ def surrogate(
         return aggregate(algorithm, each_BR, targets.mask_BR, totals)
 
     recomputed = algorithm.off_policy.proximal == "recomputed"
-    log_ratio_BR = logprobs_BR - (given(targets.start_BR) if recomputed else targets.sampled_BR)
+    log_ratio_BR = logprobs_BR - (required(targets.start_BR) if recomputed else targets.sampled_BR)
     high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
     policy_BR, clipped_BR = clipped(
-        log_ratio_BR, given(targets.advantages_BR), low=algorithm.clip_range, high=high, dual=algorithm.dual_clip
+        log_ratio_BR, required(targets.advantages_BR), low=algorithm.clip_range, high=high, dual=algorithm.dual_clip
     )
     if targets.weights_BR is not None:
         policy_BR = policy_BR * targets.weights_BR

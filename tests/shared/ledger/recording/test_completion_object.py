@@ -12,7 +12,7 @@ from tuneloop.shared.ledger.recording.completion_object import (
     Stored,
     completion,
     messages,
-    shown,
+    metadata_as_text,
     tag_of_model,
     tag_of_pair,
     tags_of,
@@ -138,11 +138,11 @@ def test_a_request_that_is_none_has_no_messages(request_: bytes) -> None:
 
 def test_metadata_are_strings_and_changed_ones_are_shown_instead() -> None:
     said = {"task_id": "t", "run_id": 3, "train": False, "none": None, "list": [1, "ä"]}
-    assert shown(said) == {"task_id": "t", "run_id": "3", "train": "false", "list": '[1,"ä"]'}
-    assert told(stored(request_metadata=said))["metadata"] == shown(said)
+    assert metadata_as_text(said) == {"task_id": "t", "run_id": "3", "train": "false", "list": '[1,"ä"]'}
+    assert told(stored(request_metadata=said))["metadata"] == metadata_as_text(said)
     assert told(stored(request_metadata=said, metadata='{"a": "b"}'))["metadata"] == {"a": "b"}
     assert told(stored(request_metadata=said, metadata="{}"))["metadata"] == {}
-    assert shown("none") == {}
+    assert metadata_as_text("none") == {}
 
 
 def test_nothing_is_found_by_what_only_looks_alike() -> None:

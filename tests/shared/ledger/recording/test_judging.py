@@ -3,7 +3,7 @@
 from tests.factories import committed, exchange, experience, feedback, rewarded, trained
 from tuneloop.shared.experience import Exchange
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.judging import Said
+from tuneloop.shared.ledger.recording.judging import JudgedExchange
 
 
 def recorded(ledger: Ledger, **but: object) -> Exchange:
@@ -37,7 +37,7 @@ def test_what_replies_say_and_what_was_said_of_them(ledger: Ledger) -> None:
     said = recorded(ledger, request=b'{"prompt": "x"}', endpoint="/v1/completions", experiences=(experience(text="y"),))
     [reply] = ledger.judging.replies_after(0, limit=1)
     assert ledger.judging.exchanges_of([reply.id, 999]) == {
-        reply.id: Said("/v1/completions", b'{"prompt": "x"}', 0, "y", None)
+        reply.id: JudgedExchange("/v1/completions", b'{"prompt": "x"}', 0, "y", None)
     }
     assert ledger.judging.exchanges_of([]) == {}
     ledger.recording.record([feedback(msg_id=said.msg_id, event_id="e-1")])

@@ -15,7 +15,7 @@ from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_log
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.completion_object import Spoken, completion, tag_of_model, tag_of_pair
-from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, listed, tagged
+from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
 from tuneloop.shared.ledger.recording.tags import Place
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule
@@ -194,8 +194,8 @@ def test_a_page_reads_an_index_in_its_order(engine: Engine, order: Order, after:
         of_all = select(literal(tag_of_model("acme", "m"), LargeBinary), exchanges.c.received_at, exchanges.c.msg_id)
         connection.execute(insert(tags).from_select(["tag", "received_at", "msg_id"], of_all))
         connection.exec_driver_sql("ANALYZE")
-    by_time = plan_of(engine, listed("acme", after, order, 101))
-    by_tag = plan_of(engine, tagged(tag_of_model("acme", "m"), after, order, 101))
+    by_time = plan_of(engine, select_page("acme", after, order, 101))
+    by_tag = plan_of(engine, select_tagged(tag_of_model("acme", "m"), after, order, 101))
     assert "ix_exchanges_chat" in by_time
     assert "pk_tags" in by_tag or "PRIMARY KEY" in by_tag
     for plan in (by_time, by_tag):

@@ -75,12 +75,12 @@ def test_threads_that_wait_too_long_are_told(tmp_path: Path) -> None:
 
     def wait() -> None:
         try:
-            with lock.held():
+            with lock.hold():
                 told.append("held")
         except LedgerUnavailable as error:
             told.append(str(error))
 
-    with lock.held():
+    with lock.hold():
         waiting = threading.Thread(target=wait)
         waiting.start()
         waiting.join()
@@ -91,32 +91,32 @@ def test_threads_that_wait_too_long_are_told(tmp_path: Path) -> None:
 
 def test_a_process_that_never_ends_its_writing_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     stopped, ours = WriteLock(str(tmp_path / "a.db")), WriteLock(str(tmp_path / "a.db"), patience_s=0.05)
-    with stopped.held():
+    with stopped.hold():
         for _ in range(2):  # what was held on the way is given back
             with (
                 pytest.raises(LedgerUnavailable, match=r"others have been writing to the database for 0\.05 s"),
-                ours.held(),
+                ours.hold(),
             ):
                 pass
         other = WriteLock(str(tmp_path / "a.db"), patience_s=0.05)
-        with pytest.raises(LedgerUnavailable), other.held():
+        with pytest.raises(LedgerUnavailable), other.hold():
             pass
-    with other.held():
+    with other.hold():
         pass
 
 
 def test_a_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
     lock, other = (WriteLock(str(tmp_path / "a.db")) for _ in range(2))
-    with pytest.raises(FileNotFoundError, match="checkpoint"), lock.held():
+    with pytest.raises(FileNotFoundError, match="checkpoint"), lock.hold():
         raise FileNotFoundError("checkpoint")
-    with lock.held():
+    with lock.hold():
         pass
-    with other.held():
+    with other.hold():
         pass
 
 
 def test_a_folder_that_is_gone_is_the_database_away(tmp_path: Path) -> None:
-    with pytest.raises(LedgerUnavailable, match="No such file"), WriteLock(str(tmp_path / "gone" / "a.db")).held():
+    with pytest.raises(LedgerUnavailable, match="No such file"), WriteLock(str(tmp_path / "gone" / "a.db")).hold():
         pass
 
 

@@ -1,4 +1,4 @@
-"""A process that spools records for ever, to be killed: `python -m tests.explorer.spooling ROOT`.
+"""A process that spools records for ever, to be killed: `python -m tests.explorer.capture.spooling ROOT`.
 
 Each line of its standard output is the number of a record that `append` has acknowledged.
 """

@@ -62,7 +62,7 @@ class Ours:
 
     async def stored(self) -> None:
         """Return when the flusher has caught up."""
-        if not await self._flusher.wait_until_flushed(self._recorder.end, _DRAINED_S):
+        if not await self._flusher.wait_until_flushed(_DRAINED_S):
             raise TimeoutError("the ledger has not caught up with the spool")
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def test_purge_does_what_the_settings_say(file: Path, ledger: Ledger) -> None:
         "deleted",
         "  recorded   1 experiences",
         "  rewarded   0 experiences",
-        "  feedback   1 events whose reply never came",
+        "  feedback   1 events for replies that were never recorded",
     ]
     assert ledger.reports.counts()[State.REWARDED] == 1
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.trainer.factories import commit, sample
+from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
 
 
@@ -79,7 +80,7 @@ def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
     _read_until(process, "trainer_ready")
     ledger.training.take_epoch("another")
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == StaleEpoch.exit_code == 4
     assert "trainer: this trainer holds epoch 1, but epoch 2 has taken over" in said
 
 

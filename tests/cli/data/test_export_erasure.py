@@ -42,12 +42,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("row", THEIRS, ids=str)
 def test_a_row_that_holds_something_of_theirs_is_known(row: dict[str, Any]) -> None:
-    assert ANN.has(row)
+    assert ANN.owns(row)
 
 
 @pytest.mark.parametrize("row", OTHERS, ids=str)
 def test_a_row_of_others_is_not(row: dict[str, Any]) -> None:
-    assert not ANN.has(row)
+    assert not ANN.owns(row)
 
 
 def test_their_lines_are_taken_out_and_the_others_stay_as_they_were(tmp_path: Path) -> None:

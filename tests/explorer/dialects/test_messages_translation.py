@@ -51,7 +51,7 @@ USAGE = {"model": "tiny", "choices": [], "usage": {"prompt_tokens": 5, "completi
 def told(*chunks: Json) -> list[Json]:
     """The events of a stream."""
     stream = MessageStream(msg_id="msg_1")
-    data = b"".join([*map(stream.hear, chunks), stream.end()])
+    data = b"".join([*map(stream.add_chunk, chunks), stream.end()])
     events = []
     for event in data.decode().removesuffix("\n\n").split("\n\n"):
         name, fields = event.split("\n")

@@ -72,7 +72,7 @@ LAST = {"model": "m", "choices": [], "usage": USAGE}
 
 def streamed(*chunks: Json, body: Json | None = None, context: int | None = None) -> list[Json]:
     stream = ResponseStream(body or {"input": "Hi."}, response_id="resp_1", created_at=1, context_length=context)
-    said = b"".join(map(stream.hear, chunks)) + stream.end()
+    said = b"".join(map(stream.add_chunk, chunks)) + stream.end()
     told = [json.loads(block.split("\ndata: ")[1]) for block in said.decode().split("\n\n") if block]
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert [block.split("\n")[0] for block in said.decode().split("\n\n") if block] == [
@@ -284,7 +284,7 @@ def test_usage_tells_of_caches_and_reasoning():
 def test_a_response_says_how_long_it_could_get(asked: int | None, context: int | None, limit: int | None):
     body = {"input": "Hi.", "max_output_tokens": asked}
     assert answered(body, reply(content="2"), context_length=context)["max_output_tokens"] == limit
-    created = streamed(chunk("stop", content="2"), LAST, body=body, context_length=context)[0]
+    created = streamed(chunk("stop", content="2"), LAST, body=body, context=context)[0]
     assert created["response"]["max_output_tokens"] == limit
 
 

@@ -59,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
     def open(self, places: int, waiting: int) -> None:
         self.loop = Clock()
         self.most, self.most_waiting = places, waiting
-        self.admission = Admission(limit=places, waiting=waiting, patience_s=PATIENCE_S)
+        self.admission = Admission(limit=places, max_waiting=waiting, wait_timeout_s=PATIENCE_S)
         self.visitors: list[Visitor] = []
 
     def settle(self) -> None:
@@ -144,7 +144,7 @@ TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 async def test_first_come_first_served() -> None:
-    admission = Admission(limit=1, waiting=5, patience_s=10)
+    admission = Admission(limit=1, max_waiting=5, wait_timeout_s=10)
     order = []
 
     async def visit(number: int) -> None:
@@ -159,7 +159,7 @@ async def test_first_come_first_served() -> None:
 
 @pytest.mark.parametrize("waiting", [0, 2])
 async def test_a_refusal_says_how_many_there_are(waiting: int) -> None:
-    admission = Admission(limit=3, waiting=waiting, patience_s=0.01)
+    admission = Admission(limit=3, max_waiting=waiting, wait_timeout_s=0.01)
     for _ in range(3):
         await admission.acquire()
     queue = [asyncio.ensure_future(admission.acquire()) for _ in range(waiting)]

@@ -36,38 +36,38 @@ def engines(*in_flight: int) -> list[Engine]:
 
 def test_the_next_turn_is_known_to_who_was_asked_the_last_one() -> None:
     affinity, fleet, first = PrefixAffinity(), [Known(0), Known(1)], turn("hello")
-    affinity.note(hash_prefixes(first), fleet[1])
+    affinity.record(hash_prefixes(first), fleet[1])
     assert affinity.engines_with_prefix(hash_prefixes(next_turn(first, "hi", "and you?")), fleet) == [{1}]
     assert affinity.engines_with_prefix(hash_prefixes(next_turn(turn("good day"), "hi", "and you?")), fleet) == []
 
 
 def test_a_prompt_that_many_conversations_begin_with_draws_nobody() -> None:
     affinity, fleet = PrefixAffinity(), [Known(0), Known(1)]
-    affinity.note(hash_prefixes(turn("hello")), fleet[0])
+    affinity.record(hash_prefixes(turn("hello")), fleet[0])
     assert affinity.engines_with_prefix(hash_prefixes(turn("good day")), fleet) == []
 
 
 def test_who_knows_the_longest_beginning_comes_first() -> None:
     affinity, fleet, first = PrefixAffinity(), [Known(0), Known(1)], turn("hello")
     second = next_turn(first, "hi", "and you?")
-    affinity.note(hash_prefixes(first), fleet[0])
-    affinity.note(hash_prefixes(second), fleet[1])
+    affinity.record(hash_prefixes(first), fleet[0])
+    affinity.record(hash_prefixes(second), fleet[1])
     assert affinity.engines_with_prefix(hash_prefixes(next_turn(second, "fine", "bye")), fleet) == [{1}, {0}]
-    affinity.note(hash_prefixes(second), fleet[0])
+    affinity.record(hash_prefixes(second), fleet[0])
     assert affinity.engines_with_prefix(hash_prefixes(next_turn(second, "fine", "bye")), fleet) == [{0, 1}, {0}]
 
 
 def test_new_weights_forget_what_was_cached() -> None:
     affinity, engine, first = PrefixAffinity(), Known(0), turn("hello")
-    affinity.note(hash_prefixes(first), engine)
+    affinity.record(hash_prefixes(first), engine)
     engine.loads += 1
     assert affinity.engines_with_prefix(hash_prefixes(next_turn(first, "hi", "and you?")), [engine]) == []
 
 
 def test_as_many_requests_are_remembered_as_are_said_the_oldest_forgotten_first() -> None:
-    affinity, engine = PrefixAffinity(most=3), Known(0)
+    affinity, engine = PrefixAffinity(max_entries=3), Known(0)
     for text in "abcad":
-        affinity.note(hash_prefixes(turn(text)), engine)
+        affinity.record(hash_prefixes(turn(text)), engine)
     assert len(affinity) == 3
     known = [
         bool(affinity.engines_with_prefix(hash_prefixes(next_turn(turn(text), "", "")), [engine])) for text in "abcd"
@@ -78,7 +78,7 @@ def test_as_many_requests_are_remembered_as_are_said_the_oldest_forgotten_first(
 @pytest.mark.parametrize("long", ["a story " * 1000, list(range(8000))])
 def test_a_prompt_goes_on_where_an_earlier_one_ended(long: Any) -> None:
     affinity, engine = PrefixAffinity(), Known(3)
-    affinity.note(hash_prefixes({"prompt": long}), engine)
+    affinity.record(hash_prefixes({"prompt": long}), engine)
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long + long}), [engine]) == [{3}]
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long[1:] + long}), [engine]) == []
 
@@ -86,7 +86,7 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended(long: Any) -> None:
 @pytest.mark.parametrize("asked", [{}, {"prompt": "short"}, {"prompt": ["a", "b"]}, {"input": "x"}, {"messages": {}}])
 def test_what_has_no_beginning_is_known_to_nobody(asked: dict[str, Any]) -> None:
     affinity = PrefixAffinity()
-    affinity.note(hash_prefixes(asked), Known(0))
+    affinity.record(hash_prefixes(asked), Known(0))
     assert affinity.engines_with_prefix(hash_prefixes(asked), [Known(0)]) == []
 
 

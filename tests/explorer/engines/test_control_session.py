@@ -89,7 +89,7 @@ async def test_it_asks_no_proxy_of_the_environment(
 async def test_an_engine_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "_TIMEOUT_S", 0.1)
     async with controlling(tmp_path, Listening(silent=True)) as control:
-        assert not await control.healthy(within_s=0.1)
+        assert not await control.healthy(timeout_s=0.1)
         with pytest.raises(EngineError, match=r"^/resume: TimeoutError$"):
             await control.resume()
 

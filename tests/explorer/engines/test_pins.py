@@ -83,7 +83,7 @@ def test_what_names_no_version_goes_to_the_engine_as_it_is(
 
 
 def test_a_version_that_is_not_served_is_no_model(trying: RunningExplorer) -> None:
-    told = "the model does not exist: version 7 is not served; served are: 0, 1"
+    told = "the model does not exist: version 7 is not served; these are: 0, 1"
     assert refusal(trying.chat(model=f"{MODEL}@7")) == (404, "model_not_found", told)
     for wrong in ("", "x", "-1", "1.0", "9" * 40):
         told = "the model does not exist: after t@ comes the number of a version"

@@ -11,7 +11,7 @@ import pytest
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec, open_far_end, open_near_end
+from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec, open_local_end, open_remote_end
 from tuneloop.shared.settings.settings import Settings
 
 SECRET = b"s" * 32
@@ -55,13 +55,13 @@ async def _all_closed() -> None:
 async def far_end(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(await asyncio.start_unix_server(_engine, tmp_path / "engine"))
-        server = await open_far_end(tmp_path / "engine", SECRET, "127.0.0.1")
+        server = await open_remote_end(tmp_path / "engine", SECRET, "127.0.0.1")
         await stack.enter_async_context(server)
         yield server.sockets[0].getsockname()[:2]
 
 
 async def test_all_that_is_said_goes_there_and_back(tmp_path: Path, far_end: tuple[str, int]) -> None:
-    async with await open_near_end(tmp_path / "near", SECRET, far_end):
+    async with await open_local_end(tmp_path / "near", SECRET, far_end):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
         for size in (1, 100, 1 << 20):
             writer.write(b"x" * size)
@@ -81,7 +81,7 @@ async def test_who_does_not_know_the_secret_is_told_nothing(far_end: tuple[str, 
 
 
 async def test_a_proof_is_good_for_one_connection(tmp_path: Path, far_end: tuple[str, int]) -> None:
-    async with await open_near_end(tmp_path / "near", b"another secret", far_end):
+    async with await open_local_end(tmp_path / "near", b"another secret", far_end):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
         assert await reader.read() == b""
         writer.close()
@@ -96,7 +96,7 @@ async def test_a_proof_is_good_for_one_connection(tmp_path: Path, far_end: tuple
 
 
 async def test_where_the_far_end_is_gone_a_connection_ends(tmp_path: Path) -> None:
-    async with await open_near_end(tmp_path / "near", SECRET, ("127.0.0.1", 9)):
+    async with await open_local_end(tmp_path / "near", SECRET, ("127.0.0.1", 9)):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
         assert await reader.read() == b""
         writer.close()

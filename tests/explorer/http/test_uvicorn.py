@@ -38,7 +38,7 @@ def test_the_installed_one_is_fine() -> None:
     [(Older, r"Older\._start_asgi_task is missing"), (Newer, r"Newer\._start_asgi_task no longer takes what it took")],
 )
 def test_one_with_other_insides_is_refused_and_which_to_install_is_said(protocol: type[Any], what: str) -> None:
-    with pytest.raises(EnvironmentRefused, match=rf"^uvicorn \d+\.\d+\.\d+ is installed, of which {what}: ") as caught:
+    with pytest.raises(EnvironmentRefused, match=rf"^uvicorn \d+\.\d+\.\d+ is installed, whose {what}: ") as caught:
         check_uvicorn(protocol)
     assert str(caught.value).endswith(f"pip install '{UVICORN}'")
 

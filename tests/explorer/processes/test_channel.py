@@ -61,7 +61,7 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
 
     async with talking(counts, waits) as (worker, control):
         told = await asyncio.gather(
-            control.query(CollectMetrics(), list[MetricSample]),
+            control.ask(CollectMetrics(), list[MetricSample]),
             worker.ask(WaitUntilFlushed(2.0), bool),
             worker.ask(WaitUntilFlushed(0.5), bool),
         )

@@ -315,7 +315,7 @@ def streamed_by_us(engine: httpx.Client, request: Json, **but: Any) -> list[Json
     told = b""
     for event in reply.content.removesuffix(b"\n\n").split(b"\n\n"):
         data = event.removeprefix(b"data: ")
-        told += stream.end() if data == b"[DONE]" else stream.hear(json.loads(data))
+        told += stream.end() if data == b"[DONE]" else stream.add_chunk(json.loads(data))
     return list(events_of(told))
 
 

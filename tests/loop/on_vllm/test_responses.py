@@ -192,7 +192,11 @@ def _whole(engine: httpx.Client, body: Json, context: int, previous: Sequence[Js
     chat = to_chat(body, previous)
     reply = _asked(engine, "/v1/chat/completions", _captured(body, previous))
     return to_response(
-        body, _without_capture(chat, reply), response_id=RESPONSE_ID, created_at=int(time.time()), context=context
+        body,
+        _without_capture(chat, reply),
+        response_id=RESPONSE_ID,
+        created_at=int(time.time()),
+        context_length=context,
     )
 
 
@@ -203,7 +207,7 @@ def _captured(body: Json, previous: Sequence[Json] = ()) -> Json:
 def _streamed(engine: httpx.Client, body: Json, context: int) -> bytes:
     body = {**body, "stream": True}
     chat = to_chat(body)
-    stream = ResponseStream(body, response_id=RESPONSE_ID, created_at=int(time.time()), context=context)
+    stream = ResponseStream(body, response_id=RESPONSE_ID, created_at=int(time.time()), context_length=context)
     said = b""
     with engine.stream("POST", "/v1/chat/completions", json=chat | vllm.CAPTURE) as reply:
         assert reply.status_code == 200, reply.read()
@@ -212,7 +216,7 @@ def _streamed(engine: httpx.Client, body: Json, context: int) -> bytes:
             if data == "[DONE]":
                 said += stream.end()
             elif data:
-                said += stream.hear(_without_capture(chat, json.loads(data)))
+                said += stream.add_chunk(_without_capture(chat, json.loads(data)))
     return said
 
 

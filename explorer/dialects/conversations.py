@@ -39,12 +39,12 @@ class Conversations:
         name: object = response_id
         while isinstance(name, str):
             reply_id = self._signer.parse(name, TENANT)
-            said = self._reports.reply(TENANT, reply_id.msg_id) if reply_id else None
-            if said is None and reply_id and not flushed:
+            reply = self._reports.reply(TENANT, reply_id.msg_id) if reply_id else None
+            if reply is None and reply_id and not flushed:
                 raise LedgerUnavailable(
                     "the database is unavailable; acknowledged data is safe on disk: try again later"
                 )
-            if said is None:
+            if reply is None:
                 raise RequestRefused(
                     f"Response with id {name!r} not found.", status=404, code="not_found", param="previous_response_id"
                 )
@@ -52,12 +52,12 @@ class Conversations:
                 raise RequestRefused(
                     f"the conversation has more than {MAX_RESPONSES} responses", param="previous_response_id"
                 )
-            request = orjson.loads(said.request)
-            turns.append((request, _response(said.text)))
+            request = orjson.loads(reply.request)
+            turns.append((request, _response(reply.text)))
             name = request.get("previous_response_id")
         messages: list[dict[str, Any]] = []
-        for request, reply in reversed(turns):
-            messages = responses_request.continued_messages(request, reply, messages)
+        for request, response in reversed(turns):
+            messages = responses_request.continued_messages(request, response, messages)
         return messages
 
 

@@ -101,9 +101,9 @@ def to_usage(counts: Json | None) -> Json:
         "cache_read_input_tokens": details.get("cached_tokens"),
         "cache_creation_input_tokens": details.get("created_cache_tokens"),
     }
-    known = {name: count for name, count in cached.items() if count is not None}
-    fresh = (counts.get("prompt_tokens") or 0) - sum(known.values())
-    return {"input_tokens": max(0, fresh), "output_tokens": counts.get("completion_tokens") or 0, **known}
+    cache_counts = {name: count for name, count in cached.items() if count is not None}
+    uncached = (counts.get("prompt_tokens") or 0) - sum(cache_counts.values())
+    return {"input_tokens": max(0, uncached), "output_tokens": counts.get("completion_tokens") or 0, **cache_counts}
 
 
 def stop_reason_of(

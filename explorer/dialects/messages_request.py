@@ -158,7 +158,7 @@ class MessagesRequest(BaseModel):
     top_k: int | None = None
     top_p: float | None = None
 
-    # vLLM's own, which its chat completions know by the same names and check.
+    # vLLM's own, which its chat completions have under the same names, and check.
     cache_salt: Any = None
     chat_template_kwargs: Any = None
     ec_transfer_params: Any = None

@@ -299,8 +299,8 @@ def _function(tool: Any, param: str) -> Json:
     _text(tool, "name", param)
     if not isinstance(tool.get("parameters"), dict | None):
         raise wrong_type(f"{param}.parameters", "an object")
-    known = ("name", "description", "parameters", "strict", "defer_loading")
-    return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+    fields = ("name", "description", "parameters", "strict", "defer_loading")
+    return {"type": "function", "function": {key: tool[key] for key in fields if tool.get(key) is not None}}
 
 
 def _text(holder: Json, key: str, param: str) -> str:

@@ -26,7 +26,7 @@ from tuneloop.shared.ledger.recording.completion_object import (
     tag_of_pair,
 )
 from tuneloop.shared.ledger.recording.stored_completions import LOOKED_AT, Deletion, StoredCompletions
-from tuneloop.shared.ledger.recording.tags import ENDPOINT, Place
+from tuneloop.shared.ledger.recording.tags import ENDPOINT, PageCursor
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 
@@ -185,13 +185,13 @@ def _page(
     return [(each.msg_id, to_object(each)) for each in page.found], page.more
 
 
-def _cursor(completions: StoredCompletions, after: str | None) -> Place | None:
+def _cursor(completions: StoredCompletions, after: str | None) -> PageCursor | None:
     if after is None:
         return None
-    place = completions.place_of(TENANT, after)
-    if place is None:
+    cursor = completions.cursor_of(TENANT, after)
+    if cursor is None:
         raise _unknown_after(after)
-    return place
+    return cursor
 
 
 def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:

@@ -2,7 +2,7 @@
 
 
 class Clock:
-    """Stands still until it is told otherwise; in seconds."""
+    """A clock in seconds that stands still until the test moves it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now

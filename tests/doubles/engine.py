@@ -1,6 +1,6 @@
-"""A vLLM engine that samples nothing: it replays what vLLM 0.32 said, byte for byte but for ids and model.
+"""A vLLM engine that samples nothing: it replays the answers of vLLM 0.32, byte for byte but for ids and model.
 
-`recorded/` holds the answers to one prompt at temperature 0, each once as a client asked for it ("plain") and once with
+`recorded/` holds the answers to one prompt at temperature 0, each once as a client requested it ("plain") and once with
 what the explorer adds to every request ("captured"). Who offers tools gets a call of `add`. Faults are plain attributes
 that a test sets.
 """
@@ -28,7 +28,7 @@ _LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapt
 
 
 def recorded(name: str) -> bytes:
-    """What the real engine said."""
+    """A recorded answer of the real engine."""
     return (_RECORDED / name).read_bytes()
 
 
@@ -50,7 +50,7 @@ def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedRequest:
     """A chat request as it arrived."""
 
     headers: dict[str, str]
@@ -83,7 +83,7 @@ class EngineDouble:
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
-    quotes: Callable[[dict[str, Any]], bool] = lambda asked: False  # refuses that, and quotes what it was asked
+    quotes: Callable[[dict[str, Any]], bool] = lambda request: False  # refuses such requests, and quotes them
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
@@ -92,9 +92,9 @@ class EngineDouble:
     ends_by: str = "stop"  # why those replies end
     adapters: dict[str, Path] = field(default_factory=dict)  # by the name that they were loaded under
 
-    chats: list[Heard] = field(default_factory=list)
+    chats: list[ReceivedRequest] = field(default_factory=list)
     posts: list[str] = field(default_factory=list)
-    passed: list[tuple[str, bytes]] = field(default_factory=list)  # what was asked of PASSED, and where
+    passed: list[tuple[str, bytes]] = field(default_factory=list)  # the path and body of each request to PASSED
     prefixes: dict[tuple[int, ...], Path] = field(default_factory=dict)  # by whose weights each was read
     left: int = 0  # clients that went before their reply had ended
     loading: int = 0
@@ -135,15 +135,17 @@ class EngineDouble:
             try:
                 ids = list(json.loads(body)["prompt"].encode())
             except (ValueError, TypeError):
-                return await _say(send, 400, recorded("error_json.json"))
-            return await _say(send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode())
+                return await _send_reply(send, 400, recorded("error_json.json"))
+            return await _send_reply(
+                send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()
+            )
         if path == "/health":
             await _until(lambda: not self.silent)
-            return await _say(send, 200, b"")
+            return await _send_reply(send, 200, b"")
         if path == "/v1/models":
-            return await _say(send, 200, self._models())
+            return await _send_reply(send, 200, self._models())
         query = {key: values[0] for key, values in parse_qs(scope["query_string"].decode()).items()}
-        await _say(send, *await self._control(path, query, body))
+        await _send_reply(send, *await self._control(path, query, body))
 
     async def _control(self, path: str, query: dict[str, str], body: bytes) -> tuple[int, bytes]:
         self.posts.append(path)
@@ -193,41 +195,45 @@ class EngineDouble:
         return 200, b"Success"
 
     def _models(self) -> bytes:
-        told = json.loads(recorded("models.json"))
+        answer = json.loads(recorded("models.json"))
         if not self.adapters:
             return recorded("models.json")
-        told["data"] += [told["data"][0] | {"id": name, "parent": MODEL} for name in self.adapters]
-        return json.dumps(told).encode()
+        answer["data"] += [answer["data"][0] | {"id": name, "parent": MODEL} for name in self.adapters]
+        return json.dumps(answer).encode()
 
-    def _weights_of(self, asked: dict[str, Any]) -> Path:
-        return self.adapters.get(str(asked.get("model")), self.weights)
+    def _weights_of(self, request: dict[str, Any]) -> Path:
+        return self.adapters.get(str(request.get("model")), self.weights)
 
     async def _probe(self, body: bytes, send: Any) -> None:
-        asked = json.loads(body)
-        if asked["model"] not in {MODEL, *self.adapters}:
-            return await _say(send, 404, recorded("error_model.json"))
-        said = json.loads(recorded("completions_probe.json"))
-        if asked.get("top_k") == 1:
+        request = json.loads(body)
+        if request["model"] not in {MODEL, *self.adapters}:
+            return await _send_reply(send, 404, recorded("error_model.json"))
+        reply = json.loads(recorded("completions_probe.json"))
+        if request.get("top_k") == 1:
             self.asked_for_one += 1
-            told = -2.5 if self.raw_logprobs else 0.0
-            said["choices"][0]["logprobs"] = {"tokens": ["x"], "token_logprobs": [told], "top_logprobs": [{"x": told}]}
-            return await _say(send, 200, json.dumps(said).encode())
-        [choice] = said["choices"]
-        if "prompt_logprobs" in asked:
-            logprobs = self._logprobs(self._weights_of(asked), asked["prompt"])
+            answer = -2.5 if self.raw_logprobs else 0.0
+            reply["choices"][0]["logprobs"] = {
+                "tokens": ["x"],
+                "token_logprobs": [answer],
+                "top_logprobs": [{"x": answer}],
+            }
+            return await _send_reply(send, 200, json.dumps(reply).encode())
+        [choice] = reply["choices"]
+        if "prompt_logprobs" in request:
+            logprobs = self._logprobs(self._weights_of(request), request["prompt"])
             rows = [
                 {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}}
-                for token, logprob in zip(asked["prompt"][1:], logprobs, strict=True)
+                for token, logprob in zip(request["prompt"][1:], logprobs, strict=True)
             ]
             choice["prompt_logprobs"] = [None, *rows]
         else:
-            ids = [1] * asked["max_tokens"]
-            weights = self._weights_of(asked)
+            ids = [1] * request["max_tokens"]
+            weights = self._weights_of(request)
             if weights is self.weights:
-                weights = self.prefixes.setdefault(tuple(asked["prompt"]), weights)
-            told = self._logprobs(weights, [*asked["prompt"], *ids])[-len(ids) :]
-            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": told}}
-        await _say(send, 200, self.answer_to_probe or json.dumps(said).encode())
+                weights = self.prefixes.setdefault(tuple(request["prompt"]), weights)
+            answer = self._logprobs(weights, [*request["prompt"], *ids])[-len(ids) :]
+            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": answer}}
+        await _send_reply(send, 200, self.answer_to_probe or json.dumps(reply).encode())
 
     def _logprobs(self, weights: Path, ids: list[int]) -> list[float]:
         found = logprobs_of(weights, ids)
@@ -239,37 +245,37 @@ class EngineDouble:
     async def _chat(self, scope: Any, body: bytes, send: Any) -> None:
         headers = {key.decode(): value.decode("latin-1") for key, value in scope["headers"]}
         try:
-            asked = json.loads(body)
+            request = json.loads(body)
         except ValueError:
-            return await _say(send, 400, recorded("error_json.json"))
-        if refusal := _refusal(asked, {MODEL, *self.adapters}):
-            return await _say(send, *refusal)
-        self.chats.append(Heard(headers, asked, self._weights_of(asked)))
-        if self.quotes(asked):
+            return await _send_reply(send, 400, recorded("error_json.json"))
+        if refusal := _refusal(request, {MODEL, *self.adapters}):
+            return await _send_reply(send, *refusal)
+        self.chats.append(ReceivedRequest(headers, request, self._weights_of(request)))
+        if self.quotes(request):
             error = {"message": f"1 error: 'input': {body.decode()}", "type": "Bad Request", "code": 400}
-            return await _say(send, 400, json.dumps({"error": error}).encode())
+            return await _send_reply(send, 400, json.dumps({"error": error}).encode())
         await _until(lambda: not (self.hangs or self.silent or self.paused))
         if self.status != 200 or self.answer is not None:
-            return await _say(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
-        said = self._substituted(recorded(_name(asked, captured=not self.no_token_ids)), headers)
-        said = said.replace(f'"model":"{MODEL}"'.encode(), f'"model":"{asked["model"]}"'.encode())
-        if asked.get("stream"):
-            return await self._stream([piece for piece in pieces(said) if _wanted(piece, asked)], send)
-        name = self._weights_of(asked).parent.name
+            return await _send_reply(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
+        reply = self._substituted(recorded(_name(request, captured=not self.no_token_ids)), headers)
+        reply = reply.replace(f'"model":"{MODEL}"'.encode(), f'"model":"{request["model"]}"'.encode())
+        if request.get("stream"):
+            return await self._stream([piece for piece in pieces(reply) if _is_requested(piece, request)], send)
+        name = self._weights_of(request).parent.name
         if name in self.says:
-            told = json.loads(said)
-            [choice] = told["choices"]
+            answer = json.loads(reply)
+            [choice] = answer["choices"]
             choice["message"]["content"], choice["finish_reason"] = self.says[name], self.ends_by
-            said = json.dumps(told).encode()
+            reply = json.dumps(answer).encode()
         await asyncio.sleep(self.piece_pause_s)
-        await _say(send, 200, said, cut=self.cut_after is not None)
+        await _send_reply(send, 200, reply, cut=self.cut_after is not None)
 
-    def _substituted(self, said: bytes, headers: dict[str, str]) -> bytes:
-        return said.replace(b"chatcmpl-recorded", b"chatcmpl-" + headers.get("x-request-id", "own").encode())
+    def _substituted(self, reply: bytes, headers: dict[str, str]) -> bytes:
+        return reply.replace(b"chatcmpl-recorded", b"chatcmpl-" + headers.get("x-request-id", "own").encode())
 
-    async def _stream(self, said: list[bytes], send: Any) -> None:
+    async def _stream(self, reply: list[bytes], send: Any) -> None:
         await send(_start(200, b"text/event-stream; charset=utf-8"))
-        for number, piece in enumerate(said):
+        for number, piece in enumerate(reply):
             if number == self.cut_after:
                 raise ConnectionAbortedError
             if number == self.end_after:
@@ -282,20 +288,20 @@ class EngineDouble:
         await send({"type": "http.response.body"})
 
 
-def _name(asked: dict[str, Any], *, captured: bool) -> str:
+def _name(request: dict[str, Any], *, captured: bool) -> str:
     """Which recording answers a request."""
-    stem, kind = ("stream", "sse") if asked.get("stream") else ("whole", "json")
-    if isinstance(asked.get("tool_choice"), dict):
+    stem, kind = ("stream", "sse") if request.get("stream") else ("whole", "json")
+    if isinstance(request.get("tool_choice"), dict):
         stem += "_tools"
-    elif asked.get("tools") and asked.get("tool_choice") != "none":
+    elif request.get("tools") and request.get("tool_choice") != "none":
         stem += "_calls"
-    elif asked.get("n") == 2:
+    elif request.get("n") == 2:
         stem += "_n2"
-    elif asked.get("top_logprobs"):
+    elif request.get("top_logprobs"):
         stem += "_logprobs"
-    elif asked.get("stream") and not (asked.get("stream_options") or {}).get("include_usage"):
+    elif request.get("stream") and not (request.get("stream_options") or {}).get("include_usage"):
         stem += "_nousage"
-    wants = captured and asked.get("return_token_ids"), asked.get("logprobs")
+    wants = captured and request.get("return_token_ids"), request.get("logprobs")
     if all(wants):
         return f"{stem}_captured.{kind}"
     if wants[0]:
@@ -303,18 +309,18 @@ def _name(asked: dict[str, Any], *, captured: bool) -> str:
     return f"{stem}.{kind}" if stem.endswith("logprobs") else f"{stem}_plain.{kind}"
 
 
-def _wanted(piece: bytes, asked: dict[str, Any]) -> bool:
-    """Whether a piece is said to a client: not every recording is without the usage that only some want."""
-    return b'"choices":[]' not in piece or bool((asked.get("stream_options") or {}).get("include_usage"))
+def _is_requested(piece: bytes, request: dict[str, Any]) -> bool:
+    """Whether the client requested a chunk: some recordings have a usage that only some requests include."""
+    return b'"choices":[]' not in piece or bool((request.get("stream_options") or {}).get("include_usage"))
 
 
-def _refusal(asked: Any, models: Container[str]) -> tuple[int, bytes] | None:
+def _refusal(request: Any, models: Container[str]) -> tuple[int, bytes] | None:
     """vLLM's answer to what is no chat request."""
-    messages = asked.get("messages") if isinstance(asked, dict) else None
+    messages = request.get("messages") if isinstance(request, dict) else None
     chat = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
-    if not chat or not isinstance(asked.get("model"), str):
+    if not chat or not isinstance(request.get("model"), str):
         return 400, recorded("error_nomsg.json")
-    return (404, recorded("error_model.json")) if asked.get("model") not in models else None
+    return (404, recorded("error_model.json")) if request.get("model") not in models else None
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -350,7 +356,7 @@ def _start(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, An
     return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *more]}
 
 
-async def _say(send: Any, status: int, body: bytes, *, cut: bool = False) -> None:
+async def _send_reply(send: Any, status: int, body: bytes, *, cut: bool = False) -> None:
     await send(_start(status, b"application/json", (b"content-length", str(len(body)).encode())))
     if cut:
         await send({"type": "http.response.body", "body": body[:10], "more_body": True})

@@ -9,7 +9,7 @@ from tests.doubles.serving import Resettable
 
 if __name__ == "__main__":
     uvicorn.run(
-        # A pause between the pieces, so that a kill finds replies half said.
+        # A pause between the pieces, so that a kill finds replies half sent.
         EngineDouble(answers_probes_by_manifest=True, piece_pause_s=0.002),
         port=int(sys.argv[1]),
         log_level="error",

@@ -21,7 +21,7 @@ class JudgeDouble:
     answers: list[tuple[int, Any, dict[str, str]]] = field(default_factory=list)
     finish_reason: str = "stop"
     pause_s: float = 0.0
-    heard: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     at_once: set[object] = field(default_factory=set)
     most_at_once: int = 0
@@ -41,22 +41,22 @@ class JudgeDouble:
             more = message.get("more_body", False)
         assert (scope["method"], scope["path"]) == ("POST", "/v1/chat/completions")
         self.headers.append({key.decode(): value.decode() for key, value in scope["headers"]})
-        self.heard.append(json.loads(body))
-        request, at_once = object(), self.at_once  # a judge made anew counts nobody who asked the one before
+        self.requests.append(json.loads(body))
+        request, at_once = object(), self.at_once  # a restarted judge does not count the requests of the one before
         at_once.add(request)
         self.most_at_once = max(self.most_at_once, len(at_once))
         try:
-            status, said, headers = self._answer(self.heard[-1])
+            status, reply, headers = self._answer(self.requests[-1])
             await asyncio.sleep(self.pause_s)
         finally:
             at_once.remove(request)
-        await _say(send, status, said, headers)
+        await _send_reply(send, status, reply, headers)
 
-    def _answer(self, asked: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+    def _answer(self, request: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
         if self.answers:
             return self.answers.pop(0)
-        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
-        text = said(asked) if callable(said) else said
+        reply = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        text = reply(request) if callable(reply) else reply
         text = text if isinstance(text, str) else json.dumps(text)
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": self.finish_reason}
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -69,9 +69,9 @@ def verdict(*scores: float, reason: str = "because", names: str = "relevance acc
     return {"reason": reason, "scores": by_name}
 
 
-def shown(asked: dict[str, Any]) -> str:
+def shown(request: dict[str, Any]) -> str:
     """What the judge was shown."""
-    found: str = asked["messages"][1]["content"]
+    found: str = request["messages"][1]["content"]
     return found
 
 
@@ -91,8 +91,8 @@ async def _lifespan(receive: Any, send: Any) -> None:
             return
 
 
-async def _say(send: Any, status: int, said: Any, headers: dict[str, str]) -> None:
-    body = said if isinstance(said, bytes) else json.dumps(said).encode()
+async def _send_reply(send: Any, status: int, reply: Any, headers: dict[str, str]) -> None:
+    body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
     more = [(key.encode(), value.encode()) for key, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain"), *more]})
     await send({"type": "http.response.body", "body": body})

@@ -128,7 +128,7 @@ def started(*, durable: bool = False) -> PostgresServer:
 def _hurry(url: str) -> None:
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
-        # Without synchronous_commit, what is stopped as by a crash would lose what it has said yes to.
+        # Without synchronous_commit, a server that is stopped as by a crash would lose acknowledged commits.
         for setting in ("fsync", "autovacuum"):
             connection.execute(text(f"ALTER SYSTEM SET {setting} = off"))
         connection.execute(text("SELECT pg_reload_conf()"))

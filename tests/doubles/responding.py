@@ -23,13 +23,13 @@ class RespondingDouble(EngineDouble):
     """An engine whose own route answers too."""
 
     #: What the next responses say.
-    output: list[Json] = field(default_factory=lambda: [said("Done.")])
+    output: list[Json] = field(default_factory=lambda: [message_item("Done.")])
     status_of_output: str = "completed"
     #: Streams end after so many events, without a last one.
     breaks_after: int | None = None
-    fails: bool = False  # what is asked for a response is answered with 500
+    fails: bool = False  # requests for a stored response are answered with 500
 
-    asked_itself: list[Json] = field(default_factory=list)
+    native_requests: list[Json] = field(default_factory=list)
     held: dict[str, Json] = field(default_factory=dict)
 
     def finish(self, response_id: str, status: str = "completed") -> None:
@@ -41,37 +41,37 @@ class RespondingDouble(EngineDouble):
         if not path.startswith(RESPONSES):
             return await super()._answer(scope, body, send)
         if self.fails:
-            return await _tell(send, 500, {"detail": "no"})
+            return await _send_json(send, 500, {"detail": "no"})
         if path == RESPONSES:
             return await self._respond(json.loads(body), send)
         name, _, verb = path.removeprefix(f"{RESPONSES}/").partition("/")
         if name not in self.held:
-            return await _tell(send, 404, refused(f"Response with id '{name}' not found.", 404))
+            return await _send_json(send, 404, refused(f"Response with id '{name}' not found.", 404))
         if verb == "cancel":
             return await self._cancel(self.held[name], send)
         if b"stream=true" in scope["query_string"]:
             return await self._events(self.held[name], send)
-        await _tell(send, 200, self.held[name])
+        await _send_json(send, 200, self.held[name])
 
-    async def _respond(self, asked: Json, send: Any) -> None:
-        self.asked_itself.append(asked)
-        background = asked.get("background") is True
-        if background and not asked.get("store", True):
-            return await _tell(send, 400, refused(_NO_STORE, 400, "background"))
-        response = answered(asked, "queued" if background else self.status_of_output)
+    async def _respond(self, request: Json, send: Any) -> None:
+        self.native_requests.append(request)
+        background = request.get("background") is True
+        if background and not request.get("store", True):
+            return await _send_json(send, 400, refused(_NO_STORE, 400, "background"))
+        response = response_object(request, "queued" if background else self.status_of_output)
         if not background:
             response["output"] = self.output
-        if background or asked.get("store", True):
+        if background or request.get("store", True):
             self.held[response["id"]] = response
-        if asked.get("stream"):
+        if request.get("stream"):
             return await self._events(response, send)
-        await _tell(send, 200, response)
+        await _send_json(send, 200, response)
 
     async def _cancel(self, response: Json, send: Any) -> None:
         if response["status"] not in ("queued", "in_progress"):
-            return await _tell(send, 400, refused("Cannot cancel a synchronous response.", 400))
+            return await _send_json(send, 400, refused("Cannot cancel a synchronous response.", 400))
         response["status"] = "cancelled"
-        await _tell(send, 200, response)
+        await _send_json(send, 200, response)
 
     async def _events(self, response: Json, send: Any) -> None:
         begun = {**response, "status": "in_progress", "output": []}
@@ -95,27 +95,27 @@ class RespondingDouble(EngineDouble):
         await send({"type": "http.response.body"})
 
 
-def said(text: str) -> Json:
+def message_item(text: str) -> Json:
     """An item of words."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
     item = {"type": "message", "id": "msg_0123456789abcdef", "role": "assistant", "content": [part]}
     return {**item, "status": "completed", "phase": None}
 
 
-def answered(asked: Json, status: str) -> Json:
+def response_object(request: Json, status: str) -> Json:
     """A response object."""
     echoed = ("metadata", "previous_response_id", "instructions", "user")
     return {
-        "id": asked.get("request_id", "resp_own"),
+        "id": request.get("request_id", "resp_own"),
         "object": "response",
         "created_at": 1,
         "model": MODEL,
         "status": status,
         "output": [],
-        "background": asked.get("background") is True,
-        "tools": asked.get("tools") or [],
+        "background": request.get("background") is True,
+        "tools": request.get("tools") or [],
         "usage": None,
-        **{name: asked.get(name) for name in echoed},
+        **{name: request.get(name) for name in echoed},
     }
 
 
@@ -129,7 +129,7 @@ async def _say(send: Any, event: Json) -> None:
     await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
 
 
-async def _tell(send: Any, status: int, told: Json) -> None:
+async def _send_json(send: Any, status: int, answer: Json) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(told).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(answer).encode()})

@@ -40,7 +40,7 @@ class TeacherDouble:
     says: list[int] = field(default_factory=lambda: [7, 8, 256])
     ends: str = "stop"
     garbage: bytes | None = None
-    heard: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     paths: set[str] = field(default_factory=set)
     most_at_once: int = 0
@@ -58,8 +58,8 @@ class TeacherDouble:
             body, more = body + event.get("body", b""), event.get("more_body", False)
         self._under_way += 1
         self.most_at_once = max(self.most_at_once, self._under_way)
-        status, answer = self._answer(scope, asked := json.loads(body))
-        if self.chokes == "silence" and self._poisoned(asked):
+        status, answer = self._answer(scope, request := json.loads(body))
+        if self.chokes == "silence" and self._poisoned(request):
             await asyncio.sleep(1)
         self._under_way -= 1
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -78,7 +78,7 @@ class TeacherDouble:
             return 200, self.garbage
         if body["model"] != self.model:
             return 404, _error(f"The model `{body['model']}` does not exist.")
-        self.heard.append(body)
+        self.requests.append(body)
         ids = body["prompt"]
         if isinstance(ids, str):
             ids = [each + self.shift for each in self._words.encode(ids, add_special_tokens=False)]
@@ -92,15 +92,15 @@ class TeacherDouble:
         return not isinstance(body["prompt"], str) and not self.poison.isdisjoint(body["prompt"])
 
     def _choice(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        told = None
+        answer = None
         if body.get("prompt_logprobs") is not None:
-            said = [logprob_of(ids, at) for at in range(len(ids))]
+            reply = [logprob_of(ids, at) for at in range(len(ids))]
             if self.chokes == "nan" and self._poisoned(body):
-                said[-1] = math.nan
-            told = [None, *({str(ids[at]): {"logprob": said[at]}} for at in range(1, len(ids)))]
+                reply[-1] = math.nan
+            answer = [None, *({str(ids[at]): {"logprob": reply[at]}} for at in range(1, len(ids)))]
         return {
             "prompt_token_ids": ids,
-            "prompt_logprobs": told,
+            "prompt_logprobs": answer,
             "token_ids": self.says,
             "finish_reason": self.ends,
         }

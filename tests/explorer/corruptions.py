@@ -244,10 +244,10 @@ def _huge_header(actor: Path) -> None:
 def _not_finite() -> Iterator[Corruption]:
     for kind, dtype in _TYPES.items():
         for tensor in tensors():
-            for said, value in _NOT_NUMBERS.items():
+            for reply, value in _NOT_NUMBERS.items():
                 for place in (1, -1):
                     yield Corruption(
-                        f"{said} in {kind} {tensor} at {place}",
+                        f"{reply} in {kind} {tensor} at {place}",
                         partial(_poison, kind, tensor, place, value),
                         f"{tensor} in {WEIGHTS} holds NaN or infinity",
                         sealed=True,
@@ -260,11 +260,15 @@ def _poison(kind: str, tensor: str, place: int, value: float, actor: Path) -> No
     found[tensor].flat[place] = value
     header, data = {}, b""
     for name, numbers in found.items():
-        told = _bytes(kind, numbers)
-        header[name] = {"dtype": kind, "shape": list(numbers.shape), "data_offsets": [len(data), len(data) + len(told)]}
-        data += told
-    said = json.dumps(header).encode()
-    (actor / WEIGHTS).write_bytes(struct.pack("<Q", len(said)) + said + data)
+        answer = _bytes(kind, numbers)
+        header[name] = {
+            "dtype": kind,
+            "shape": list(numbers.shape),
+            "data_offsets": [len(data), len(data) + len(answer)],
+        }
+        data += answer
+    reply = json.dumps(header).encode()
+    (actor / WEIGHTS).write_bytes(struct.pack("<Q", len(reply)) + reply + data)
 
 
 def _bytes(kind: str, numbers: np.ndarray) -> bytes:
@@ -343,10 +347,10 @@ def _indices() -> Iterator[Corruption]:
         "an empty index": {"weight_map": {}},
         "an index without a map": {},
     }.items():
-        said = json.dumps(text).encode()
+        reply = json.dumps(text).encode()
         yield Corruption(
             name,
-            partial(_write, f"{WEIGHTS}.index.json", said),
+            partial(_write, f"{WEIGHTS}.index.json", reply),
             r"index\.json|other\.safetensors|no tensors",
             sealed=True,
         )

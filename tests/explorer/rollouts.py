@@ -1,4 +1,4 @@
-"""Simulated rollouts: rewards drawn for two versions, and the decision asked for again and again."""
+"""Simulated rollouts: rewards drawn for two versions, and the decision computed after each."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -65,7 +65,7 @@ class CountingVersions(Versions):
 
 
 class CountingAlarms(Alarms):
-    """Counts how often it is asked whether no version may be promoted."""
+    """Counts how often it is read whether promotions are held."""
 
     looks = 0
 

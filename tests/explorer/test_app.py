@@ -145,10 +145,10 @@ def test_through_a_real_outage_of_postgres_nothing_is_lost(tmp_path: Path, doubl
         httpx.Client(base_url=url, timeout=30) as http,
     ):
         eventually(lambda: http.get("/health/ready").status_code == 200)
-        said = [http.post(CHAT, json=HELLO).json()["id"] for _ in range(5)]
+        reply = [http.post(CHAT, json=HELLO).json()["id"] for _ in range(5)]
         server.stop()
-        said += [http.post(CHAT, json=HELLO).json()["id"] for _ in range(5)]
-        assert http.post("/feedback", json={"msg_ids": said, "reward": 1}).status_code == 200
+        reply += [http.post(CHAT, json=HELLO).json()["id"] for _ in range(5)]
+        assert http.post("/feedback", json={"msg_ids": reply, "reward": 1}).status_code == 200
         assert http.post("/commit").status_code == 503
         assert http.get("/health/ready").status_code == 200
         server.start()

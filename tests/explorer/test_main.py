@@ -54,19 +54,19 @@ def ended(settings: Path) -> tuple[int, str]:
     """The exit code of a service that does not start, and the one sentence that it ends with."""
     command = [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    said = [line for line in process.stderr.splitlines() if not re.match(r"\d{4}-\d\d-\d\d", line)]
-    assert len(said) == 1, process.stderr
-    return process.returncode, said[0]
+    reply = [line for line in process.stderr.splitlines() if not re.match(r"\d{4}-\d\d-\d\d", line)]
+    assert len(reply) == 1, process.stderr
+    return process.returncode, reply[0]
 
 
 def refused(settings: Path, *words: str) -> str:
     """The sentence that names the setting and the cure."""
     with pytest.raises(EnvironmentRefused) as caught:
         serve(load_settings(settings))
-    said = str(caught.value)
-    assert "\n" not in said
-    assert all(word in said for word in words), said
-    return said
+    reply = str(caught.value)
+    assert "\n" not in reply
+    assert all(word in reply for word in words), reply
+    return reply
 
 
 def job(folder: Path) -> Path:
@@ -77,18 +77,18 @@ ATTACHED = {"explorer__rollout_model__engine_urls": ["http://127.0.0.1:9"]}
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
-    code, said = ended(write_settings(tmp_path, model__model_path="/nowhere", **ATTACHED))
+    code, reply = ended(write_settings(tmp_path, model__model_path="/nowhere", **ATTACHED))
     assert code == 3
-    assert said.startswith("model.model_path: /nowhere is not a model folder")
-    assert "give the folder" in said
+    assert reply.startswith("model.model_path: /nowhere is not a model folder")
+    assert "give the folder" in reply
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_settings_that_are_wrong_are_said(tmp_path: Path) -> None:
-    code, said = ended(write_settings(tmp_path, explorer__proxy_prot=1))
+    code, reply = ended(write_settings(tmp_path, explorer__proxy_prot=1))
     assert code == 2
-    assert "explorer.proxy_prot" in said
-    assert "proxy_port" in said
+    assert "explorer.proxy_prot" in reply
+    assert "proxy_port" in reply
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -104,8 +104,8 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
 def test_a_database_that_is_not_there_is_said(tmp_path: Path) -> None:
     url = "postgresql://someone:secret@127.0.0.1:9/none"
     settings = write_settings(tmp_path, buffer__trainer_input__experience_buffer__path=url, **ATTACHED)
-    said = refused(settings, "buffer.trainer_input.experience_buffer.path", "127.0.0.1:9", "start it")
-    assert "secret" not in said
+    reply = refused(settings, "buffer.trainer_input.experience_buffer.path", "127.0.0.1:9", "start it")
+    assert "secret" not in reply
 
 
 def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
 
 def test_a_spool_that_a_worker_cannot_open_is_said(tmp_path: Path) -> None:
     (job(tmp_path) / "spool" / "0" / "lock").mkdir(parents=True)
-    code, said = ended(write_settings(tmp_path, **ATTACHED))
+    code, reply = ended(write_settings(tmp_path, **ATTACHED))
     assert code == 3
-    assert said.startswith("explorer.spool_dir: ")
-    assert "make room, or choose another folder" in said
+    assert reply.startswith("explorer.spool_dir: ")
+    assert "make room, or choose another folder" in reply
 
 
 def test_a_key_that_is_none_is_said(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_a_key_that_is_none_is_said(tmp_path: Path) -> None:
 def test_an_engine_that_dies_at_start_is_said(tmp_path: Path) -> None:
     settings = write_settings(tmp_path, explorer__rollout_model__single_process=True)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["Nonsense"], "model_type": "none"}))
-    code, said = ended(settings)
+    code, reply = ended(settings)
     assert code == 3
-    assert said.startswith("explorer.rollout_model: engine 0 died at start")
-    assert "engine-0.log" in said
+    assert reply.startswith("explorer.rollout_model: engine 0 died at start")
+    assert "engine-0.log" in reply
 
 
 @contextmanager
@@ -159,13 +159,13 @@ def service(settings: Path, *, ready: bool = True) -> Iterator[tuple["subprocess
 
 def _url(running: "subprocess.Popen[bytes]") -> str:
     assert running.stderr is not None
-    said, deadline = b"", time.monotonic() + 120
+    reply, deadline = b"", time.monotonic() + 120
     while time.monotonic() < deadline:
         if select.select([running.stderr], [], [], 0.1)[0]:
-            said += os.read(running.stderr.fileno(), 1 << 16)
-        if found := re.search(rb"explorer_listening.*url=(\S+)", said):
+            reply += os.read(running.stderr.fileno(), 1 << 16)
+        if found := re.search(rb"explorer_listening.*url=(\S+)", reply):
             return found[1].decode()
-    raise AssertionError(said.decode())
+    raise AssertionError(reply.decode())
 
 
 def kept(folder: Path) -> list[Exchange]:
@@ -198,11 +198,11 @@ def test_a_service_killed_right_at_the_end_of_a_stream_has_kept_it(tmp_path: Pat
                     running.send_signal(signal.SIGKILL)
                     break
                 if line:
-                    said = json.loads(line.removeprefix("data: "))["id"]
+                    body = json.loads(line.removeprefix("data: "))["id"]
         assert running.wait(60) == -signal.SIGKILL
-    assert [each.msg_id for each in kept(tmp_path)] == [said]
+    assert [each.msg_id for each in kept(tmp_path)] == [body]
     with service(settings) as (running, http):
-        assert http.post("/feedback", json={"msg_ids": [said], "reward": 1}).status_code == 200
+        assert http.post("/feedback", json={"msg_ids": [body], "reward": 1}).status_code == 200
         assert http.post("/commit").json()["committed"] == 1
         running.send_signal(signal.SIGKILL)
     assert stored(tmp_path)[State.COMMITTED] == 1
@@ -210,8 +210,8 @@ def test_a_service_killed_right_at_the_end_of_a_stream_has_kept_it(tmp_path: Pat
 
 def test_a_service_told_to_stop_stops_cleanly(tmp_path: Path, double: EngineDouble) -> None:
     with service(write_settings(tmp_path, **attached_to(double))) as (running, http):
-        said = [http.post(CHAT, json=HELLO).json()["id"] for _ in range(10)]
-        http.post("/feedback", json={"msg_ids": said, "reward": 1})
+        reply = [http.post(CHAT, json=HELLO).json()["id"] for _ in range(10)]
+        http.post("/feedback", json={"msg_ids": reply, "reward": 1})
         started = time.monotonic()
         running.send_signal(signal.SIGTERM)
         assert running.wait(60) == 0

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
 
 
-def said(totals: ProcessTotals) -> dict[tuple[str, str], float]:
+def collected(totals: ProcessTotals) -> dict[tuple[str, str], float]:
     """What /metrics says, by name and labels."""
     text = generate_latest(totals).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -27,7 +27,7 @@ def test_what_workers_count_is_added_up() -> None:
     totals = ProcessTotals(own.registry)
     totals.update(0, process_samples(worker(3, in_flight=1)))
     totals.update(1, process_samples(worker(4, version=1, in_flight=2)))
-    found = said(totals)
+    found = collected(totals)
     assert found["tuneloop_requests_total", "/chat,200,0"] == 3
     assert found["tuneloop_requests_total", "/chat,200,1"] == 4
     assert found["tuneloop_request_seconds_count", "/chat"] == 7
@@ -43,14 +43,14 @@ def test_gauges_of_the_service_are_the_control_processs_alone() -> None:
     other.version_served.set(3)
     totals = ProcessTotals(own.registry)
     totals.update(0, process_samples(other.registry))
-    assert said(totals)["tuneloop_version_served", ""] == 7
+    assert collected(totals)["tuneloop_version_served", ""] == 7
 
 
 def test_a_workers_latest_count_takes_the_place_of_the_one_before() -> None:
     totals = ProcessTotals(Metrics().registry)
     for requests in (3, 5):
         totals.update(0, process_samples(worker(requests)))
-    assert said(totals)["tuneloop_requests_total", "/chat,200,0"] == 5
+    assert collected(totals)["tuneloop_requests_total", "/chat,200,0"] == 5
 
 
 def test_no_counter_falls_when_a_worker_dies_and_its_gauges_go() -> None:
@@ -60,7 +60,7 @@ def test_no_counter_falls_when_a_worker_dies_and_its_gauges_go() -> None:
         totals.retire(serial)
     totals.retire(3)  # it died before it counted anything
     totals.update(4, process_samples(worker(1, in_flight=1)))
-    found = said(totals)
+    found = collected(totals)
     assert found["tuneloop_requests_total", "/chat,200,0"] == 7
     assert found["tuneloop_requests_in_flight", ""] == 1
 
@@ -68,7 +68,7 @@ def test_no_counter_falls_when_a_worker_dies_and_its_gauges_go() -> None:
 def test_names_and_labels_are_those_of_one_process() -> None:
     metrics = Metrics()
     metrics.count_request("/chat", 200, 0, 0.02)
-    alone = {(name, labels) for name, labels in said(ProcessTotals(metrics.registry))}
+    alone = {(name, labels) for name, labels in collected(ProcessTotals(metrics.registry))}
     totals = ProcessTotals(Metrics().registry)
     totals.update(0, process_samples(worker(1)))
-    assert set(said(totals)) == alone
+    assert set(collected(totals)) == alone

@@ -12,7 +12,7 @@ from tests.explorer.running import HELLO
 BODY = json.dumps(HELLO).encode()
 
 
-class Told(NamedTuple):
+class WireResponse(NamedTuple):
     """One answer as it came over the wire."""
 
     status: int
@@ -35,7 +35,7 @@ class Wire:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def told(self, *, head: bool = False) -> Told:
+    def response(self, *, head: bool = False) -> WireResponse:
         """The next answer."""
         status = int(self._file.readline().split()[1])
         headers = {}
@@ -43,7 +43,7 @@ class Wire:
             name, _, value = line.decode("latin-1").partition(":")
             assert name not in headers, "twice the same header"
             headers[name] = value.strip()
-        return Told(status, headers, b"" if head or status == 100 else self._body(headers))
+        return WireResponse(status, headers, b"" if head or status == 100 else self._body(headers))
 
     def _body(self, headers: dict[str, str]) -> bytes:
         if "content-length" in headers:
@@ -82,7 +82,9 @@ class Wire:
         self.close()
 
 
-def asked(body: bytes = BODY, *headers: str, path: str = CHAT, version: str = "1.1", method: str = "POST") -> bytes:
+def http_request(
+    body: bytes = BODY, *headers: str, path: str = CHAT, version: str = "1.1", method: str = "POST"
+) -> bytes:
     lines = [f"{method} {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *headers]
     return "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n" + body
 

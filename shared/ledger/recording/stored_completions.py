@@ -12,7 +12,7 @@ from tuneloop.shared.ledger.recording.completion_object import Spoken, Stored, a
 from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, names_in
 from tuneloop.shared.ledger.recording.retention import delete_by, delete_with_exchanges, regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, Place, change
+from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, PageCursor, change
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
@@ -44,16 +44,16 @@ class StoredCompletions(LedgerPart):
         super().__init__(transactions)
         self._settlement = settlement
 
-    def place_of(self, tenant: str, msg_id: str) -> Place | None:
+    def cursor_of(self, tenant: str, msg_id: str) -> PageCursor | None:
         """Where a completion stands in the list, or stood until it was deleted."""
         for table in (exchanges, deletions):
             query = select(table.c.received_at).where(table.c.msg_id == msg_id, table.c.tenant == tenant)
             if found := self._read(query):
-                return Place(found[0].received_at, msg_id)
+                return PageCursor(found[0].received_at, msg_id)
         return None
 
     def page(
-        self, tenant: str, *, wanted: Collection[bytes] = (), after: Place | None, order: Order, limit: int
+        self, tenant: str, *, wanted: Collection[bytes] = (), after: PageCursor | None, order: Order, limit: int
     ) -> CompletionPage | None:
         """The next completions, by the time of their requests: those that have all the `wanted` tags.
 
@@ -85,7 +85,7 @@ class StoredCompletions(LedgerPart):
             row = connection.execute(_exchange(tenant, msg_id)).one_or_none()
             if row is not None:
                 found_by = tags_of(tenant, codec.unpack_text(row.request), pairs)
-                change(connection, Place(row.received_at, msg_id), found_by=found_by, metadata=as_json(pairs))
+                change(connection, PageCursor(row.received_at, msg_id), found_by=found_by, metadata=as_json(pairs))
             return row is not None
 
     def delete(self, tenant: str, msg_id: str) -> Deletion | None:
@@ -119,7 +119,7 @@ class StoredCompletions(LedgerPart):
         return [event.event_id for event in events if deleted & names_in(event)]
 
     def _with_several(
-        self, wanted: Collection[bytes], after: Place | None, order: Order, limit: int
+        self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
     ) -> tuple[list[str], bool]:
         [driving, *others] = sorted(wanted, key=self._about_how_many)
         looked_at = select_tagged(driving, after, order, LOOKED_AT).subquery()
@@ -143,14 +143,14 @@ class StoredCompletions(LedgerPart):
         return {row.msg_id: _completion(row, spoken[row.msg_id]) for row in found}
 
 
-def select_page(tenant: str, after: Place | None, order: Order, limit: int) -> Select[Any]:
+def select_page(tenant: str, after: PageCursor | None, order: Order, limit: int) -> Select[Any]:
     """The names of a tenant's next completions."""
     query = select(exchanges.c.received_at, exchanges.c.msg_id)
     query = query.where(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT_IN_SQL)
     return _next(query, exchanges, after, order).limit(limit)
 
 
-def select_tagged(tag: bytes, after: Place | None, order: Order, limit: int) -> Select[Any]:
+def select_tagged(tag: bytes, after: PageCursor | None, order: Order, limit: int) -> Select[Any]:
     """The names of the next completions that have the tag."""
     query = select(tags.c.received_at, tags.c.msg_id).where(tags.c.tag == tag)
     return _next(query, tags, after, order).limit(limit)
@@ -160,13 +160,13 @@ def _having(others: Sequence[bytes], looked_at: Any, order: Order) -> Select[Any
     """Those of the completions that have the other tags too."""
     query = _next(select(looked_at.c.msg_id), looked_at, None, order)
     for tag in others:
-        same = and_(*(tags.c[name] == looked_at.c[name] for name in Place._fields))
+        same = and_(*(tags.c[name] == looked_at.c[name] for name in PageCursor._fields))
         query = query.where(exists().where(tags.c.tag == tag, same))
     return query
 
 
-def _next(query: Select[Any], table: Any, after: Place | None, order: Order) -> Select[Any]:
-    columns = [table.c[name] for name in Place._fields]
+def _next(query: Select[Any], table: Any, after: PageCursor | None, order: Order) -> Select[Any]:
+    columns = [table.c[name] for name in PageCursor._fields]
     if after is not None:
         place = tuple_(*columns)
         query = query.where(place > after if order == "asc" else place < after)

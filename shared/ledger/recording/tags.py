@@ -21,7 +21,7 @@ ENDPOINT_IN_SQL: ColumnElement[str] = literal_column(f"'{ENDPOINT}'")
 _ANYTHING_CHANGED = select(exists().select_from(changed_metadata))
 
 
-class Place(NamedTuple):
+class PageCursor(NamedTuple):
     """Where a completion stands in the list."""
 
     received_at: float
@@ -42,12 +42,12 @@ def tag(connection: Connection, said: Sequence[Exchange]) -> None:
     put(connection, tags, rows)
 
 
-def change(connection: Connection, place: Place, *, found_by: Collection[bytes], metadata: str) -> None:
+def change(connection: Connection, cursor: PageCursor, *, found_by: Collection[bytes], metadata: str) -> None:
     """Give a completion other metadata, and let it be found by that."""
-    connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == place.msg_id))
-    connection.execute(insert(changed_metadata).values(msg_id=place.msg_id, metadata=metadata))
-    connection.execute(delete(tags).where(tags.c.msg_id == place.msg_id))
-    rows = [{"tag": tag, **place._asdict()} for tag in found_by]
+    connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == cursor.msg_id))
+    connection.execute(insert(changed_metadata).values(msg_id=cursor.msg_id, metadata=metadata))
+    connection.execute(delete(tags).where(tags.c.msg_id == cursor.msg_id))
+    rows = [{"tag": tag, **cursor._asdict()} for tag in found_by]
     if rows:
         connection.execute(insert(tags), rows)
 

@@ -30,37 +30,37 @@ PREFIX = {CHAT: "chatcmpl-", TEXT: "cmpl-", RESPONSES: "resp_", MESSAGES: "msg_"
 class Clever(EngineDouble):
     """A double that completes text too, and counts tokens; of text, the explorer asks only for what it proves."""
 
-    asked_for_text: Any = None
+    text_request: Any = None
     passed: Any = None
     passed_status: int = 200
-    said: bytes = b'{"count":2,"tokens":[64,65]}'
+    answer_to_passed: bytes = b'{"count":2,"tokens":[64,65]}'
 
     async def _answer(self, scope: Any, body: bytes, send: Any) -> None:
         path = scope["path"]
-        if path == TEXT and (asked := json.loads(body)).get("top_k") != 1:
-            return await self._text(asked, scope, send)
+        if path == TEXT and (request := json.loads(body)).get("top_k") != 1:
+            return await self._text(request, scope, send)
         if path in ("/tokenize", "/detokenize", COUNT) or (path == "/v1/models" and self.passed_status != 200):
             self.passed = path, body
-            return await tell(send, self.passed_status, self.said)
+            return await tell(send, self.passed_status, self.answer_to_passed)
         await super()._answer(scope, body, send)
 
-    async def _text(self, asked: dict[str, Any], scope: Any, send: Any) -> None:
-        self.asked_for_text = asked
+    async def _text(self, request: dict[str, Any], scope: Any, send: Any) -> None:
+        self.text_request = request
         name = "cmpl-" + dict(scope["headers"])[b"x-request-id"].decode()
-        if not asked.get("stream"):
-            return await tell(send, 200, json.dumps(completed(name, range(3), asked)).encode())
-        pieces = [completed(name, [at], asked) for at in range(3)]
-        said = b"".join(b"data: %b\n\n" % json.dumps(each, separators=(",", ":")).encode() for each in pieces)
-        await tell(send, 200, said + b"data: [DONE]\n\n", b"text/event-stream")
+        if not request.get("stream"):
+            return await tell(send, 200, json.dumps(completed(name, range(3), request)).encode())
+        pieces = [completed(name, [at], request) for at in range(3)]
+        reply = b"".join(b"data: %b\n\n" % json.dumps(each, separators=(",", ":")).encode() for each in pieces)
+        await tell(send, 200, reply + b"data: [DONE]\n\n", b"text/event-stream")
 
 
-def completed(name: str, which: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def completed(name: str, which: Any, request: dict[str, Any]) -> dict[str, Any]:
     """A completion of text, or a piece of one, as vLLM tells it."""
     choice: dict[str, Any] = {"index": 0, "text": "".join(WORDS[at] for at in which), "logprobs": None}
     choice["finish_reason"] = "length" if 2 in which else None
-    if asked.get("logprobs") is not None:
+    if request.get("logprobs") is not None:
         choice["logprobs"] = {"token_logprobs": [-0.5] * len(which), "tokens": [WORDS[at] for at in which]}
-    if asked.get("return_token_ids"):
+    if request.get("return_token_ids"):
         choice |= {"token_ids": [IDS[at] for at in which], "prompt_token_ids": PROMPT if 0 in which else None}
     return {"id": name, "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
 
@@ -78,7 +78,7 @@ def place(places: list[EnginePlace]) -> EnginePlace:
 
 @pytest.fixture(scope="module")
 def explorer(place: EnginePlace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
-    """One explorer for all that is asked here."""
+    """One explorer for all tests here."""
     folder: Path = tmp_path_factory.mktemp("dialects")
     with explorer_running(settings_for(folder, [place.url])) as running:
         yield running
@@ -133,11 +133,11 @@ def test_the_openai_client_completes_text(explorer: RunningExplorer, engine: Cle
     with explorer.openai() as client:
         whole = client.completions.create(**ASKED[TEXT])
         stream = list(client.completions.create(**ASKED[TEXT], stream=True))
-        asked = client.completions.create(**ASKED[TEXT], logprobs=1)
+        request = client.completions.create(**ASKED[TEXT], logprobs=1)
     assert whole.choices[0].text == "".join(piece.choices[0].text for piece in stream) == "7!"
     assert whole.choices[0].logprobs is None
-    assert asked.choices[0].logprobs is not None
-    assert (engine.asked_for_text["logprobs"], engine.asked_for_text["return_token_ids"]) == (1, True)
+    assert request.choices[0].logprobs is not None
+    assert (engine.text_request["logprobs"], engine.text_request["return_token_ids"]) == (1, True)
 
 
 def test_the_openai_client_goes_on_from_a_response(explorer: RunningExplorer, engine: Clever) -> None:
@@ -146,8 +146,8 @@ def test_the_openai_client_goes_on_from_a_response(explorer: RunningExplorer, en
         second = client.responses.create(model=MODEL, input="and?", previous_response_id=first.id)
         with client.responses.stream(model=MODEL, input="more?", previous_response_id=second.id) as stream:
             third = stream.until_done().get_final_response()
-    said = [(each["role"], each["content"]) for each in engine.chats[-1].body["messages"]]
-    assert said == [
+    reply = [(each["role"], each["content"]) for each in engine.chats[-1].body["messages"]]
+    assert reply == [
         ("user", "3+4="),
         ("assistant", first.output_text),
         ("user", "and?"),
@@ -188,7 +188,7 @@ def test_what_was_never_said_cannot_be_gone_on_from(explorer: RunningExplorer, e
 def test_what_samples_nothing_is_passed_on_and_not_kept(explorer: RunningExplorer, engine: Clever, path: str) -> None:
     before = len(explorer.exchanges())
     reply = explorer.http.post(path, content=b'{"model":"t", "prompt": "ab"}')
-    assert (reply.status_code, reply.content) == (200, engine.said)
+    assert (reply.status_code, reply.content) == (200, engine.answer_to_passed)
     assert engine.passed == (path, b'{"model":"t", "prompt": "ab"}')
     assert reply.headers["x-request-id"]
     assert len(explorer.exchanges()) == before
@@ -200,7 +200,7 @@ REFUSED = b'{"error":{"message":"The model `nope` does not exist.","type":"NotFo
 
 @pytest.mark.parametrize("path", ["/tokenize", COUNT, "/v1/models"])
 @pytest.mark.parametrize(
-    ("status", "said", "told"),
+    ("status", "body", "answer"),
     [
         (404, REFUSED, 404),
         (404, b'{"detail":"Not Found"}', 404),
@@ -211,13 +211,13 @@ REFUSED = b'{"error":{"message":"The model `nope` does not exist.","type":"NotFo
     ],
 )
 def test_what_the_engine_refuses_is_told_in_an_envelope(
-    explorer: RunningExplorer, engine: Clever, path: str, status: int, said: bytes, told: int
+    explorer: RunningExplorer, engine: Clever, path: str, status: int, body: bytes, answer: int
 ) -> None:
-    engine.passed_status, engine.said = status, said
+    engine.passed_status, engine.answer_to_passed = status, body
     reply = explorer.http.request("GET" if "models" in path else "POST", path)
-    assert reply.status_code == told
-    assert reply.content == said if said == REFUSED else reply.json()["error"]["message"]
-    if path == COUNT and said != REFUSED:
+    assert reply.status_code == answer
+    assert reply.content == body if body == REFUSED else reply.json()["error"]["message"]
+    if path == COUNT and body != REFUSED:
         assert reply.json()["type"] == "error"
     engine.passed_status = 200
     eventually(lambda: explorer.services.fleet.engines[0].in_flight == 0)
@@ -230,8 +230,8 @@ def test_models_are_listed_and_found_by_name(explorer: RunningExplorer, engine: 
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.models.retrieve("no/such model")
     engine.passed_status = 201
-    for said in (b"[]", b"{}", b'{"data": 5}', b'{"data": [5]}', b"nonsense"):
-        engine.said = said
+    for reply in (b"[]", b"{}", b'{"data": 5}', b'{"data": [5]}', b"nonsense"):
+        engine.answer_to_passed = reply
         assert explorer.http.get("/v1/models/x").status_code == 502
 
 
@@ -259,14 +259,14 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-@pytest.mark.parametrize("said", NONSENSE)
+@pytest.mark.parametrize("reply", NONSENSE)
 def test_whatever_the_engine_says_is_no_bug_of_ours(
-    explorer: RunningExplorer, engine: Clever, path: str, said: bytes
+    explorer: RunningExplorer, engine: Clever, path: str, reply: bytes
 ) -> None:
-    engine.answer = said
+    engine.answer = reply
     whole = explorer.http.post(path, json=ASKED[path])
     assert whole.status_code in {200, 502}, whole.text
-    engine.answer = b"data: %b\n\ndata: [DONE]\n\n" % said
+    engine.answer = b"data: %b\n\ndata: [DONE]\n\n" % reply
     assert explorer.http.post(path, json=ASKED[path] | {"stream": True}).status_code == 200
     eventually(lambda: explorer.services.proxy.admission.in_flight == 0)
     engine.answer = None

@@ -14,11 +14,11 @@ Json = dict[str, Any]
 PNG = {"type": "base64", "media_type": "image/png", "data": "xx"}
 
 
-def ask(**but: Any) -> Json:
+def messages_request(**but: Any) -> Json:
     return {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], **but}
 
 
-def said(*content: Any, role: str = "user") -> Json:
+def with_message(*content: Any, role: str = "user") -> Json:
     return {"messages": [{"role": role, "content": list(content)}]}
 
 
@@ -48,7 +48,7 @@ FIRST = chunk({"role": "assistant", "content": ""}) | {"usage": {"prompt_tokens"
 USAGE = {"model": "tiny", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7}}
 
 
-def told(*chunks: Json) -> list[Json]:
+def stream_events(*chunks: Json) -> list[Json]:
     """The events of a stream."""
     stream = MessageStream(msg_id="msg_1")
     data = b"".join([*map(stream.add_chunk, chunks), stream.end()])
@@ -83,7 +83,9 @@ def blocks(events: list[Json]) -> list[Json]:
 
 
 def test_labels_go_the_way_of_our_own() -> None:
-    body = ask(metadata={"user_id": "me", "task_id": 7, "run_id": "r", "train": False, "priority": 2}, store=False)
+    body = messages_request(
+        metadata={"user_id": "me", "task_id": 7, "run_id": "r", "train": False, "priority": 2}, store=False
+    )
     chat = to_chat(body)
     assert tuple(labels_of(chat)) == ("7", "r", "me", 2.0, False)
     assert chat["store"] is False
@@ -91,15 +93,15 @@ def test_labels_go_the_way_of_our_own() -> None:
 
 
 def test_who_the_user_is_may_also_be_said_in_our_words() -> None:
-    assert to_chat(ask(metadata={"user_id": "theirs", "user": "ours"}))["metadata"]["user"] == "ours"
-    assert "metadata" not in to_chat(ask())
-    assert "store" not in to_chat(ask())
+    assert to_chat(messages_request(metadata={"user_id": "theirs", "user": "ours"}))["metadata"]["user"] == "ours"
+    assert "metadata" not in to_chat(messages_request())
+    assert "store" not in to_chat(messages_request())
 
 
 def test_a_stream_is_asked_to_count_its_tokens() -> None:
-    chat = to_chat(ask(stream=True))
+    chat = to_chat(messages_request(stream=True))
     assert (chat["stream"], chat["stream_options"]["include_usage"]) == (True, True)
-    assert "stream" not in to_chat(ask(stream=False))
+    assert "stream" not in to_chat(messages_request(stream=False))
 
 
 def test_a_conversation_keeps_its_reasoning_calls_and_ids() -> None:
@@ -124,7 +126,7 @@ def test_a_conversation_keeps_its_reasoning_calls_and_ids() -> None:
         },
     ]
     function = {"name": "light", "arguments": '{"on":true}'}
-    assert to_chat(ask(messages=turns))["messages"] == [
+    assert to_chat(messages_request(messages=turns))["messages"] == [
         {"role": "user", "content": "on"},
         {
             "role": "assistant",
@@ -138,7 +140,7 @@ def test_a_conversation_keeps_its_reasoning_calls_and_ids() -> None:
 
 
 def test_only_what_is_asked_for_is_asked() -> None:
-    assert to_chat(ask(temperature=None, tools=None, tool_choice={"type": "any"})) == {
+    assert to_chat(messages_request(temperature=None, tools=None, tool_choice={"type": "any"})) == {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hi"}],
         "max_completion_tokens": 8,
@@ -154,14 +156,18 @@ def test_only_what_is_asked_for_is_asked() -> None:
     ],
 )
 def test_thinking_has_a_budget_and_an_effort(thinking: Json, budget: int | None, effort: str) -> None:
-    chat = to_chat(ask(thinking=thinking, output_config={"effort": "low"}, max_tokens=2000))
+    chat = to_chat(messages_request(thinking=thinking, output_config={"effort": "low"}, max_tokens=2000))
     assert (chat.get("thinking_token_budget"), chat["reasoning_effort"]) == (budget, effort)
 
 
 def test_images_are_carried_over() -> None:
     url = {"type": "url", "url": "https://example.com/a.png"}
     chat = to_chat(
-        ask(**said({"type": "text", "text": "see"}, {"type": "image", "source": PNG}, {"type": "image", "source": url}))
+        messages_request(
+            **with_message(
+                {"type": "text", "text": "see"}, {"type": "image", "source": PNG}, {"type": "image", "source": url}
+            )
+        )
     )
     assert [part.get("image_url") for part in chat["messages"][0]["content"]] == [
         None,
@@ -177,7 +183,7 @@ def test_a_result_shows_its_images_as_the_user_and_names_the_tools_it_found() ->
         {"type": "tool_reference", "tool_name": "light"},
         {"type": "image", "source": {"type": "url"}},
     ]
-    chat = to_chat(ask(**said({"type": "tool_result", "tool_use_id": "t", "content": content})))
+    chat = to_chat(messages_request(**with_message({"type": "tool_result", "tool_use_id": "t", "content": content})))
     assert chat["messages"] == [
         {"role": "tool", "tool_call_id": "t", "content": "a"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}]},
@@ -186,7 +192,7 @@ def test_a_result_shows_its_images_as_the_user_and_names_the_tools_it_found() ->
 
 
 def test_the_request_is_left_as_it_was() -> None:
-    body = ask(tools=[{"name": "light", "input_schema": {}}])
+    body = messages_request(tools=[{"name": "light", "input_schema": {}}])
     assert to_chat(body)["tools"][0]["function"]["parameters"] == {"type": "object"}
     assert body["tools"][0]["input_schema"] == {}
 
@@ -202,11 +208,11 @@ def test_the_request_is_left_as_it_was() -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [5]}]}]}, None, "dictionary"),
         (
-            said({"type": "tool_result", "content": [{"type": "image", "source": "x"}]}),
+            with_message({"type": "tool_result", "content": [{"type": "image", "source": "x"}]}),
             "tool_result.content.source",
             "object",
         ),
-        (said({"type": "tool_addition"}, role="system"), "messages.0.content.0", "tool is required"),
+        (with_message({"type": "tool_addition"}, role="system"), "messages.0.content.0", "tool is required"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "name is required"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, "less than max_tokens"),
         ({"metadata": []}, "metadata", "dictionary"),
@@ -214,7 +220,7 @@ def test_the_request_is_left_as_it_was() -> None:
 )
 def test_a_refusal_names_the_place(but: Json, param: str | None, word: str) -> None:
     with pytest.raises(RequestRefused, match=word) as refused:
-        to_chat(ask(**but))
+        to_chat(messages_request(**but))
     assert refused.value.status == 400
     assert param is None or refused.value.param == param
 
@@ -261,7 +267,7 @@ def test_why_a_reply_ended(
     assert (found.get("stop_reason"), found.get("stop_sequence")) == (stop_reason, stop_sequence)
     pieces = [call_chunk(index, "{}", id=each["id"], name="light") for index, each in enumerate(calls)]
     last = chunk({"tool_calls": pieces}, finish_reason=finish_reason, stop_reason=matched)
-    delta = told(FIRST, last, USAGE)[-2]["delta"]
+    delta = stream_events(FIRST, last, USAGE)[-2]["delta"]
     assert delta == {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
 
 
@@ -289,12 +295,12 @@ def test_input_tokens_are_those_that_no_cache_had() -> None:
         "cache_creation_input_tokens": 8,
     }
     assert to_message(reply({"content": "x"}, usage=usage), msg_id="msg_1")["usage"] == expected
-    assert told(FIRST, USAGE | {"usage": usage})[-2]["usage"] == expected
+    assert stream_events(FIRST, USAGE | {"usage": usage})[-2]["usage"] == expected
     assert to_message(reply({"content": "x"}), msg_id="msg_1")["usage"] == {"input_tokens": 0, "output_tokens": 0}
 
 
 def test_a_stream_begins_and_ends_like_a_message() -> None:
-    events = told(FIRST, chunk({"content": "a"}), chunk({"content": "b"}, finish_reason="length"), USAGE)
+    events = stream_events(FIRST, chunk({"content": "a"}), chunk({"content": "b"}, finish_reason="length"), USAGE)
     assert [event["type"] for event in events] == [
         "message_start",
         "content_block_start",
@@ -318,28 +324,28 @@ def test_a_stream_begins_and_ends_like_a_message() -> None:
 
 
 def test_a_stream_of_nothing_has_no_block() -> None:
-    events = told(FIRST, chunk({}), chunk({"content": ""}, finish_reason="stop"), USAGE)
+    events = stream_events(FIRST, chunk({}), chunk({"content": ""}, finish_reason="stop"), USAGE)
     assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
 
 
 def test_thinking_is_signed_when_it_ends() -> None:
-    events = told(FIRST, chunk({"reasoning": "h"}), chunk({"reasoning": "m"}), chunk({"content": "ok"}), USAGE)
+    events = stream_events(FIRST, chunk({"reasoning": "h"}), chunk({"reasoning": "m"}), chunk({"content": "ok"}), USAGE)
     thinking, text = blocks(events)
     assert (thinking["thinking"], len(thinking["signature"])) == ("hm", 32)
     assert text == {"type": "text", "text": "ok"}
 
 
 def test_thinking_that_never_ends_is_signed_too() -> None:
-    (thinking,) = blocks(told(FIRST, chunk({"reasoning": "hm"}, finish_reason="length"), USAGE))
+    (thinking,) = blocks(stream_events(FIRST, chunk({"reasoning": "hm"}, finish_reason="length"), USAGE))
     assert len(thinking["signature"]) == 32
 
 
 def test_the_first_chunk_may_speak_already() -> None:
-    assert blocks(told(chunk({"role": "assistant", "content": "a"}), USAGE)) == [{"type": "text", "text": "a"}]
+    assert blocks(stream_events(chunk({"role": "assistant", "content": "a"}), USAGE)) == [{"type": "text", "text": "a"}]
 
 
 def test_text_around_several_calls() -> None:
-    events = told(
+    events = stream_events(
         FIRST,
         chunk({"content": "see: "}),
         chunk({"tool_calls": [call_chunk(0, id="call_1", name="light")]}),
@@ -362,13 +368,15 @@ def test_text_around_several_calls() -> None:
 
 def test_a_call_that_a_stop_string_cut_short_must_not_run() -> None:
     pieces = [call_chunk(0, "{}", id="call_1", name="light"), call_chunk(1, '{"on', id="call_2", name="light")]
-    events = told(FIRST, chunk({"tool_calls": pieces}), chunk({}, finish_reason="stop", stop_reason="###"), USAGE)
+    events = stream_events(
+        FIRST, chunk({"tool_calls": pieces}), chunk({}, finish_reason="stop", stop_reason="###"), USAGE
+    )
     assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "###"}
 
 
 def test_an_error_ends_the_stream() -> None:
     error = {"error": {"message": "the engine is dead", "type": "InternalServerError", "code": 500}}
-    events = told(FIRST, chunk({"content": "a"}), error, chunk({"content": "b"}), USAGE)
+    events = stream_events(FIRST, chunk({"content": "a"}), error, chunk({"content": "b"}), USAGE)
     assert [event["type"] for event in events][-2:] == ["content_block_delta", "error"]
     assert events[-1]["error"] == {"type": "api_error", "message": "the engine is dead"}
 
@@ -378,7 +386,7 @@ def test_an_error_ends_the_stream() -> None:
     [(429, "rate_limit_error"), (503, "overloaded_error"), ("full", "api_error"), (400, "invalid_request_error")],
 )
 def test_an_error_in_a_stream_is_of_the_type_of_its_status(code: int | str, kind: str) -> None:
-    assert told({"error": {"message": "no", "code": code}}) == [
+    assert stream_events({"error": {"message": "no", "code": code}}) == [
         {"type": "error", "error": {"type": kind, "message": "no"}}
     ]
 

@@ -58,8 +58,8 @@ def tool_call(index: int, arguments: str) -> Json:
     return {"id": f"call{index}", "type": "function", "index": index, "function": function}
 
 
-def answered(body: Json, told: Json, **options: Any) -> Json:
-    return to_response(body, told, response_id="resp_1", created_at=1, **options)
+def answered(body: Json, answer: Json, **options: Any) -> Json:
+    return to_response(body, answer, response_id="resp_1", created_at=1, **options)
 
 
 def chunk(finish_reason: str | None = None, **delta: Any) -> Json:
@@ -72,19 +72,19 @@ LAST = {"model": "m", "choices": [], "usage": USAGE}
 
 def streamed(*chunks: Json, body: Json | None = None, context: int | None = None) -> list[Json]:
     stream = ResponseStream(body or {"input": "Hi."}, response_id="resp_1", created_at=1, context_length=context)
-    said = b"".join(map(stream.add_chunk, chunks)) + stream.end()
-    told = [json.loads(block.split("\ndata: ")[1]) for block in said.decode().split("\n\n") if block]
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    assert [block.split("\n")[0] for block in said.decode().split("\n\n") if block] == [
-        f"event: {event['type']}" for event in told
+    text = b"".join(map(stream.add_chunk, chunks)) + stream.end()
+    answer = [json.loads(block.split("\ndata: ")[1]) for block in text.decode().split("\n\n") if block]
+    assert [event["sequence_number"] for event in answer] == list(range(len(answer)))
+    assert [block.split("\n")[0] for block in text.decode().split("\n\n") if block] == [
+        f"event: {event['type']}" for event in answer
     ]
-    for event in told:
+    for event in answer:
         EVENT.validate_python(event)
-    return told
+    return answer
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("fields", "why"),
     [
         ({"input": "Hi."}, None),
         (RICH, None),
@@ -99,8 +99,8 @@ def streamed(*chunks: Json, body: Json | None = None, context: int | None = None
         ({"input": [None, {"type": []}]}, None),
     ],
 )
-def test_what_is_no_chat_completion_is_named(asked: Json, why: str | None):
-    assert untranslatable_reason(asked) == why
+def test_what_is_no_chat_completion_is_named(fields: Json, why: str | None):
+    assert untranslatable_reason(fields) == why
 
 
 def test_a_request_becomes_a_chat_completion():
@@ -144,12 +144,12 @@ def test_nothing_is_sent_that_was_not_asked_for():
 
 
 def test_calls_of_custom_tools_are_put_as_vllm_puts_them():
-    heard = [
+    received = [
         {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"', "namespace": "n"},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "ü"},
     ]
     call = {"id": "c", "type": "function", "function": {"name": "shell", "arguments": '{"input": "echo \\"ü\\""}'}}
-    assert to_chat({"input": heard})["messages"] == [
+    assert to_chat({"input": received})["messages"] == [
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "ü"},
     ]
@@ -163,16 +163,16 @@ def test_an_image_keeps_its_address():
 
 
 def test_an_unfinished_message_is_gone_on_with():
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "He"}]}
-    assert "continue_final_message" not in to_chat({"input": [said]})
-    chat = to_chat({"input": [{**said, "status": "incomplete"}]})
+    body = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "He"}]}
+    assert "continue_final_message" not in to_chat({"input": [body]})
+    chat = to_chat({"input": [{**body, "status": "incomplete"}]})
     assert (chat["continue_final_message"], chat["add_generation_prompt"]) == (True, False)
 
 
 def test_text_after_a_call_opens_a_turn_only_if_the_turn_has_text():
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
-    said = {"role": "assistant", "content": "Hm."}
-    roles = [list(message) for message in to_chat({"input": [call, said, said, call, call]})["messages"]]
+    body = {"role": "assistant", "content": "Hm."}
+    roles = [list(message) for message in to_chat({"input": [call, body, body, call, call]})["messages"]]
     assert roles == [["role", "tool_calls", "content"], ["role", "content", "tool_calls"]]
 
 
@@ -228,15 +228,15 @@ def test_a_conversation_is_what_was_said():
         "input": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "a"}],
     }
     response = answered(body, reply(content="b", reasoning="hm", tool_calls=[tool_call(0, "{}")]))
-    said = continued_messages(body, response, [{"role": "user", "content": "before"}])
-    assert said == [
+    text = continued_messages(body, response, [{"role": "user", "content": "before"}])
+    assert text == [
         {"role": "user", "content": "before"},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
     ]
-    assert to_chat({"input": "c", "instructions": "Be long."}, said)["messages"] == [
+    assert to_chat({"input": "c", "instructions": "Be long."}, text)["messages"] == [
         {"role": "system", "content": "Be long."},
-        *said,
+        *text,
         {"role": "user", "content": "c"},
     ]
 
@@ -254,11 +254,11 @@ def test_a_response_holds_all_that_was_said():
 
 def test_hidden_reasoning_stays_hidden():
     logprobs = {"content": [{"token": "2", "bytes": [50], "logprob": -1.0, "top_logprobs": []}]}
-    told = reply(content="2", reasoning="easy")
-    told["choices"][0]["logprobs"] = logprobs
+    answer = reply(content="2", reasoning="easy")
+    answer["choices"][0]["logprobs"] = logprobs
     hidden = {**RICH, "include_reasoning": False}
-    assert [part["logprobs"] for part in answered(RICH, told)["output"][1]["content"]] == [logprobs["content"]]
-    [message] = answered(hidden, told)["output"]
+    assert [part["logprobs"] for part in answered(RICH, answer)["output"][1]["content"]] == [logprobs["content"]]
+    [message] = answered(hidden, answer)["output"]
     assert message["content"][0]["logprobs"] is None
     pieces = chunk(reasoning="easy"), chunk("stop", content="2")
     pieces[1]["choices"][0]["logprobs"] = logprobs
@@ -268,10 +268,10 @@ def test_hidden_reasoning_stays_hidden():
 
 
 def test_usage_tells_of_caches_and_reasoning():
-    told = reply(content="2")
+    answer = reply(content="2")
     details = {"cached_tokens": 8, "created_cache_tokens": 2}
-    told["usage"] = {**USAGE, "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": 3}}
-    usage = answered(RICH, told)["usage"]
+    answer["usage"] = {**USAGE, "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": 3}}
+    usage = answered(RICH, answer)["usage"]
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (10, 4, 14)
     assert usage["input_tokens_details"]["cached_tokens"] == 8
     assert usage["input_tokens_details"]["cache_write_tokens"] == 2
@@ -279,10 +279,10 @@ def test_usage_tells_of_caches_and_reasoning():
 
 
 @pytest.mark.parametrize(
-    ("asked", "context", "limit"), [(5, None, 5), (None, None, None), (None, 100, 90), (5, 100, 5), (95, 100, 90)]
+    ("fields", "context", "limit"), [(5, None, 5), (None, None, None), (None, 100, 90), (5, 100, 5), (95, 100, 90)]
 )
-def test_a_response_says_how_long_it_could_get(asked: int | None, context: int | None, limit: int | None):
-    body = {"input": "Hi.", "max_output_tokens": asked}
+def test_a_response_says_how_long_it_could_get(fields: int | None, context: int | None, limit: int | None):
+    body = {"input": "Hi.", "max_output_tokens": fields}
     assert answered(body, reply(content="2"), context_length=context)["max_output_tokens"] == limit
     created = streamed(chunk("stop", content="2"), LAST, body=body, context=context)[0]
     assert created["response"]["max_output_tokens"] == limit
@@ -317,13 +317,13 @@ def test_a_stream_opens_and_closes_one_item_after_the_other():
     )
     item = ["response.output_item.added", "response.content_part.added"]
     reasoned = ["response.reasoning_text.delta"] * 2 + ["response.reasoning_text.done"]
-    said = ["response.output_text.delta"] * 2 + ["response.output_text.done"]
+    body = ["response.output_text.delta"] * 2 + ["response.output_text.done"]
     called = "response.function_call_arguments"
     end = ["response.content_part.done", "response.output_item.done"]
     assert [event["type"] for event in events] == [
         *("response.created", "response.in_progress"),
         *(*item, *reasoned, *end),
-        *(*item, *said, *end),
+        *(*item, *body, *end),
         *("response.output_item.added", f"{called}.delta", f"{called}.done", "response.output_item.done"),
         *("response.output_item.added", *[f"{called}.delta"] * 2, f"{called}.done", "response.output_item.done"),
         "response.completed",

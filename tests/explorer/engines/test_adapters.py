@@ -54,7 +54,7 @@ def until(explorer: RunningExplorer, number: int, state: VersionState) -> None:
     eventually(lambda: explorer.ledger.versions.all()[number].state == state)
 
 
-def asked(double: EngineDouble) -> str:
+def requested_model(double: EngineDouble) -> str:
     """What the newest chat named as its model."""
     return str(double.chats[-1].body["model"])
 
@@ -62,12 +62,12 @@ def asked(double: EngineDouble) -> str:
 def test_a_version_is_loaded_beside_the_others_and_named_in_requests(start: Start, double: EngineDouble) -> None:
     explorer = start(double)
     assert explorer.version() == 0
-    assert asked(double) == MODEL
+    assert requested_model(double) == MODEL
     candidate(explorer)
     until(explorer, 1, VersionState.CHAMPION)
     reply = explorer.chat()
     assert (reply.headers["x-tuneloop-version"], reply.json()["model"]) == ("1", MODEL)
-    assert asked(double).startswith("tuneloop-adapter-1-")
+    assert requested_model(double).startswith("tuneloop-adapter-1-")
     assert double.chats[-1].weights == explorer.ledger.versions.champion().path / "actor"
     assert not {"/pause", "/collective_rpc", "/reset_prefix_cache"} & set(double.posts)
 
@@ -76,11 +76,11 @@ def test_clients_see_their_own_name_of_the_model_only(start: Start, double: Engi
     explorer = start(double)
     candidate(explorer)
     until(explorer, 1, VersionState.CHAMPION)
-    said = explorer.chat(stream=True).text
-    assert f'"model":"{MODEL}"' in said
-    assert "tuneloop-adapter" not in said
+    reply = explorer.chat(stream=True).text
+    assert f'"model":"{MODEL}"' in reply
+    assert "tuneloop-adapter" not in reply
     assert [each["id"] for each in explorer.http.get("/v1/models").json()["data"]] == [MODEL]
-    assert explorer.http.get(f"/v1/models/{asked(double)}").status_code == 404
+    assert explorer.http.get(f"/v1/models/{requested_model(double)}").status_code == 404
     assert explorer.chat(model="another").status_code == 404
 
 
@@ -114,7 +114,7 @@ def test_an_adapter_that_is_not_the_trainer_s_is_rejected_and_the_old_one_serves
     until(explorer, 2, VersionState.REJECTED)
     assert "nats from the trainer's" in str(explorer.ledger.versions.all()[2].reason)
     assert explorer.version() == 1
-    assert asked(double).startswith("tuneloop-adapter-1-")
+    assert requested_model(double).startswith("tuneloop-adapter-1-")
 
 
 def test_an_adapter_that_the_engine_refuses_is_rejected(start: Start, double: EngineDouble) -> None:
@@ -145,7 +145,7 @@ def test_after_a_restart_the_champion_is_served(
     with explorer_running(adapted(tmp_path, double)) as second:
         eventually(lambda: second.services.fleet.engines[0].state == EngineState.READY)
         assert second.version() == 1
-        assert asked(double).startswith("tuneloop-adapter-1-")
+        assert requested_model(double).startswith("tuneloop-adapter-1-")
 
 
 def test_all_weights_are_rejected_where_adapters_are_served(start: Start, double: EngineDouble) -> None:
@@ -166,11 +166,11 @@ def test_an_adapter_is_rejected_where_all_weights_are_served(running_explorer: R
 
 def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path: Path) -> None:
     settings = adapted(tmp_path)
-    said = command(settings, model=Path("m"), socket=Path("s"))
-    assert "--enable-lora" in said
-    assert said[said.index("--max-lora-rank") + 1] == "8"
-    targets = said.index("--lora-target-modules") + 1
-    assert tuple(said[targets : targets + 7]) == settings.model.lora.targets
+    reply = command(settings, model=Path("m"), socket=Path("s"))
+    assert "--enable-lora" in reply
+    assert reply[reply.index("--max-lora-rank") + 1] == "8"
+    targets = reply.index("--lora-target-modules") + 1
+    assert tuple(reply[targets : targets + 7]) == settings.model.lora.targets
     assert environment(settings, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     without = settings_for(tmp_path)
     assert not [
@@ -185,8 +185,8 @@ RENAMING = ModelRenaming(public_name="ours", adapter_name=THEIRS)
 
 @pytest.mark.parametrize("model", ["ours", "", None])
 def test_a_request_for_what_we_serve_is_for_the_adapter(model: str | None) -> None:
-    asked = RENAMING.rename_request(json.dumps({"model": model, "max_tokens": 1}).encode())
-    assert json.loads(asked or b"") == {"model": THEIRS, "max_tokens": 1}
+    requested_model = RENAMING.rename_request(json.dumps({"model": model, "max_tokens": 1}).encode())
+    assert json.loads(requested_model or b"") == {"model": THEIRS, "max_tokens": 1}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model":"another"}', b'{"model":["ours"]}'])
@@ -197,10 +197,10 @@ def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
     event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
-    reply, heard = RenamedEngineReply(cast(_Connection, None), RENAMING), bytearray()
-    reply._sink = lambda block: heard.extend(block) is None
-    said = event % THEIRS.encode() * 3 + b'{"model":"tuneloop-adapter-1-of-before"}'
-    for at in range(0, len(said), size):
-        reply.receive(said[at : at + size])
+    reply, received = RenamedEngineReply(cast(_Connection, None), RENAMING), bytearray()
+    reply._sink = lambda block: received.extend(block) is None
+    body = event % THEIRS.encode() * 3 + b'{"model":"tuneloop-adapter-1-of-before"}'
+    for at in range(0, len(body), size):
+        reply.receive(body[at : at + size])
     reply.receive_end()
-    assert heard == event % b"ours" * 3 + b'{"model":"ours"}'
+    assert received == event % b"ours" * 3 + b'{"model":"ours"}'

@@ -52,8 +52,8 @@ def test_a_version_is_tried_beside_the_champion_and_rolled_back(
     until(explorer, 1, VersionState.CANARY)
     until_ready(explorer, 2)
     assert answered(explorer) == by_hash()
-    asked = {str(each.body["user"]): str(each.body["model"]) for each in double.chats if "user" in each.body}
-    assert {user: name.startswith("tuneloop-adapter-1-") for user, name in asked.items()} == {
+    request = {str(each.body["user"]): str(each.body["model"]) for each in double.chats if "user" in each.body}
+    assert {user: name.startswith("tuneloop-adapter-1-") for user, name in request.items()} == {
         user: bool(version) for user, version in by_hash().items()
     }
     assert not {"/pause", "/collective_rpc"} & set(double.posts)

@@ -15,7 +15,7 @@ PATIENCE_S = 1000.0
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time passes when it is told to."""
+    """A loop whose clock is set by the test."""
 
     ahead_s = 0.0
 
@@ -26,16 +26,16 @@ class Clock(asyncio.SelectorEventLoop):
         return super().time() + self.ahead_s
 
 
-class Visitor:
-    """Takes a place, keeps it until told to go."""
+class Client:
+    """A request that stays in flight until the test ends it."""
 
     def __init__(self, admission: Admission, loop: asyncio.AbstractEventLoop) -> None:
         self.holds = False
         self.refused: RequestRefused | None = None
         self._leave = asyncio.Event()
-        self.task = loop.create_task(self._visit(admission))
+        self.task = loop.create_task(self._run(admission))
 
-    async def _visit(self, admission: Admission) -> None:
+    async def _run(self, admission: Admission) -> None:
         try:
             await admission.acquire()
         except RequestRefused as error:
@@ -53,33 +53,33 @@ class Visitor:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """`visitors` are in the order in which they came."""
+    """`clients` are in the order in which they came."""
 
     @initialize(places=st.integers(1, 3), waiting=st.integers(0, 4))
     def open(self, places: int, waiting: int) -> None:
         self.loop = Clock()
         self.most, self.most_waiting = places, waiting
         self.admission = Admission(limit=places, max_waiting=waiting, wait_timeout_s=PATIENCE_S)
-        self.visitors: list[Visitor] = []
+        self.clients: list[Client] = []
 
     def settle(self) -> None:
         for _ in range(6):
             self.loop.run_until_complete(asyncio.sleep(0))
 
-    def those(self, *, hold: bool) -> list[Visitor]:
-        return [each for each in self.visitors if not each.task.done() and each.holds == hold]
+    def those(self, *, hold: bool) -> list[Client]:
+        return [each for each in self.clients if not each.task.done() and each.holds == hold]
 
     @rule()
     def come(self) -> None:
         held, waiting = self.admission.in_flight, self.admission.waiting
-        visitor = Visitor(self.admission, self.loop)
-        self.visitors.append(visitor)
+        client = Client(self.admission, self.loop)
+        self.clients.append(client)
         self.settle()
         if held < self.most:
-            assert visitor.holds
+            assert client.holds
         elif waiting >= self.most_waiting:
-            assert visitor.refused
-            assert (visitor.refused.status, visitor.refused.retry_after_s) == (429, 1.0)
+            assert client.refused
+            assert (client.refused.status, client.refused.retry_after_s) == (429, 1.0)
         else:
             assert self.admission.waiting == waiting + 1
 
@@ -104,11 +104,11 @@ class AnyOrder(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.those(hold=False))).task.cancel()
         self.settle()
 
-    @precondition(lambda self: self.visitors)
+    @precondition(lambda self: self.clients)
     @rule(data=st.data())
     def several_things_at_once(self, data: st.DataObject) -> None:
-        for visitor in data.draw(st.lists(st.sampled_from(self.visitors), unique=True, max_size=4)):
-            visitor.leave() if visitor.holds and data.draw(st.booleans()) else visitor.task.cancel()
+        for client in data.draw(st.lists(st.sampled_from(self.clients), unique=True, max_size=4)):
+            client.leave() if client.holds and data.draw(st.booleans()) else client.task.cancel()
         if data.draw(st.booleans()):
             self.loop.ahead_s += PATIENCE_S + 1
         self.settle()
@@ -132,7 +132,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not waiting or len(holding) == self.most, "a place is free and somebody waits"
 
     def teardown(self) -> None:
-        for each in self.visitors:
+        for each in self.clients:
             each.task.cancel()
         self.settle()
         assert (self.admission.in_flight, self.admission.waiting) == (0, 0)
@@ -147,13 +147,13 @@ async def test_first_come_first_served() -> None:
     admission = Admission(limit=1, max_waiting=5, wait_timeout_s=10)
     order = []
 
-    async def visit(number: int) -> None:
+    async def send(number: int) -> None:
         await admission.acquire()
         order.append(number)
         await asyncio.sleep(0)
         admission.release()
 
-    await asyncio.gather(*(visit(number) for number in range(6)))
+    await asyncio.gather(*(send(number) for number in range(6)))
     assert order == list(range(6))
 
 
@@ -164,8 +164,8 @@ async def test_a_refusal_says_how_many_there_are(waiting: int) -> None:
         await admission.acquire()
     queue = [asyncio.ensure_future(admission.acquire()) for _ in range(waiting)]
     await asyncio.sleep(0)
-    with pytest.raises(RequestRefused, match=f"3 requests are being answered and {waiting} wait"):
+    with pytest.raises(RequestRefused, match=f"3 requests are in flight and {waiting} wait"):
         await admission.acquire()
     for each in queue:
-        with pytest.raises(RequestRefused, match=r"no place became free for 0\.01 seconds"):
+        with pytest.raises(RequestRefused, match=r"too many requests are in flight: this one waited for 0\.01 seconds"):
             await each

@@ -23,8 +23,8 @@ def turn(text: str, *before: Any) -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": "Be kind."}, *before, {"role": "user", "content": text}]}
 
 
-def next_turn(asked: dict[str, Any], reply: str, text: str) -> dict[str, Any]:
-    return turn(text, *asked["messages"][1:], {"role": "assistant", "content": reply})
+def next_turn(request: dict[str, Any], reply: str, text: str) -> dict[str, Any]:
+    return turn(text, *request["messages"][1:], {"role": "assistant", "content": reply})
 
 
 def engines(*in_flight: int) -> list[Engine]:
@@ -83,11 +83,11 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended(long: Any) -> None:
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long[1:] + long}), [engine]) == []
 
 
-@pytest.mark.parametrize("asked", [{}, {"prompt": "short"}, {"prompt": ["a", "b"]}, {"input": "x"}, {"messages": {}}])
-def test_what_has_no_beginning_is_known_to_nobody(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"prompt": "short"}, {"prompt": ["a", "b"]}, {"input": "x"}, {"messages": {}}])
+def test_what_has_no_beginning_is_known_to_nobody(fields: dict[str, Any]) -> None:
     affinity = PrefixAffinity()
-    affinity.record(hash_prefixes(asked), Known(0))
-    assert affinity.engines_with_prefix(hash_prefixes(asked), [Known(0)]) == []
+    affinity.record(hash_prefixes(fields), Known(0))
+    assert affinity.engines_with_prefix(hash_prefixes(fields), [Known(0)]) == []
 
 
 def test_who_knows_it_answers_unless_it_is_overloaded_or_not_ready() -> None:
@@ -114,7 +114,7 @@ def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
 
 def asked_of(double: EngineDouble) -> list[str]:
     """What the conversations that came to an engine are about."""
-    return [heard.body["messages"][1]["content"] for heard in double.chats]
+    return [received.body["messages"][1]["content"] for received in double.chats]
 
 
 def test_conversations_stay_with_their_engine_are_shared_out_and_move_when_it_goes(
@@ -122,17 +122,17 @@ def test_conversations_stay_with_their_engine_are_shared_out_and_move_when_it_go
 ) -> None:
     fleet = two.services.fleet
     talks = {f"talk {number}": turn(f"talk {number}") for number in range(4)}
-    for number, (name, asked) in enumerate(talks.items()):
+    for number, (name, request) in enumerate(talks.items()):
         other = fleet.engines[1 - number % 2]
         other.in_flight += 1  # so that they are shared out
-        assert two.chat(**asked).status_code == 200
+        assert two.chat(**request).status_code == 200
         other.in_flight -= 1
-        talks[name] = next_turn(asked, "yes", "go on")
+        talks[name] = next_turn(request, "yes", "go on")
     assert [asked_of(double) for double in doubles] == [["talk 0", "talk 2"], ["talk 1", "talk 3"]]
     for _ in range(3):
-        for name, asked in talks.items():
-            assert two.chat(**asked).status_code == 200
-            talks[name] = next_turn(asked, "yes", "go on")
+        for name, request in talks.items():
+            assert two.chat(**request).status_code == 200
+            talks[name] = next_turn(request, "yes", "go on")
     assert [asked_of(double) for double in doubles] == [["talk 0", "talk 2"] * 4, ["talk 1", "talk 3"] * 4]
     fleet.engines[1].in_flight += 9
     assert two.chat(**talks["talk 1"]).status_code == 200

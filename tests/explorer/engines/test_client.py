@@ -41,7 +41,7 @@ class RawEngine:
 
     def __init__(self, *answers: bytes | Answer) -> None:
         self.answers = list(answers)
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.connections = 0
         self.left = asyncio.Event()
         self.port = 0
@@ -54,7 +54,7 @@ class RawEngine:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-                self.heard.append(head + await reader.readexactly(length))
+                self.received.append(head + await reader.readexactly(length))
                 answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
                 if isinstance(answer, bytes):
                     writer.write(answer)
@@ -168,10 +168,10 @@ def test_no_cut_of_the_bytes_changes_a_reply(data: Any, body: bytes, chunk: int,
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(noise=st.binary(max_size=40), at=st.integers(0, len(OK)), keeps=st.booleans())
 def test_whatever_an_engine_says_it_is_a_reply_or_an_error(noise: bytes, at: int, keeps: bool) -> None:
-    said = closing(OK[:at] + noise + (OK[at:] if keeps else b""))
+    reply = closing(OK[:at] + noise + (OK[at:] if keeps else b""))
 
     async def check() -> None:
-        async with asking(said) as (http, _):
+        async with asking(reply) as (http, _):
             with contextlib.suppress(EngineError):
                 await whole(http)
 
@@ -197,8 +197,8 @@ async def test_a_connection_too_old_is_not_used_again() -> None:
 
 @on_uvloop
 async def test_what_says_that_it_closes_is_not_used_again() -> None:
-    said = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello"
-    async with asking(said) as (http, engine):
+    reply = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello"
+    async with asking(reply) as (http, engine):
         assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
         assert engine.connections == 2
 
@@ -222,7 +222,7 @@ async def test_to_continue_is_no_reply_yet() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         b"garbage, and no HTTP\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-le",
@@ -239,12 +239,12 @@ async def test_to_continue_is_no_reply_yet() -> None:
     ],
 )
 @on_uvloop
-async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(said: bytes) -> None:
-    async with asking(closing(said)) as (http, engine):
+async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(reply: bytes) -> None:
+    async with asking(closing(reply)) as (http, engine):
         with pytest.raises(EngineError) as caught:
             await whole(http)
         assert not isinstance(caught.value, EngineUnreachable)
-        assert len(engine.heard) == 1
+        assert len(engine.received) == 1
 
 
 @on_uvloop
@@ -281,12 +281,12 @@ async def test_a_new_connection_that_is_lost_is_not_tried_again() -> None:
     async with asking(resetting) as (http, engine):
         with pytest.raises(EngineUnreachable):
             await whole(http)
-        assert len(engine.heard) == 1
+        assert len(engine.received) == 1
     async with asking(OK, resetting) as (http, engine):
         await whole(http)
         with pytest.raises(EngineUnreachable):
             await whole(http)
-        assert len(engine.heard) == 3
+        assert len(engine.received) == 3
 
 
 @on_uvloop
@@ -308,7 +308,7 @@ async def test_an_engine_is_asked_at_its_url_with_its_key() -> None:
         reply = await http.request("POST", "/v1/x", b"{}", {"X-Request-Id": "7"})
         assert await reply.read() == b"hello"
         await http.close()
-    lines = engine.heard[0].decode().split("\r\n")
+    lines = engine.received[0].decode().split("\r\n")
     assert lines[0] == "POST /below/v1/x HTTP/1.1"
     assert {f"Host: {at}", "Authorization: Bearer secret", "X-Request-Id: 7", "Content-Length: 2"} < set(lines)
 
@@ -320,7 +320,7 @@ async def test_an_engine_may_be_at_an_ipv6_address() -> None:
         http = EngineHttp(url=url)
         assert await whole(http) == (200, b"hello")
         await http.close()
-    assert b"Host: [::1]:" in engine.heard[0]
+    assert b"Host: [::1]:" in engine.received[0]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ class Listening:
     answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
     silent: bool = False
     ends: bool = False
-    heard: list[tuple[bytes, bytes]] = field(default_factory=list)
+    received: list[tuple[bytes, bytes]] = field(default_factory=list)
     connections: int = 0
     tasks: set["asyncio.Task[None] | None"] = field(default_factory=set)
 
@@ -35,9 +35,9 @@ class Listening:
         with contextlib.closing(writer.transport), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
-                said = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-                body = await reader.readexactly(int(said[0].split(b":")[1]) if said else 0)
-                self.heard.append((head, body))
+                reply = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                body = await reader.readexactly(int(reply[0].split(b":")[1]) if reply else 0)
+                self.received.append((head, body))
                 if self.silent:
                     await reader.read()
                 writer.write(self.answer)
@@ -68,7 +68,7 @@ async def test_it_keeps_its_connection_to_a_socket(tmp_path: Path) -> None:
         assert await control.healthy()
         await control.pause("keep")
         assert await control.query("/v1/completions", prompt="\ud83d half of a character", top=float("inf")) == {}
-    (health, _), (pause, nothing), (ask, body) = listening.heard
+    (health, _), (pause, nothing), (ask, body) = listening.received
     assert listening.connections == 1
     assert (health.split()[1], pause.split()[1]) == (b"/health", b"/pause?mode=keep&clear_cache=false")
     assert all(b"Authorization: Bearer secret" in head for head in (health, pause, ask))
@@ -103,7 +103,7 @@ async def test_an_engine_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "reply"),
     [
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nno\xff!", "^/resume: 404 no\N{REPLACEMENT CHARACTER}!$"),
         (b"HTTP/1.1 307 Gone\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n", "^/resume: 307"),
@@ -111,7 +111,7 @@ async def test_an_engine_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> Non
         (b"nonsense\r\n\r\n", "^/resume: .+"),
     ],
 )
-async def test_what_is_no_good_answer_is_an_error_of_ours(tmp_path: Path, answer: bytes, said: str) -> None:
+async def test_what_is_no_good_answer_is_an_error_of_ours(tmp_path: Path, answer: bytes, reply: str) -> None:
     async with controlling(tmp_path, Listening(answer, ends=True)) as control:
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=reply):
             await control.resume()

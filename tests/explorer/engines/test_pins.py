@@ -42,16 +42,16 @@ def test_the_version_that_is_named_answers(trying: RunningExplorer, doubles: lis
             answer = trying.chat(model=f"{MODEL}@{version}", **body)
             assert (answer.status_code, answer.headers["x-tuneloop-version"]) == (200, str(version))
     assert trying.version() == 0, "who names none gets the champion"
-    heard = [chat.body for each in doubles for chat in each.chats]
-    assert {body["model"] for body in heard} == {MODEL}, "engines know their own name only"
-    said = [orjson.loads(exchange.request)["model"] for exchange in trying.exchanges()[-9:]]
-    assert said == ["t@0", "t@0", "t@1", "t@1", "t@1", "t@1", "t@0", "t@0", "t"]
+    received = [chat.body for each in doubles for chat in each.chats]
+    assert {body["model"] for body in received} == {MODEL}, "engines know their own name only"
+    reply = [orjson.loads(exchange.request)["model"] for exchange in trying.exchanges()[-9:]]
+    assert reply == ["t@0", "t@0", "t@1", "t@1", "t@1", "t@1", "t@0", "t@0", "t"]
     assert [each.experiences[0].version_max for each in trying.exchanges()[-9:]] == [0, 0, 1, 1, 1, 1, 0, 0, 0]
 
 
 def test_messages_and_responses_may_name_one_too(trying: RunningExplorer) -> None:
-    asked = {"model": f"{MODEL}@1", "max_tokens": 12, "messages": [{"role": "user", "content": "3+4="}]}
-    message = trying.http.post("/v1/messages", json=asked)
+    request = {"model": f"{MODEL}@1", "max_tokens": 12, "messages": [{"role": "user", "content": "3+4="}]}
+    message = trying.http.post("/v1/messages", json=request)
     assert (message.status_code, message.headers["x-tuneloop-version"]) == (200, "1")
     response = trying.http.post("/v1/responses", json={"model": f"{MODEL}@1", "input": "3+4="})
     assert (response.status_code, response.headers["x-tuneloop-version"]) == (200, "1")
@@ -64,14 +64,14 @@ def test_routes_that_sample_nothing_take_it_too(
     for version in (0, 1, 1):
         assert trying.http.post(path, json={"model": f"{MODEL}@{version}", "prompt": "ab"}).status_code == 200
     of_version = {engine.version: doubles[engine.number] for engine in trying.services.fleet.engines}
-    asked = (path, b'{"model":"t","prompt":"ab"}')
-    assert [of_version[version].passed.count(asked) for version in (0, 1)] == [1, 2]
+    request = (path, b'{"model":"t","prompt":"ab"}')
+    assert [of_version[version].passed.count(request) for version in (0, 1)] == [1, 2]
     for wrong in ("7", "x", "-1", ""):
         refused = trying.http.post(path, json={"model": f"{MODEL}@{wrong}", "prompt": "ab"})
-        told = refusal(trying.chat(model=f"{MODEL}@{wrong}"))
-        assert (refused.status_code, refused.json()["error"]["message"]) == (told[0], told[2])
+        answer = refusal(trying.chat(model=f"{MODEL}@{wrong}"))
+        assert (refused.status_code, refused.json()["error"]["message"]) == (answer[0], answer[2])
         assert (refused.json().get("type") == "error") == path.startswith("/v1/messages")
-    assert [of_version[version].passed.count(asked) for version in (0, 1)] == [1, 2], "no engine heard of those"
+    assert [of_version[version].passed.count(request) for version in (0, 1)] == [1, 2], "no engine got those"
 
 
 @pytest.mark.parametrize("body", [b'{"model":"t", "prompt": "ab"}', b'{"prompt":  "ab"}', b"[5]", b"nonsense"])
@@ -83,11 +83,11 @@ def test_what_names_no_version_goes_to_the_engine_as_it_is(
 
 
 def test_a_version_that_is_not_served_is_no_model(trying: RunningExplorer) -> None:
-    told = "the model does not exist: version 7 is not served; these are: 0, 1"
-    assert refusal(trying.chat(model=f"{MODEL}@7")) == (404, "model_not_found", told)
+    answer = "the model does not exist: version 7 is not served; these are: 0, 1"
+    assert refusal(trying.chat(model=f"{MODEL}@7")) == (404, "model_not_found", answer)
     for wrong in ("", "x", "-1", "1.0", "9" * 40):
-        told = "the model does not exist: after t@ comes the number of a version"
-        assert refusal(trying.chat(model=f"{MODEL}@{wrong}")) == (404, "model_not_found", told)
+        answer = "the model does not exist: t@ must be followed by the number of a version"
+        assert refusal(trying.chat(model=f"{MODEL}@{wrong}")) == (404, "model_not_found", answer)
     assert trying.chat(model="other@1").status_code == 404
 
 

@@ -39,8 +39,8 @@ def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> N
 
 async def _engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Says everything twice."""
-    while said := await reader.read(1 << 16):
-        writer.write(said * 2)
+    while reply := await reader.read(1 << 16):
+        writer.write(reply * 2)
         await writer.drain()
     writer.close()
 
@@ -70,11 +70,11 @@ async def test_all_that_is_said_goes_there_and_back(tmp_path: Path, far_end: tup
         await _all_closed()
 
 
-@pytest.mark.parametrize("said", [b"\0" * 32, b"GET /pause HTTP/1.1\r\nHost: engine\r\n\r\n"])
-async def test_who_does_not_know_the_secret_is_told_nothing(far_end: tuple[str, int], said: bytes) -> None:
+@pytest.mark.parametrize("reply", [b"\0" * 32, b"GET /pause HTTP/1.1\r\nHost: engine\r\n\r\n"])
+async def test_who_does_not_know_the_secret_is_told_nothing(far_end: tuple[str, int], reply: bytes) -> None:
     reader, writer = await asyncio.open_connection(*far_end)
     assert len(await reader.readexactly(32)) == 32
-    writer.write(said[:32])
+    writer.write(reply[:32])
     assert await reader.read() == b""
     writer.close()
     await _all_closed()

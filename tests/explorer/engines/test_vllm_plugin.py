@@ -1,4 +1,4 @@
-"""How an engine's processes wait for each other, asked of a real vLLM."""
+"""How an engine's processes wait for each other, with a real vLLM."""
 
 import os
 import subprocess

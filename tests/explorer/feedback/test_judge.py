@@ -102,7 +102,7 @@ def test_every_reply_is_judged_and_its_verdict_is_feedback(settings: Settings, j
         assert [row[0] for row in rewards] == [pytest.approx(1.0 + 0.25 + 0.05), pytest.approx(0.25 + 0.05)]
         assert explorer.metrics()["tuneloop_judge_tokens_total"] == 2 * 110
         assert explorer.metrics()["tuneloop_judge_seconds_count"] == 2
-        assert "3+4=" in shown(judge.heard[0])
+        assert "3+4=" in shown(judge.requests[0])
         assert explorer.commit().json()["committed"] == 2
 
 
@@ -115,7 +115,7 @@ def test_a_restart_judges_nothing_twice(settings: Settings, judge: JudgeDouble) 
         explorer.chat()
         until(explorer, judged=1)
         eventually(lambda: len(verdicts(explorer)) == 2)
-    assert len(judge.heard) == 2
+    assert len(judge.requests) == 2
 
 
 def test_a_verdict_on_disk_is_not_asked_for_again_though_the_database_lacks_it(
@@ -126,14 +126,14 @@ def test_a_verdict_on_disk_is_not_asked_for_again_though_the_database_lacks_it(
         explorer.chat()
         explorer.until_flushed()
         judge.pause_s = 0.3
-        eventually(lambda: len(judge.heard) == 1)
+        eventually(lambda: len(judge.requests) == 1)
         explorer.ledger.recording.away = True
         until(explorer, judged=1)
     with explorer_running(settings) as explorer:
         eventually(lambda: len(verdicts(explorer)) == 1)
         explorer.chat()
         until(explorer, judged=1)
-    assert len(judge.heard) == 2
+    assert len(judge.requests) == 2
 
 
 def test_people_have_the_first_word_where_only_the_unrewarded_are_judged(
@@ -143,7 +143,7 @@ def test_people_have_the_first_word_where_only_the_unrewarded_are_judged(
         rewarded, silent = (explorer.chat().json()["id"] for _ in range(2))
         explorer.feedback(rewarded)
         explorer.until_flushed()
-        assert judge.heard == []
+        assert judge.requests == []
         until(explorer, judged=1)
         later = explorer.chat().json()["id"]
         until(explorer, judged=2)
@@ -165,7 +165,7 @@ def test_what_is_not_stored_or_cannot_be_trained_on_or_is_old_or_of_the_future_i
         kept = explorer.chat().json()["id"]
         until(explorer, judged=1)
         eventually(lambda: [row[0] for row in verdicts(explorer)] == [kept])
-    assert len(judge.heard) == 1
+    assert len(judge.requests) == 1
 
 
 def test_a_share_is_the_same_replies_each_time() -> None:
@@ -198,14 +198,14 @@ def test_a_judge_that_is_away_is_asked_again_and_nothing_is_left_out(settings: S
         eventually(lambda: [row[0] for row in verdicts(explorer)] == [said])
         assert explorer.chat().status_code == 200
         until(explorer, judged=2)
-    assert len(judge.heard) == 4
+    assert len(judge.requests) == 4
 
 
 def test_who_judges_slowly_keeps_no_request_waiting(settings: Settings, judge: JudgeDouble) -> None:
     judge.pause_s = 4.0
     with explorer_running(judged_by(settings, judge)) as explorer:
         explorer.chat()
-        eventually(lambda: len(judge.heard) == 1)
+        eventually(lambda: len(judge.requests) == 1)
         assert explorer.chat().elapsed.total_seconds() < 3
         assert len(judge.at_once) == 1
 
@@ -289,16 +289,16 @@ async def test_verdicts_on_their_way_to_the_database_are_not_asked_for_again(ben
     bench.chat()
     for _ in range(3):
         await bench.judging.look()
-    assert len(judge.heard) == 1
+    assert len(judge.requests) == 1
     bench.all_there = False
     bench.sweep()
     assert await bench.judging.look() > 0
-    assert len(judge.heard) == 1
+    assert len(judge.requests) == 1
     bench.flush()
     bench.all_there = True
     for _ in range(3):
         await bench.judging.look()
-    assert len(judge.heard) == 1
+    assert len(judge.requests) == 1
 
 
 async def test_a_row_that_was_shown_late_is_found_by_the_next_sweep(bench: Bench, judge: JudgeDouble) -> None:
@@ -306,10 +306,10 @@ async def test_a_row_that_was_shown_late_is_found_by_the_next_sweep(bench: Bench
     bench.judging._last = 100
     bench.chat()
     await bench.judging.look()
-    assert judge.heard == []
+    assert judge.requests == []
     bench.sweep()
     await bench.judging.look()
-    assert len(judge.heard) == 1
+    assert len(judge.requests) == 1
 
 
 async def test_a_judge_that_stays_away_is_asked_ever_more_seldom_and_one_reply_at_a_time(
@@ -320,10 +320,10 @@ async def test_a_judge_that_stays_away_is_asked_ever_more_seldom_and_one_reply_a
     judge.answers = [(503, {}, {})] * (3 + 10)
     pauses = [await bench.judging.look() for _ in range(11)]
     assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
-    assert len(judge.heard) == 13
+    assert len(judge.requests) == 13
     while await bench.judging.look():
         pass
-    assert len(judge.heard) == 16
+    assert len(judge.requests) == 16
     judge.answers = [(429, {}, {"retry-after": "120"})]
     bench.chat()
     assert await bench.judging.look() == 120
@@ -336,10 +336,10 @@ async def test_those_judged_are_not_asked_for_again_with_those_that_must_wait(be
         bench.chat()
     judge.answers = [(503, {}, {})]
     assert await bench.judging.look() == 1
-    assert len(judge.heard) == 3
+    assert len(judge.requests) == 3
     while await bench.judging.look():
         pass
-    assert len(judge.heard) == 4
+    assert len(judge.requests) == 4
     assert len([each for each in bench.flush() if each.metric == METRIC]) == 3
 
 

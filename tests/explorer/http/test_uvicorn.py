@@ -1,4 +1,4 @@
-"""uvicorn's insides, past which the short ways go: where they are others, the explorer does not start."""
+"""uvicorn's private methods, which the fast routes use: where they differ, the explorer does not start."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tuneloop.shared.settings.loader import load_settings
 
 
 class Older:
-    """As uvicorn 0.44 has it: without the method that begins an answer."""
+    """As uvicorn 0.44 has it: without the method that starts a response."""
 
     _should_upgrade = HttpToolsProtocol._should_upgrade
     _unset_keepalive_if_required = HttpToolsProtocol._unset_keepalive_if_required
@@ -23,7 +23,7 @@ class Older:
 
 
 class Newer(HttpToolsProtocol):
-    """As one may have it some day."""
+    """As a later version may be."""
 
     def _start_asgi_task(self, cycle: Any) -> None:  # type: ignore[override]
         pass
@@ -35,15 +35,15 @@ def test_the_installed_one_is_fine() -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "what"),
-    [(Older, r"Older\._start_asgi_task is missing"), (Newer, r"Newer\._start_asgi_task no longer takes what it took")],
+    [(Older, r"Older\._start_asgi_task is missing"), (Newer, r"Newer\._start_asgi_task has other parameters")],
 )
-def test_one_with_other_insides_is_refused_and_which_to_install_is_said(protocol: type[Any], what: str) -> None:
+def test_other_private_methods_are_refused_and_the_right_version_is_named(protocol: type[Any], what: str) -> None:
     with pytest.raises(EnvironmentRefused, match=rf"^uvicorn \d+\.\d+\.\d+ is installed, whose {what}: ") as caught:
         check_uvicorn(protocol)
     assert str(caught.value).endswith(f"pip install '{UVICORN}'")
 
 
-def test_the_explorer_looks_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_explorer_checks_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(server._PRIVATE_METHODS, "_begin", ("self",))
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"mode": "serve", "model": {"model_path": "/nowhere"}}))
     with pytest.raises(EnvironmentRefused, match=r"HttpToolsProtocol\._begin is missing"):

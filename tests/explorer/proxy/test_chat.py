@@ -10,7 +10,7 @@ import pytest
 from tests.doubles.engine import CHAT, MODEL, EngineDouble, recorded
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tests.explorer.wire import Wire, asked
+from tests.explorer.wire import Wire, http_request
 from tuneloop.shared.experience import Exchange, State
 
 TOOLS = {
@@ -42,31 +42,31 @@ def only(explorer: RunningExplorer) -> Exchange:
     return found
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("fields", ASKED)
 def test_the_openai_client_gets_the_engines_reply(
-    explorer: RunningExplorer, double: EngineDouble, asked: dict[str, Any]
+    explorer: RunningExplorer, double: EngineDouble, fields: dict[str, Any]
 ) -> None:
     with explorer.openai() as ours, openai.OpenAI(base_url=f"{double.url}/v1", api_key="x") as direct:
-        reply = ours.chat.completions.create(**HELLO, **asked)
-        plain = direct.chat.completions.create(**HELLO, **asked)
+        reply = ours.chat.completions.create(**HELLO, **fields)
+        plain = direct.chat.completions.create(**HELLO, **fields)
     assert without_id(reply.to_dict()) == without_id(plain.to_dict())
     assert only(explorer).msg_id == reply.id
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("fields", ASKED)
 def test_the_openai_client_gets_the_engines_stream(
-    explorer: RunningExplorer, double: EngineDouble, asked: dict[str, Any]
+    explorer: RunningExplorer, double: EngineDouble, fields: dict[str, Any]
 ) -> None:
     with explorer.openai() as ours, openai.OpenAI(base_url=f"{double.url}/v1", api_key="x") as direct:
         replies = [
-            [without_id(piece.to_dict()) for piece in client.chat.completions.create(**HELLO, **asked, stream=True)]
+            [without_id(piece.to_dict()) for piece in client.chat.completions.create(**HELLO, **fields, stream=True)]
             for client in (ours, direct)
         ]
     assert "".join(map(text_of, replies[0])) == "".join(map(text_of, replies[1]))
     assert replies[0][0].keys() == replies[1][0].keys()
-    if not asked:
+    if not fields:
         assert replies[0] == replies[1]
-    assert not only(explorer).experiences[0].unsampled or "tools" in asked
+    assert not only(explorer).experiences[0].unsampled or "tools" in fields
 
 
 async def test_the_async_client_gets_the_same(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -117,19 +117,19 @@ def test_the_engine_is_asked_for_what_we_keep_and_told_nothing_of_the_client(
 ) -> None:
     metadata = {"task_id": "t1", "run_id": 7}
     headers = {"Authorization": "Bearer secret", "X-Request-Id": "order-1001", "X-Other": "x"}
-    asked = HELLO | {"metadata": metadata, "store": True, "user": "me"}
-    reply = explorer.http.post(CHAT, json=asked, headers=headers)
-    (heard,) = double.chats
+    http_request = HELLO | {"metadata": metadata, "store": True, "user": "me"}
+    reply = explorer.http.post(CHAT, json=http_request, headers=headers)
+    (received,) = double.chats
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert heard.body == neutral | HELLO | {"user": "me", "logprobs": True, "return_token_ids": True}
-    assert "authorization" not in heard.headers
-    assert "x-other" not in heard.headers
-    assert heard.headers["x-request-id"] == reply.json()["id"].removeprefix("chatcmpl-")
+    assert received.body == neutral | HELLO | {"user": "me", "logprobs": True, "return_token_ids": True}
+    assert "authorization" not in received.headers
+    assert "x-other" not in received.headers
+    assert received.headers["x-request-id"] == reply.json()["id"].removeprefix("chatcmpl-")
     assert reply.headers["x-request-id"] == "order-1001"
     assert "order-1001" not in reply.text
     kept = only(explorer)
     assert (kept.task_id, kept.run_id) == ("t1", "7")
-    assert json.loads(kept.request) == asked
+    assert json.loads(kept.request) == http_request
 
 
 def test_two_clients_with_one_request_id_get_two_ids(explorer: RunningExplorer) -> None:
@@ -184,7 +184,7 @@ def test_a_client_that_leaves_a_stream_stops_the_engine(explorer: RunningExplore
 def test_a_client_that_leaves_a_whole_reply_stops_the_engine(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.hangs = True
     with Wire(explorer.url) as wire:
-        wire.send(asked())
+        wire.send(http_request())
         eventually(lambda: len(double.chats) == 1)
     eventually(lambda: double.left == 1)
     eventually(lambda: explorer.services.fleet.engines[0].in_flight == 0)
@@ -240,10 +240,10 @@ def test_what_the_engine_refuses_comes_back_as_it_said_it(explorer: RunningExplo
 def test_a_refusal_quotes_nothing_that_the_client_never_said(
     explorer: RunningExplorer, double: EngineDouble, stream: bool
 ) -> None:
-    double.quotes = lambda asked: True
-    asked = json.dumps(HELLO | {"stream": stream})
-    quoted = explorer.http.post(CHAT, content=asked).json()["error"]["message"]
-    assert quoted == f"1 error: 'input': {asked}"
+    double.quotes = lambda request: True
+    http_request = json.dumps(HELLO | {"stream": stream})
+    quoted = explorer.http.post(CHAT, content=http_request).json()["error"]["message"]
+    assert quoted == f"1 error: 'input': {http_request}"
     assert explorer.chat(model="nope").status_code == 404
     assert explorer.exchanges() == []
 
@@ -251,7 +251,7 @@ def test_a_refusal_quotes_nothing_that_the_client_never_said(
 def test_an_engine_is_not_told_of_labels_when_a_refusal_is_fetched_again(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:
-    double.quotes = lambda asked: True
+    double.quotes = lambda request: True
     explorer.chat(metadata={"task_id": "ours"}, store=True)
     first, again = (each.body for each in double.chats)
     assert "return_token_ids" in first
@@ -262,10 +262,10 @@ def test_an_engine_is_not_told_of_labels_when_a_refusal_is_fetched_again(
 def test_a_refusal_that_cannot_be_fetched_again_is_the_first_one(
     explorer: RunningExplorer, double: EngineDouble, how: str
 ) -> None:
-    def quotes(asked: dict[str, Any]) -> bool:
-        if how == "dies" and "return_token_ids" not in asked:
+    def quotes(request: dict[str, Any]) -> bool:
+        if how == "dies" and "return_token_ids" not in http_request:
             raise ConnectionAbortedError
-        return "return_token_ids" in asked
+        return "return_token_ids" in http_request
 
     double.quotes, double.hangs = quotes, how == "hangs"
     reply = explorer.chat()
@@ -280,7 +280,7 @@ def test_an_engine_that_fails_is_not_asked_again_for_its_words(explorer: Running
 
 
 def test_what_is_refused_only_for_what_we_ask_is_refused(explorer: RunningExplorer, double: EngineDouble) -> None:
-    double.quotes = lambda asked: "return_token_ids" in asked
+    double.quotes = lambda request: "return_token_ids" in http_request
     for stream in (False, True):
         assert "return_token_ids" in explorer.chat(stream=stream).json()["error"]["message"]
     eventually(lambda: not any(engine.in_flight for engine in explorer.services.fleet.engines))

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from tests.doubles.engine import CHAT, EngineDouble, EnginePlace, engine_place
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tests.explorer.wire import BODY, Wire, asked, streamed
+from tests.explorer.wire import BODY, Wire, http_request, streamed
 from tuneloop.explorer.dialects.dialect import ChatDialect, ReplyWriter
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.experience import State
@@ -44,7 +44,7 @@ class Mortal(EngineDouble):
 
 @dataclass
 class Talkative(EngineDouble):
-    """An engine that speaks until it is told to end."""
+    """An engine that streams until `ends` is set."""
 
     pieces: int = 0
     ends: threading.Event = field(default_factory=threading.Event)
@@ -96,7 +96,7 @@ def answered(explorer: RunningExplorer) -> dict[tuple[str, str], float]:
 
 @pytest.fixture
 def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
-    """An explorer with two engines, both ready; the first is asked first."""
+    """An explorer with two engines, both ready; the first gets the first request."""
     return all_ready(running_explorer(*doubles))
 
 
@@ -199,8 +199,8 @@ def test_a_stream_that_stops_is_ended_with_an_error_and_kept_as_cut_off(
         reply = explorer.http.post(path, json=ASKED[path] | {"stream": True})
         *_, last = [event for event in reply.text.split("\n\n") if event]
         assert last.startswith(begins[path])
-        told = json.loads(last.rpartition("data: ")[2])
-        assert (told.get("error") or told["response"]["error"])["message"] == "the engine did not answer in time"
+        answer = json.loads(last.rpartition("data: ")[2])
+        assert (answer.get("error") or answer["response"]["error"])["message"] == "the engine did not answer in time"
         kept = explorer.exchanges()[-1]
         assert (kept.endpoint, kept.experiences[0].drop_reason) == (path, "cut_off")
         assert kept.experiences[0].completion_ids
@@ -255,10 +255,10 @@ def test_a_client_that_goes_stops_all(
     if when is streaming and not stream:
         double.piece_pause_s = 60
     with Wire(explorer.url) as wire:
-        wire.send(asked(streamed() if stream else BODY))
+        wire.send(http_request(streamed() if stream else BODY))
         eventually(there)
         if when is streaming and stream:
-            wire.told(head=True)
+            wire.response(head=True)
             assert wire.line().startswith(b"data: ")
         if reset:
             wire.reset()
@@ -281,18 +281,18 @@ def test_a_client_that_goes_while_it_sends_or_waits_for_a_place_is_forgotten(
     admission = explorer.services.proxy.admission
     double.hangs = True
     with Wire(explorer.url) as first, Wire(explorer.url) as second, Wire(explorer.url) as third:
-        first.send(asked())
+        first.send(http_request())
         eventually(lambda: admission.in_flight == 1)
-        second.send(asked())
+        second.send(http_request())
         eventually(lambda: admission.waiting == 1)
-        third.send(asked()[:-5])
+        third.send(http_request()[:-5])
         time.sleep(0.05)
         second.close()
         third.close()
         eventually(lambda: admission.waiting == 0)
         assert admission.in_flight == 1
         double.hangs = False
-        assert first.told().status == 200
+        assert first.response().status == 200
     eventually(lambda: nothing_is_taken(explorer))
     assert len(double.chats) == 1
     eventually(lambda: answered(explorer) == {(CHAT, "200"): 1, (CHAT, "499"): 2})
@@ -314,7 +314,7 @@ def test_so_many_are_answered_so_many_wait_and_the_others_are_sent_away(
     with ExitStack() as stack:
         wires = [stack.enter_context(Wire(explorer.url)) for _ in range(4)]
         for number, wire in enumerate(wires):
-            wire.send(asked())
+            wire.send(http_request())
             eventually(partial(are_there, explorer, number + 1))
         metrics = explorer.metrics()
         assert (metrics["tuneloop_requests_in_flight"], metrics["tuneloop_requests_waiting"]) == (2, 2)
@@ -327,7 +327,7 @@ def test_so_many_are_answered_so_many_wait_and_the_others_are_sent_away(
         assert explorer.http.get("/v1/models").status_code == 200
         assert len(double.chats) == 2
         double.hangs = False
-        assert [wire.told().status for wire in wires] == [200] * 4
+        assert [wire.response().status for wire in wires] == [200] * 4
     metrics = explorer.metrics()
     assert (metrics["tuneloop_requests_in_flight"], metrics["tuneloop_requests_waiting"]) == (0, 0)
     assert nothing_is_taken(explorer)
@@ -337,13 +337,13 @@ def test_who_waits_too_long_for_a_place_is_sent_away(running_explorer: Run, doub
     explorer = running_explorer(double, max_in_flight=1, wait_timeout=0.2)
     double.hangs = True
     with Wire(explorer.url) as wire:
-        wire.send(asked())
+        wire.send(http_request())
         eventually(lambda: explorer.services.proxy.admission.in_flight == 1)
         reply = explorer.chat()
         assert code_of(reply) == (503, "overloaded")
         assert reply.headers["retry-after"] == "1"
         double.hangs = False
-        assert wire.told().status == 200
+        assert wire.response().status == 200
     assert nothing_is_taken(explorer)
 
 
@@ -370,10 +370,10 @@ def talkative(places: list[EnginePlace]) -> Iterator[Talkative]:
 def unread(explorer: RunningExplorer, engine: Talkative) -> Wire:
     """A client that asks for an endless stream and reads none of it; everybody waits for it by now."""
     wire = Wire(explorer.url)
-    wire.send(asked(streamed()))
-    said = -1
-    while said != engine.pieces or not said:
-        said = engine.pieces
+    wire.send(http_request(streamed()))
+    reply = -1
+    while reply != engine.pieces or not reply:
+        reply = engine.pieces
         time.sleep(0.2)
     return wire
 
@@ -383,13 +383,13 @@ def test_an_endless_stream_that_nobody_reads_is_not_read_from_the_engine(
 ) -> None:
     explorer = running_explorer(talkative)
     with unread(explorer, talkative) as wire:
-        said = talkative.pieces
-        assert said * len(piece(said)) < 32 << 20, "more than the sockets hold"
+        reply = talkative.pieces
+        assert reply * len(piece(reply)) < 32 << 20, "more than the sockets hold"
         for _ in range(3):
             started = time.monotonic()
             assert explorer.chat().status_code == 200
             assert time.monotonic() - started < 5
-        assert talkative.pieces == said
+        assert talkative.pieces == reply
         talkative.ends.set()
         numbers = [int(event.partition('"content":"')[2].split()[0]) for event in events_of(wire)]
         assert numbers == list(range(talkative.pieces + 1))
@@ -405,7 +405,7 @@ def is_held(wire: Wire) -> bool:
 
 
 def events_of(wire: Wire) -> list[str]:
-    *events, done, rest = wire.told().body.decode().replace('"content": "', '"content":"').split("\n\n")
+    *events, done, rest = wire.response().body.decode().replace('"content": "', '"content":"').split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return events
 
@@ -441,10 +441,10 @@ class _BuggyWriter(ReplyWriter):
         raise ZeroDivisionError("a secret")
 
     def convert_event(self, event: bytes) -> bytes:
-        told = super().convert_event(event)
+        answer = super().convert_event(event)
         if len(self.transcript.choices[0].completion_ids) == 3:
             raise ZeroDivisionError("a secret")
-        return told
+        return answer
 
 
 def test_a_bug_loses_no_more_than_it_must(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -467,7 +467,7 @@ def test_a_bug_loses_no_more_than_it_must(explorer: RunningExplorer, double: Eng
     assert answered(explorer) == {(CHAT, "500"): 2}
 
 
-# Whatever happens is counted and said in the client's own way.
+# Whatever happens is counted, and reported in the client's own dialect.
 
 
 def test_every_answer_is_counted_and_every_error_is_in_an_envelope(running_explorer: Run, double: EngineDouble) -> None:

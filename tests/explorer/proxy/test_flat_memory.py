@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.doubles.engine import recorded
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tests.explorer.wire import BODY, Wire, asked, streamed
+from tests.explorer.wire import BODY, Wire, http_request, streamed
 
 REQUESTS, CONNECTIONS = 3996, 12
 WHOLE, STREAM = recorded("whole_captured.json"), recorded("stream_nousage_captured.sse")
@@ -21,21 +21,21 @@ class Quick(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self.transport, self.heard = transport, b""
+        self.transport, self.buffer = transport, b""
 
     def data_received(self, data: bytes) -> None:
-        self.heard += data
-        while b"\r\n\r\n" in self.heard:
-            head, _, rest = self.heard.partition(b"\r\n\r\n")
+        self.buffer += data
+        while b"\r\n\r\n" in self.buffer:
+            head, _, rest = self.buffer.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
             if len(rest) < length:
                 return
-            body, self.heard = rest[:length], rest[length:]
+            body, self.buffer = rest[:length], rest[length:]
             name = head.partition(b"X-Request-Id: ")[2].partition(b"\r\n")[0]
-            said = (STREAM if b'"stream": true' in body else WHOLE).replace(b"-recorded", b"-" + name)
-            if b" /v1/completions " in head:  # asked before it is attached
-                said = b'{"choices": [{"logprobs": {"token_logprobs": [0.0]}}]}'
-            self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
+            reply = (STREAM if b'"stream": true' in body else WHOLE).replace(b"-recorded", b"-" + name)
+            if b" /v1/completions " in head:  # sent before the engine is attached
+                reply = b'{"choices": [{"logprobs": {"token_logprobs": [0.0]}}]}'
+            self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(reply), reply))
 
 
 @contextmanager
@@ -55,8 +55,8 @@ def ask(explorer: RunningExplorer, requests: int) -> None:
     def one() -> None:
         with Wire(explorer.url) as wire:
             for number in range(requests // CONNECTIONS):
-                wire.send(asked(streamed() if number % 2 else BODY))
-                assert wire.told().status == 200
+                wire.send(http_request(streamed() if number % 2 else BODY))
+                assert wire.response().status == 200
 
     asking = [threading.Thread(target=one) for _ in range(CONNECTIONS)]
     for each in asking:

@@ -1,4 +1,4 @@
-"""The admin API: who may ask, what is told, what is decided, and what the explorer makes of it."""
+"""The admin API: its key, its reports, its decisions, and how the explorer carries them out."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -86,9 +86,9 @@ def test_what_is_known_of_the_versions_is_told(explorer: RunningExplorer) -> Non
     admin = Admin(explorer)
     explorer.feedback(explorer.chat().json()["id"], reward=0.5)
     explorer.until_flushed()
-    told = admin.get().json()
-    assert told["object"] == "list"
-    assert [(row["version"], row["state"], row["mean_reward"]) for row in told["data"]] == [
+    answer = admin.get().json()
+    assert answer["object"] == "list"
+    assert [(row["version"], row["state"], row["mean_reward"]) for row in answer["data"]] == [
         (1, "champion", 0.5),
         (0, "retired", 1.0),
     ]
@@ -103,8 +103,8 @@ def test_what_is_known_of_the_versions_is_told(explorer: RunningExplorer) -> Non
 
 def test_decisions_reach_the_engines(explorer: RunningExplorer) -> None:
     admin = Admin(explorer)
-    told = admin.post("/0/promote", {"reason": "as it was", "expect": 1, "by": "ann"})
-    assert told.json() == {"version": 0, "champion": 0, "taken_up_within_s": 0.1}
+    answer = admin.post("/0/promote", {"reason": "as it was", "expect": 1, "by": "ann"})
+    assert answer.json() == {"version": 0, "champion": 0, "taken_up_within_s": 0.1}
     eventually(lambda: explorer.version() == 0)
     assert admin.post("/1/pin").json()["champion"] == 1
     eventually(lambda: explorer.version() == 1)
@@ -162,18 +162,18 @@ def test_what_must_not_be_served_is_neither_promoted_nor_pinned(explorer: Runnin
     assert refusal(admin.post("/7/reject", {"reason": "x"}))[:2] == (404, "version_not_found")
     assert admin.post("/1/rollback", {"reason": "it swears"}).json()["champion"] == 0
     before = states(explorer.ledger)
-    for version, told in ((1, "version 1 is rolled_back: it swears"), (2, "version 2 is rejected: NaN in lm_head")):
+    for version, answer in ((1, "version 1 is rolled_back: it swears"), (2, "version 2 is rejected: NaN in lm_head")):
         for decision in ("promote", "pin"):
-            assert refusal(admin.post(f"/{version}/{decision}")) == (409, "version_refused", told)
+            assert refusal(admin.post(f"/{version}/{decision}")) == (409, "version_refused", answer)
     assert states(explorer.ledger) == before == ["champion", "rolled_back", "rejected"]
 
 
 def test_of_two_at_once_the_second_is_told_so(explorer: RunningExplorer) -> None:
     explorer.ledger.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
     register(explorer.ledger, explorer.settings.job_dir)
-    asked = [("/0/promote", "ann"), ("/2/promote", "bert")]
+    request = [("/0/promote", "ann"), ("/2/promote", "bert")]
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda each: Admin(explorer).post(each[0], {"expect": 1, "by": each[1]}), asked))
+        answers = list(pool.map(lambda each: Admin(explorer).post(each[0], {"expect": 1, "by": each[1]}), request))
     assert sorted(each.status_code for each in answers) == [200, 409]
     first, second = sorted(answers, key=lambda each: each.status_code)
     champion = first.json()["champion"]

@@ -38,8 +38,8 @@ def test_a_database_that_is_away_is_no_reason_not_to_be_ready(explorer: RunningE
 def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None:
     explorer = running_explorer(double)
     explorer.ledger.recording.refuses = lambda record: getattr(record, "task_id", None) == "poison"
-    said = explorer.chat().json()["id"]
-    explorer.feedback(said)
+    reply = explorer.chat().json()["id"]
+    explorer.feedback(reply)
     explorer.chat(metadata={"task_id": "poison"})
     explorer.commit()
     double.refuses_load_of.add("global_step_1")

@@ -1,4 +1,4 @@
-"""Responses that only the engine's own route can answer, and responses asked for again, through a running explorer."""
+"""Responses that only the engine's own route can answer, and responses read again, through a running explorer."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.doubles.engine import MODEL, EnginePlace
-from tests.doubles.responding import RESPONSES, RespondingDouble, said
+from tests.doubles.responding import RESPONSES, RespondingDouble, message_item
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.shared.experience import Exchange, State
 
@@ -23,7 +23,7 @@ CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "a
 
 @pytest.fixture(scope="module")
 def explorer(places: list[EnginePlace], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
-    """One explorer with two engines for all that is asked here."""
+    """One explorer with two engines for all tests here."""
     for place in places:
         place.double = RespondingDouble(url=place.url)
     folder: Path = tmp_path_factory.mktemp("responses")
@@ -70,8 +70,8 @@ def holder(engines: list[RespondingDouble], response_id: str) -> RespondingDoubl
     return found
 
 
-def asked_itself(engines: list[RespondingDouble]) -> Json:
-    (found,) = [asked for each in engines for asked in each.asked_itself]
+def native_requests(engines: list[RespondingDouble]) -> Json:
+    (found,) = [request for each in engines for request in each.native_requests]
     return found
 
 
@@ -91,16 +91,16 @@ def test_what_is_no_chat_completion_is_answered_by_the_engine_and_kept_without_i
 ) -> None:
     body = body | {"stream": stream, "metadata": {"task_id": 7, "user_id": "u"}, "store": True, "temperature": 0.5}
     for engine in engines:
-        engine.output = [said("Do"), CALL, said("ne.")]
+        engine.output = [message_item("Do"), CALL, message_item("ne.")]
     reply = post(explorer, body)
     assert reply.status_code == 200
-    told = events(reply.text)[-1]["response"] if stream else reply.json()
-    assert told["id"].startswith("resp_")
-    assert told["metadata"] == body["metadata"]
-    assert told["output"] == engines[0].output
-    asked = asked_itself(engines)
-    assert asked == body | {"request_id": told["id"], "store": False, "metadata": {"task_id": "7", "user_id": "u"}}
-    kept = kept_as(explorer, told["id"])
+    answer = events(reply.text)[-1]["response"] if stream else reply.json()
+    assert answer["id"].startswith("resp_")
+    assert answer["metadata"] == body["metadata"]
+    assert answer["output"] == engines[0].output
+    request = native_requests(engines)
+    assert request == body | {"request_id": answer["id"], "store": False, "metadata": {"task_id": "7", "user_id": "u"}}
+    kept = kept_as(explorer, answer["id"])
     assert kept is not None
     assert (kept.endpoint, json.loads(kept.request), kept.task_id) == (RESPONSES, body, "7")
     (experience,) = kept.experiences
@@ -145,10 +145,10 @@ def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
 ) -> None:
     for engine in engines:
         engine.breaks_after = 2
-    told = events(post(explorer, CUSTOM | {"stream": True}).text)
-    assert [each["type"] for each in told[-2:]] == ["error", "response.failed"]
-    assert [each["sequence_number"] for each in told] == list(range(len(told)))
-    kept = kept_as(explorer, told[0]["response"]["id"])
+    answer = events(post(explorer, CUSTOM | {"stream": True}).text)
+    assert [each["type"] for each in answer[-2:]] == ["error", "response.failed"]
+    assert [each["sequence_number"] for each in answer] == list(range(len(answer)))
+    kept = kept_as(explorer, answer[0]["response"]["id"])
     assert kept is not None
     assert (kept.experiences[0].text, kept.experiences[0].drop_reason) == ("Done.", "cut_off")
 
@@ -172,8 +172,8 @@ def test_a_background_response_is_told_from_any_engine_and_kept_at_its_end(
         assert kept_as(explorer, name) is None
         holder(engines, name).finish(name)
         over = again(explorer, name).json()
-        assert (over["id"], over["status"], over["output"]) == (name, "completed", [said("Done.")])
-        kept = kept_as(explorer, name)  # before anybody is told that it is over
+        assert (over["id"], over["status"], over["output"]) == (name, "completed", [message_item("Done.")])
+        kept = kept_as(explorer, name)  # before any client sees that it is finished
         assert kept is not None
         assert (kept.run_id, kept.experiences[0].text) == ("1", "Done.")
         assert kept.experiences[0].drop_reason == "no_token_ids"
@@ -204,8 +204,8 @@ def test_a_background_stream_goes_on_without_its_client(
     name = first["response"]["id"]
     engine = holder(engines, name)
     engine.finish(name)
-    told = events(again(explorer, name, "?stream=true&starting_after=0").text)
-    assert told[-1]["response"]["output"] == [said("Done.")]
+    answer = events(again(explorer, name, "?stream=true&starting_after=0").text)
+    assert answer[-1]["response"]["output"] == [message_item("Done.")]
     eventually(lambda: kept_as(explorer, name) is not None)
     kept = kept_as(explorer, name)
     assert kept is not None
@@ -292,24 +292,24 @@ def test_a_response_of_ours_is_told_again_as_it_was(
     explorer: RunningExplorer, engines: list[RespondingDouble], more: Json, stream: bool
 ) -> None:
     reply = post(explorer, PLAIN | more | {"stream": stream})
-    told = events(reply.text)[-1]["response"] if stream else reply.json()
-    found = again(explorer, told["id"])
+    answer = events(reply.text)[-1]["response"] if stream else reply.json()
+    found = again(explorer, answer["id"])
     assert found.status_code == 200
-    differ = {key for key, value in found.json().items() if told[key] != value}
+    differ = {key for key, value in found.json().items() if answer[key] != value}
     assert differ <= ({"max_output_tokens"} if stream else set())  # the double's streams begin without usage
-    assert [each.asked_itself for each in engines] == [[], []]
-    refusal = cancel(explorer, told["id"])
+    assert [each.native_requests for each in engines] == [[], []]
+    refusal = cancel(explorer, answer["id"])
     assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "response_id")
-    assert again(explorer, told["id"], "?stream=true").status_code == 400
+    assert again(explorer, answer["id"], "?stream=true").status_code == 400
 
 
 def test_of_what_the_engine_answered_itself_the_words_are_told_again(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
-    told = post(explorer, CUSTOM).json()
-    found = again(explorer, told["id"]).json()
+    answer = post(explorer, CUSTOM).json()
+    found = again(explorer, answer["id"]).json()
     assert [item["content"][0]["text"] for item in found["output"]] == ["Done."]
-    assert (found["id"], found["tools"], found["usage"]) == (told["id"], told["tools"], None)
+    assert (found["id"], found["tools"], found["usage"]) == (answer["id"], answer["tools"], None)
 
 
 def test_what_is_no_response_of_ours_is_not_found(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
@@ -334,7 +334,7 @@ def continuing(explorer: RunningExplorer, engines: list[RespondingDouble], body:
         holder(engines, name).finish(name)
         assert again(explorer, name).json()["status"] == "completed"
     for engine in engines:
-        engine.asked_itself.clear()
+        engine.native_requests.clear()
     return lambda more: post(explorer, more | {"previous_response_id": name}).json()
 
 
@@ -342,29 +342,33 @@ def continuing(explorer: RunningExplorer, engines: list[RespondingDouble], body:
 def test_a_response_goes_on_from_one_of_the_engine(
     explorer: RunningExplorer, engines: list[RespondingDouble], first: Json
 ) -> None:
-    told = continuing(explorer, engines, first)(PLAIN | {"input": "and?"})
-    assert told["previous_response_id"]
+    answer = continuing(explorer, engines, first)(PLAIN | {"input": "and?"})
+    assert answer["previous_response_id"]
     (chat,) = [each for engine in engines for each in engine.chats]
-    said = [(each["role"], each["content"]) for each in chat.body["messages"]]
-    assert said == [("user", "3+4="), ("assistant", "Done."), ("user", "and?")]
+    message_item = [(each["role"], each["content"]) for each in chat.body["messages"]]
+    assert message_item == [("user", "3+4="), ("assistant", "Done."), ("user", "and?")]
 
 
 def test_a_response_of_the_engine_goes_on_from_one_of_ours(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
-    heard = [
+    received = [
         {"role": "user", "content": [{"type": "input_text", "text": "3+4="}]},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": "ls"},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "7"},
     ]
-    go_on = continuing(explorer, engines, PLAIN | {"input": heard, "instructions": "Be short."})
-    told = go_on(CUSTOM | {"input": "and?", "instructions": "Be long."})
-    asked = asked_itself(engines)
-    assert "previous_response_id" not in asked
+    go_on = continuing(explorer, engines, PLAIN | {"input": received, "instructions": "Be short."})
+    answer = go_on(CUSTOM | {"input": "and?", "instructions": "Be long."})
+    request = native_requests(engines)
+    assert "previous_response_id" not in request
     call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": '{"input": "ls"}'}
-    assert asked["input"][:4] == [*heard[:2], call, {"type": "function_call_output", "call_id": "c", "output": "7"}]
-    assert [each["role"] for each in asked["input"][4:]] == ["assistant", "user"]
-    assert asked["instructions"] == "Be long."
-    assert told["previous_response_id"]
-    assert again(explorer, told["id"]).json()["previous_response_id"] == told["previous_response_id"]
+    assert request["input"][:4] == [
+        *received[:2],
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "7"},
+    ]
+    assert [each["role"] for each in request["input"][4:]] == ["assistant", "user"]
+    assert request["instructions"] == "Be long."
+    assert answer["previous_response_id"]
+    assert again(explorer, answer["id"]).json()["previous_response_id"] == answer["previous_response_id"]

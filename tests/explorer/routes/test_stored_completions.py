@@ -54,9 +54,9 @@ def recorded_order(count: int = MANY) -> list[str]:
 
 
 def error(answer: httpx.Response) -> tuple[int, Any, Any]:
-    told = answer.json()["error"]
-    assert told.keys() == {"message", "type", "param", "code"}
-    return answer.status_code, told["param"], told["code"]
+    response = answer.json()["error"]
+    assert response.keys() == {"message", "type", "param", "code"}
+    return answer.status_code, response["param"], response["code"]
 
 
 # OpenAI's client.
@@ -79,8 +79,8 @@ async def test_a_client_without_threads_turns_them_too(many: RunningExplorer) ->
     async with many.openai_async() as client:
         found = [each async for each in client.chat.completions.list(limit=60)]
         assert [each.id for each in found] == recorded_order()
-        said = [each async for each in client.chat.completions.messages.list("chatcmpl-000", limit=1)]
-        assert [each.content for each in said] == ["Add.", "3+4="]
+        reply = [each async for each in client.chat.completions.messages.list("chatcmpl-000", limit=1)]
+        assert [each.content for each in reply] == ["Add.", "3+4="]
 
 
 def test_a_client_finds_by_model_and_metadata(many: RunningExplorer) -> None:
@@ -96,8 +96,8 @@ def test_a_client_finds_by_model_and_metadata(many: RunningExplorer) -> None:
 
 def test_a_client_sees_what_it_was_answered(explorer: RunningExplorer) -> None:
     client = explorer.openai()
-    said: Any = {"messages": SAID, "model": MODEL, "max_tokens": 12, "user": "ann", "temperature": 0.5, "n": 2}
-    answered = client.chat.completions.create(**said, metadata={"task_id": "t"})
+    reply: Any = {"messages": SAID, "model": MODEL, "max_tokens": 12, "user": "ann", "temperature": 0.5, "n": 2}
+    answered = client.chat.completions.create(**reply, metadata={"task_id": "t"})
     kept = client.chat.completions.retrieve(answered.id)
     assert isinstance(kept, ChatCompletion)
     assert [each.message.content for each in kept.choices] == [each.message.content for each in answered.choices]
@@ -170,7 +170,7 @@ def test_a_client_may_delete_what_it_is_just_listing(explorer: RunningExplorer) 
 
 
 def test_two_hundred_replies_are_found_as_soon_as_they_are_answered(explorer: RunningExplorer) -> None:
-    """The database is behind the spool then: nobody may be told that his reply is not there."""
+    """The database is behind the spool then: no client may get a 404 for an acknowledged reply."""
 
     async def one(client: httpx.AsyncClient) -> int:
         msg_id = (await client.post(CHAT, json=HELLO)).json()["id"]
@@ -186,22 +186,22 @@ def test_two_hundred_replies_are_found_as_soon_as_they_are_answered(explorer: Ru
 def test_the_python_of_the_page_runs(explorer: RunningExplorer, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "stored.md").read_text()
     [block] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    told = explorer.chat(metadata={"task_id": "task-1"}).json()
+    response = explorer.chat(metadata={"task_id": "task-1"}).json()
     exec(block.replace("http://localhost:8010", explorer.url), {})  # noqa: S102
-    answer = told["choices"][0]["message"]["content"]
-    assert capsys.readouterr().out == f"{told['id']} {answer}\n   user 3+4=\n"
-    assert explorer.openai().chat.completions.retrieve(told["id"]).metadata == {"task_id": "task-1", "seen": "yes"}
+    answer = response["choices"][0]["message"]["content"]
+    assert capsys.readouterr().out == f"{response['id']} {answer}\n   user 3+4=\n"
+    assert explorer.openai().chat.completions.retrieve(response["id"]).metadata == {"task_id": "task-1", "seen": "yes"}
 
 
 # Bare HTTP.
 
 
 def test_a_list_has_openais_shape(many: RunningExplorer) -> None:
-    told = many.http.get(CHAT, params={"limit": 2, "after": "chatcmpl-247"}).json()
+    answer = many.http.get(CHAT, params={"limit": 2, "after": "chatcmpl-247"}).json()
     ends = {"first_id": "chatcmpl-248", "last_id": "chatcmpl-249", "has_more": False}
-    assert {name: value for name, value in told.items() if name != "data"} == {"object": "list"} | ends
-    assert [each["object"] for each in told["data"]] == ["chat.completion"] * 2
-    assert told["data"][1] == many.http.get(f"{CHAT}/chatcmpl-249").json()
+    assert {name: value for name, value in answer.items() if name != "data"} == {"object": "list"} | ends
+    assert [each["object"] for each in answer["data"]] == ["chat.completion"] * 2
+    assert answer["data"][1] == many.http.get(f"{CHAT}/chatcmpl-249").json()
     empty = many.http.get(CHAT, params={"after": "chatcmpl-249"}).json()
     assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
     assert len(many.http.get(CHAT).json()["data"]) == DEFAULT_LIMIT
@@ -210,10 +210,10 @@ def test_a_list_has_openais_shape(many: RunningExplorer) -> None:
 
 def test_messages_are_turned_like_completions(many: RunningExplorer) -> None:
     path = f"{CHAT}/chatcmpl-003/messages"
-    told = many.http.get(path, params={"limit": 1}).json()
+    answer = many.http.get(path, params={"limit": 1}).json()
     first = {"id": "chatcmpl-003-0", "role": "system", "content": "Add.", "name": None, "content_parts": None}
     ends = {"first_id": "chatcmpl-003-0", "last_id": "chatcmpl-003-0"}
-    assert told == {"object": "list", "data": [first], **ends, "has_more": True}
+    assert answer == {"object": "list", "data": [first], **ends, "has_more": True}
     then = many.http.get(path, params={"limit": 1, "after": "chatcmpl-003-0"}).json()
     assert ([each["content"] for each in then["data"]], then["has_more"]) == (["3+4="], False)
     backwards = many.http.get(path, params={"order": "desc"}).json()
@@ -256,9 +256,9 @@ def test_a_filter_that_would_take_too_long_is_refused(explorer: RunningExplorer)
     body = json.dumps({"model": "a", "metadata": {"k": "v"}}).encode()
     other = json.dumps({"model": "b"}).encode()
     fields: dict[str, Any] = {"tenant": "default", "experiences": ()}
-    said = [exchange(request=each, **fields) for each in (body, other) for _ in range(LOOKED_AT + 1)]
+    reply = [exchange(request=each, **fields) for each in (body, other) for _ in range(LOOKED_AT + 1)]
     with_both = exchange(request=body.replace(b'"a"', b'"b"'), **fields)
-    explorer.ledger.recording.record([*said, with_both])
+    explorer.ledger.recording.record([*reply, with_both])
     params = {"model": "b", "metadata[k]": "v"}
     assert error(explorer.http.get(CHAT, params=params)) == (400, "metadata", "filter_too_broad")
     found = explorer.http.get(CHAT, params=params | {"order": "desc"}).json()
@@ -322,8 +322,8 @@ def test_a_deleted_completion_is_gone_for_its_feedback_too(explorer: RunningExpl
     assert error(explorer.http.delete(f"{CHAT}/{msg_id}")) == (404, "completion_id", "not_found")
 
     def outcomes() -> dict[str, str]:
-        told: dict[str, str] = explorer.feedback(msg_id, f"{msg_id}:0", other, reward=0.5).json()["outcomes"]
-        return told
+        answer: dict[str, str] = explorer.feedback(msg_id, f"{msg_id}:0", other, reward=0.5).json()["outcomes"]
+        return answer
 
     # At first it may be too busy to say.
     eventually(lambda: outcomes() == {msg_id: "unknown", f"{msg_id}:0": "unknown", other: "duplicate"})

@@ -144,7 +144,7 @@ def test_a_model_judges_with_the_question_and_the_answer_before_it(gated):
         held_out = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
         found = held_out.figures(Actor.load(chosen, chosen.model.model_path))
     assert next(each.value for each in found if each.metric == "score") == 0.5
-    heard = "".join(map(shown, place.heard))
+    heard = "".join(map(shown, place.requests))
     assert "7+5=" in heard
     assert "no such thing" in heard
 

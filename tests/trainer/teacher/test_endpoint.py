@@ -50,8 +50,8 @@ def test_it_tells_the_log_probability_of_each_action_token(remote, double):
         expected = [logprob_of(ids, at) for at in range(each.start, len(ids))]
         assert row[: len(expected)].tolist() == pytest.approx(expected)
         assert not row[len(expected) :].any()
-    assert len(double.heard) == 21
-    assert double.heard[-1].keys() == {"model", "prompt", "max_tokens", "temperature", "prompt_logprobs"}
+    assert len(double.requests) == 21
+    assert double.requests[-1].keys() == {"model", "prompt", "max_tokens", "temperature", "prompt_logprobs"}
 
 
 def test_tokens_between_the_calls_of_a_run_are_0(remote):
@@ -76,7 +76,7 @@ def test_it_is_checked_once(remote, double):
     teacher = remote()
     teacher.check()
     teacher.check()
-    assert len(double.heard) == 1
+    assert len(double.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
     assert [each.completion_ids.tolist() for each in taught] == [[7, 8, 256]] * 5
     assert [each.id for each in taught] == [0, 1, 2, 3, 4]
     assert [each.prompt_ids.tolist() for each in taught] == [each.prompt_ids.tolist() for each in samples]
-    asked = double.heard[-1]
+    asked = double.requests[-1]
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
-    prompts = sorted(body["prompt"] for body in double.heard[1:])
+    prompts = sorted(body["prompt"] for body in double.requests[1:])
     assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
 
 

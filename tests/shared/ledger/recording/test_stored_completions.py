@@ -16,7 +16,7 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.completion_object import Spoken, completion, tag_of_model, tag_of_pair
 from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
-from tuneloop.shared.ledger.recording.tags import Place
+from tuneloop.shared.ledger.recording.tags import PageCursor
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -48,7 +48,7 @@ def pages(ledger: Ledger, *wanted: bytes, order: Order = "asc", limit: int = 2) 
         yield [each.msg_id for each in page.found]
         if not page.more:
             return
-        after = ledger.stored.place_of("acme", page.found[-1].msg_id)
+        after = ledger.stored.cursor_of("acme", page.found[-1].msg_id)
 
 
 def names(ledger: Ledger, *wanted: bytes, **how: Any) -> list[str]:
@@ -133,7 +133,7 @@ def test_others_exchanges_are_not_listed_nor_found(ledger: Ledger) -> None:
         assert ledger.stored.get("acme", each.msg_id) is None
         assert not ledger.stored.change_metadata("acme", each.msg_id, pairs={})
         assert ledger.stored.delete("acme", each.msg_id) is None
-    assert ledger.stored.place_of("acme", others.msg_id) is None
+    assert ledger.stored.cursor_of("acme", others.msg_id) is None
 
 
 def test_what_is_found_has_all_that_is_wanted(ledger: Ledger) -> None:
@@ -160,8 +160,8 @@ def test_a_page_of_several_tags_looks_at_so_many_and_no_more(ledger: Ledger, mon
     assert first is not None
     assert ([each.received_at for each in first.found], first.more) == ([1.0], True)
     # From there both are within reach, and behind the last there is nothing to be found in five.
-    assert ledger.stored.page("acme", wanted=wanted, after=Place(1.0, "z"), order="asc", limit=2) is None
-    last = ledger.stored.page("acme", wanted=wanted, after=Place(8.0, ""), order="asc", limit=2)
+    assert ledger.stored.page("acme", wanted=wanted, after=PageCursor(1.0, "z"), order="asc", limit=2) is None
+    last = ledger.stored.page("acme", wanted=wanted, after=PageCursor(8.0, ""), order="asc", limit=2)
     assert last == ([], False)
 
 
@@ -186,8 +186,8 @@ def plan_of(engine: Engine, query: Any) -> str:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-@pytest.mark.parametrize("after", [None, Place(9000.0, "chatcmpl-9000")])
-def test_a_page_reads_an_index_in_its_order(engine: Engine, order: Order, after: Place | None) -> None:
+@pytest.mark.parametrize("after", [None, PageCursor(9000.0, "chatcmpl-9000")])
+def test_a_page_reads_an_index_in_its_order(engine: Engine, order: Order, after: PageCursor | None) -> None:
     fill(engine, 20_000)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE exchanges SET endpoint = '/v1/chat/completions' WHERE received_at > 1000")
@@ -365,11 +365,11 @@ def test_a_place_is_known_after_its_completion_was_deleted(ledger: Ledger) -> No
     said = [asked() for _ in range(3)]
     ledger.recording.record(said)
     ledger.stored.delete("acme", said[1].msg_id)
-    place = ledger.stored.place_of("acme", said[1].msg_id)
+    place = ledger.stored.cursor_of("acme", said[1].msg_id)
     page = ledger.stored.page("acme", after=place, order="asc", limit=5)
     assert page is not None
     assert [each.msg_id for each in page.found] == [said[2].msg_id]
-    assert ledger.stored.place_of("other", said[1].msg_id) is None
+    assert ledger.stored.cursor_of("other", said[1].msg_id) is None
 
 
 def test_a_purge_and_an_erasure_leave_no_tag_behind(ledger: Ledger, engine: Engine) -> None:

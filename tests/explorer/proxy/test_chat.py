@@ -117,8 +117,8 @@ def test_the_engine_is_asked_for_what_we_keep_and_told_nothing_of_the_client(
 ) -> None:
     metadata = {"task_id": "t1", "run_id": 7}
     headers = {"Authorization": "Bearer secret", "X-Request-Id": "order-1001", "X-Other": "x"}
-    http_request = HELLO | {"metadata": metadata, "store": True, "user": "me"}
-    reply = explorer.http.post(CHAT, json=http_request, headers=headers)
+    request = HELLO | {"metadata": metadata, "store": True, "user": "me"}
+    reply = explorer.http.post(CHAT, json=request, headers=headers)
     (received,) = double.chats
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert received.body == neutral | HELLO | {"user": "me", "logprobs": True, "return_token_ids": True}
@@ -129,7 +129,7 @@ def test_the_engine_is_asked_for_what_we_keep_and_told_nothing_of_the_client(
     assert "order-1001" not in reply.text
     kept = only(explorer)
     assert (kept.task_id, kept.run_id) == ("t1", "7")
-    assert json.loads(kept.request) == http_request
+    assert json.loads(kept.request) == request
 
 
 def test_two_clients_with_one_request_id_get_two_ids(explorer: RunningExplorer) -> None:
@@ -241,9 +241,9 @@ def test_a_refusal_quotes_nothing_that_the_client_never_said(
     explorer: RunningExplorer, double: EngineDouble, stream: bool
 ) -> None:
     double.quotes = lambda request: True
-    http_request = json.dumps(HELLO | {"stream": stream})
-    quoted = explorer.http.post(CHAT, content=http_request).json()["error"]["message"]
-    assert quoted == f"1 error: 'input': {http_request}"
+    request = json.dumps(HELLO | {"stream": stream})
+    quoted = explorer.http.post(CHAT, content=request).json()["error"]["message"]
+    assert quoted == f"1 error: 'input': {request}"
     assert explorer.chat(model="nope").status_code == 404
     assert explorer.exchanges() == []
 
@@ -263,9 +263,9 @@ def test_a_refusal_that_cannot_be_fetched_again_is_the_first_one(
     explorer: RunningExplorer, double: EngineDouble, how: str
 ) -> None:
     def quotes(request: dict[str, Any]) -> bool:
-        if how == "dies" and "return_token_ids" not in http_request:
+        if how == "dies" and "return_token_ids" not in request:
             raise ConnectionAbortedError
-        return "return_token_ids" in http_request
+        return "return_token_ids" in request
 
     double.quotes, double.hangs = quotes, how == "hangs"
     reply = explorer.chat()
@@ -280,7 +280,7 @@ def test_an_engine_that_fails_is_not_asked_again_for_its_words(explorer: Running
 
 
 def test_what_is_refused_only_for_what_we_ask_is_refused(explorer: RunningExplorer, double: EngineDouble) -> None:
-    double.quotes = lambda request: "return_token_ids" in http_request
+    double.quotes = lambda request: "return_token_ids" in request
     for stream in (False, True):
         assert "return_token_ids" in explorer.chat(stream=stream).json()["error"]["message"]
     eventually(lambda: not any(engine.in_flight for engine in explorer.services.fleet.engines))

@@ -28,7 +28,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.ledger.facts import uncounted
+from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.versions.alarms import Alarm
@@ -58,7 +58,7 @@ def run(settings: Settings, stop: Stop) -> None:
     device_of(settings)
     require_folders(settings)
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
-    if nothing := uncounted(settings):
+    if nothing := find_ignored_feedback(settings):
         _log.warning("feedback_not_counted", sentence=nothing)
     if unbounded := settings.algorithm.unbounded:
         _log.warning("ratio_unbounded", sentence=unbounded)

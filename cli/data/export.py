@@ -116,7 +116,7 @@ def _other_replies(
     ledger: Ledger, request: ExportRequest, page: Iterable[ExportedReply]
 ) -> dict[tuple[str, int | None], ExportedReply]:
     """The rejected replies of the page's preferences, by msg_id and choice; without a choice, the first."""
-    msg_ids = {event.other_msg_id for reply in page for event in reply.said if event.kind == Kind.PREFERENCE}
+    msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
     found: dict[tuple[str, int | None], ExportedReply] = {}
     for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
         found[reply.msg_id, reply.choice] = reply
@@ -148,7 +148,7 @@ def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRe
         return "too low a reward"
     if export_formats.preference_between(best, worst) is not None:
         return "paired by a preference already"
-    return export_formats.dpo_of_two(best, worst, source="reward", events=[*best.said, *worst.said])
+    return export_formats.dpo_of_two(best, worst, source="reward", events=[*best.events, *worst.events])
 
 
 def _in_pages(pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -27,7 +27,7 @@ from tuneloop.shared.spool_format import (
     HEAD,
     QUARANTINE,
     Position,
-    behind,
+    bytes_after,
     next_payload,
     segment_path,
     segments,
@@ -97,7 +97,7 @@ class Spool:
         """Bytes on disk that the database has not taken yet. Cheap: nothing is read."""
         # In this order: whatever the writer and the flusher do meanwhile, no segment is counted twice.
         done, end = self.flushed.position, self._end
-        return behind(done, self._left | {end.segment: end.offset})
+        return bytes_after(done, self._left | {end.segment: end.offset})
 
     def renew(self) -> None:
         """Begin a new segment, so that the old one can be forgotten, and see whether a broken disk is mended."""

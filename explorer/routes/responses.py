@@ -22,7 +22,7 @@ from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.proxy.background_responses import response_path
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.recording.completion_object import Stored
+from tuneloop.shared.ledger.recording.completion_object import StoredExchange
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ _TRUE, _FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", 
 class StoredResponse(NamedTuple):
     """A response in the ledger, and the body of its request."""
 
-    record: Stored
+    record: StoredExchange
     body: Json
 
     @property

@@ -1,4 +1,4 @@
-"""What stored completions are found by, kept beside them.
+"""The tags that stored completions are found by, stored beside them.
 
 What is read or written here runs inside a transaction of the ledger.
 """
@@ -21,16 +21,16 @@ ENDPOINT_IN_SQL: ColumnElement[str] = literal_column(f"'{ENDPOINT}'")
 _ANYTHING_CHANGED = select(exists().select_from(changed_metadata))
 
 
-class Place(NamedTuple):
-    """Where a completion stands in the list."""
+class PageCursor(NamedTuple):
+    """The position of a completion in the list."""
 
     received_at: float
     msg_id: str
 
 
-def tag(connection: Connection, said: Sequence[Exchange]) -> None:
+def tag(connection: Connection, new_exchanges: Sequence[Exchange]) -> None:
     """Let these be found. One whose metadata was changed is found by that already, and may be recorded once more."""
-    chats = [each for each in said if each.endpoint == ENDPOINT]
+    chats = [each for each in new_exchanges if each.endpoint == ENDPOINT]
     any_changed = connection.execute(_ANYTHING_CHANGED).scalar()
     changed = set(_changed_among(connection, [each.msg_id for each in chats])) if any_changed else set()
     rows = [
@@ -42,12 +42,12 @@ def tag(connection: Connection, said: Sequence[Exchange]) -> None:
     put(connection, tags, rows)
 
 
-def change(connection: Connection, place: Place, *, found_by: Collection[bytes], metadata: str) -> None:
+def change(connection: Connection, cursor: PageCursor, *, found_by: Collection[bytes], metadata: str) -> None:
     """Give a completion other metadata, and let it be found by that."""
-    connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == place.msg_id))
-    connection.execute(insert(changed_metadata).values(msg_id=place.msg_id, metadata=metadata))
-    connection.execute(delete(tags).where(tags.c.msg_id == place.msg_id))
-    rows = [{"tag": tag, **place._asdict()} for tag in found_by]
+    connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == cursor.msg_id))
+    connection.execute(insert(changed_metadata).values(msg_id=cursor.msg_id, metadata=metadata))
+    connection.execute(delete(tags).where(tags.c.msg_id == cursor.msg_id))
+    rows = [{"tag": tag, **cursor._asdict()} for tag in found_by]
     if rows:
         connection.execute(insert(tags), rows)
 

@@ -93,7 +93,7 @@ def upgrade(url: str, *, schema: str | None = None) -> None:
 
 
 def first_line(error: DBAPIError) -> str:
-    """What the database says; its next lines would quote the row, and with it what a user wrote."""
+    """The first line of the database's message; the next ones would quote the row, and with it what a user wrote."""
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 

@@ -99,7 +99,7 @@ def unsampled(dialect: str) -> TextClause:
 
 
 def _set_unsampled_aside(connection: Connection) -> None:
-    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered anew."""
+    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered again."""
     rows = connection.execute(unsampled(connection.dialect.name)).all()
     dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
     for portion in portions([row.id for row in rows]):

@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.versions.versions import PINNED, SERVABLE, VersionSt
 class Versions(VersionStates):
     """The versions, and the decisions about them.
 
-    Whoever decides says which champion he has seen, so that of two decisions at once only one is taken.
+    Each decision names the champion that was seen, so that of two at once only one is taken.
     """
 
     def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:

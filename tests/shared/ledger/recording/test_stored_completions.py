@@ -14,9 +14,9 @@ from tests.shared.retaining import EVERYTHING, column, everything, in_work, trai
 from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
-from tuneloop.shared.ledger.recording.completion_object import Spoken, completion, tag_of_model, tag_of_pair
+from tuneloop.shared.ledger.recording.completion_object import StoredChoice, completion, tag_of_model, tag_of_pair
 from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
-from tuneloop.shared.ledger.recording.tags import Place
+from tuneloop.shared.ledger.recording.tags import PageCursor
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -92,7 +92,7 @@ def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
     assert stored is not None
     assert (stored.received_at, stored.request, stored.metadata) == (12.5, said.request, None)
     assert stored.choices == tuple(
-        Spoken(
+        StoredChoice(
             choice=each.choice,
             text=each.text,
             tool_calls=each.tool_calls,
@@ -160,8 +160,8 @@ def test_a_page_of_several_tags_looks_at_so_many_and_no_more(ledger: Ledger, mon
     assert first is not None
     assert ([each.received_at for each in first.found], first.more) == ([1.0], True)
     # From there both are within reach, and behind the last there is nothing to be found in five.
-    assert ledger.stored.page("acme", wanted=wanted, after=Place(1.0, "z"), order="asc", limit=2) is None
-    last = ledger.stored.page("acme", wanted=wanted, after=Place(8.0, ""), order="asc", limit=2)
+    assert ledger.stored.page("acme", wanted=wanted, after=PageCursor(1.0, "z"), order="asc", limit=2) is None
+    last = ledger.stored.page("acme", wanted=wanted, after=PageCursor(8.0, ""), order="asc", limit=2)
     assert last == ([], False)
 
 
@@ -186,8 +186,8 @@ def plan_of(engine: Engine, query: Any) -> str:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-@pytest.mark.parametrize("after", [None, Place(9000.0, "chatcmpl-9000")])
-def test_a_page_reads_an_index_in_its_order(engine: Engine, order: Order, after: Place | None) -> None:
+@pytest.mark.parametrize("after", [None, PageCursor(9000.0, "chatcmpl-9000")])
+def test_a_page_reads_an_index_in_its_order(engine: Engine, order: Order, after: PageCursor | None) -> None:
     fill(engine, 20_000)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE exchanges SET endpoint = '/v1/chat/completions' WHERE received_at > 1000")

@@ -115,7 +115,7 @@ class TrainingLoop:
         """Take the next epoch and train under it."""
         self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
-        with _ended(self._ledger, self._epoch), heartbeat:
+        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat:
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._complete:
@@ -293,7 +293,7 @@ class TrainingLoop:
 
 
 @contextmanager
-def _ended(ledger: Ledger, epoch: int) -> Iterator[None]:
+def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     try:
         yield
     finally:

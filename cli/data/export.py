@@ -135,8 +135,8 @@ def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
 
 def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
     """Pairs of replies to one prompt: the best against the worst. 24 bytes a reply are kept in memory meanwhile."""
-    ranked = list(ledger.exports.ranked(request.selection, export_formats.digest))
-    for pairs in _in_pages(export_formats.best_and_worst(ranked, margin=request.margin)):
+    ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
+    for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
         replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
         for best, worst in pairs:
             if best in replies and worst in replies:

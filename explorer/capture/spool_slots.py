@@ -128,7 +128,7 @@ class Slots:
         """Whether a writer of ours is there."""
         return folder in self._ours and folder not in self._left
 
-    def adopted(self, folder: Path) -> None:
+    def mark_adopted(self, folder: Path) -> None:
         """Nothing is left of what a dead writer wrote."""
         if folder in self._left:
             self._left.discard(folder)

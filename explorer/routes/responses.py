@@ -224,7 +224,7 @@ def add_routes(app: FastAPI) -> None:
     """Add the routes to the app."""
 
     @app.get(f"{RESPONSES}/{{response_id}}")
-    async def retrieved(response_id: str, request: Request, responses: ResponsesOf) -> Response:
+    async def retrieve(response_id: str, request: Request, responses: ResponsesOf) -> Response:
         stream, after = _parse_stream(request.query_params), _parse_after(request.query_params)
         if stream:
             events = await responses.stream(response_id, after)
@@ -232,7 +232,7 @@ def add_routes(app: FastAPI) -> None:
         return Response(orjson.dumps(await responses.get(response_id)), media_type="application/json")
 
     @app.post(f"{RESPONSES}/{{response_id}}/cancel")
-    async def cancelled(response_id: str, responses: ResponsesOf) -> Response:
+    async def cancel(response_id: str, responses: ResponsesOf) -> Response:
         return Response(orjson.dumps(await responses.cancel(response_id)), media_type="application/json")
 
 

@@ -113,7 +113,7 @@ class Exports(LedgerPart):
             found += self._replies(wanted, limit=None)
         return found
 
-    def ranked(self, selection: Selection, digest: Callable[[bytes], int | None]) -> Iterator[Ranked]:
+    def ranked_replies(self, selection: Selection, digest: Callable[[bytes], int | None]) -> Iterator[Ranked]:
         """The rewarded replies in pages; `digest` makes a number of a prompt's ids, or None to leave the reply out."""
         columns = experiences.c.id, experiences.c.reward, experiences.c.blob
         answers = or_(experiences.c.reason.is_(None), experiences.c.reason.not_in(NO_ANSWER))

@@ -88,7 +88,7 @@ class Reports(LedgerPart):
         """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""
         states, trainer, weights = self._state_counts(), self._trainer(), self._weights()
         none = State.COMMITTED not in states
-        committed, young, grouped = (0, 0, 0) if none else self._committed(policy)
+        committed, young, grouped = (0, 0, 0) if none else self._count_committed(policy)
         [(pending, pending_since)] = self._read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
         [(count, consumed, purged)] = self._read(
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
@@ -98,7 +98,7 @@ class Reports(LedgerPart):
             claimable=young if policy.group_by == "none" else grouped,
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
-            unsampled=0 if policy.any_reply else self._unsampled(),
+            unsampled=0 if policy.any_reply else self._count_unsampled(),
             leased_since=self._leased_since(trainer, weights) if State.LEASED in states else None,
             pending=pending,
             pending_since=pending_since,
@@ -117,13 +117,13 @@ class Reports(LedgerPart):
         rows = self._read(select(state, func.count(), func.min(sampled_at), lately).group_by(state))
         return {State(row[0]): StateCount(*row[1:]) for row in rows}
 
-    def _unsampled(self) -> int:
+    def _count_unsampled(self) -> int:
         waiting = experiences.c.state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
         lately = experiences.c.sampled_at > _newest_trained()
         [(count,)] = self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))
         return int(count)
 
-    def _committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
+    def _count_committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
         """The committed rows that the policy takes, those not too old for the next batch, and those in groups."""
         newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
         fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
@@ -178,7 +178,7 @@ class Reports(LedgerPart):
 
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
-        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced()]
+        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows()]
 
     def _uneven_versions(self) -> Iterator[str]:
         version, trained = experiences.c.trained_version, func.count().label("trained")
@@ -192,7 +192,7 @@ class Reports(LedgerPart):
         for number, trained_rows, purged, consumed in self._read(uneven.order_by(versions.c.version)):
             yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
 
-    def _misplaced(self) -> Iterator[str]:
+    def _misplaced_rows(self) -> Iterator[str]:
         current = select(func.max(epochs.c.epoch)).scalar_subquery()
         orphaned = ~exists().where(exchanges.c.msg_id == experiences.c.msg_id)
         known = experiences.c.state.in_(list(State))

@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translated
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 
 #: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
@@ -124,7 +124,7 @@ class Retention(LedgerPart):
         """Empty SQLite's write-ahead log of what was deleted; False if a reader prevented it."""
         if self._engine.dialect.name != "sqlite":
             return True
-        with translated():
+        with translating_errors():
             connection = self._engine.raw_connection()
             try:
                 cursor = connection.cursor()

@@ -87,7 +87,7 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     if not counting:
         return None
     return Reward(
-        _weighed(rule, [(metric, value) for metric, _, value in counting]),
+        _weighted_sum(rule, [(metric, value) for metric, _, value in counting]),
         max(event.received_at for _, event, _ in counting),
     )
 
@@ -103,7 +103,7 @@ def _metric(event: Event) -> str:
     return _MAIN if event.kind is Kind.DEMONSTRATION else event.metric
 
 
-def _weighed(rule: RewardRule, valued: Iterable[tuple[str, float]]) -> float:
+def _weighted_sum(rule: RewardRule, valued: Iterable[tuple[str, float]]) -> float:
     by_metric: dict[str, list[float]] = {}
     for metric, value in valued:
         by_metric.setdefault(metric, []).append(value)

@@ -68,12 +68,12 @@ class StoredCompletions(LedgerPart):
             of_one = [select_tagged(tag, after, order, limit + 1) for tag in wanted]
             rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
-        found = self._stored(tenant, keys)
+        found = self._read_stored(tenant, keys)
         return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
 
     def get(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> StoredExchange | None:
         """One completion; of another endpoint, one exchange."""
-        return self._stored(tenant, [msg_id], endpoint).get(msg_id)
+        return self._read_stored(tenant, [msg_id], endpoint).get(msg_id)
 
     def change_metadata(self, tenant: str, msg_id: str, *, pairs: Mapping[str, str]) -> bool:
         """Put `pairs` in the place of a completion's metadata; False if there is no such completion.
@@ -134,7 +134,7 @@ class StoredCompletions(LedgerPart):
         some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(MAX_EXAMINED).subquery()
         return int(self._read(select(func.count()).select_from(some))[0][0])
 
-    def _stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, StoredExchange]:
+    def _read_stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, StoredExchange]:
         # Else what is recorded, or deleted, between the two would be there in part.
         found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _select_choices(msg_ids))
         choices: dict[str, list[StoredChoice]] = defaultdict(list)

@@ -35,16 +35,16 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
         return engine
     options: dict[str, object] = dict(_POSTGRES_OPTIONS)
     if schema is not None:
-        options["options"] = f"-csearch_path={_escaped(_quoted(schema))}"
+        options["options"] = f"-csearch_path={_escape(_quote(schema))}"
     # What a user wrote is a parameter: it must not get into our logs with an error.
     return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
 
 
-def _quoted(schema: str) -> str:
+def _quote(schema: str) -> str:
     return '"' + schema.replace('"', '""') + '"'
 
 
-def _escaped(option: str) -> str:
+def _escape(option: str) -> str:
     """The text as one word of libpq's `options`, where a blank ends a word."""
     return option.replace("\\", r"\\").replace(" ", r"\ ")
 

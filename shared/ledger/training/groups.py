@@ -178,7 +178,7 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
             waiting |= {*better, *worse}
         if better and worse:
             links.append([*better, *worse])
-    for ids in _connected(ready, links):
+    for ids in _connected_sets(ready, links):
         rows = [ready[id_] for id_ in ids]
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if len(rows) > 1 and (timed_out or waiting.isdisjoint(ids)):
@@ -231,7 +231,7 @@ def _groups_of(connection: Connection, rows: Iterable[Any]) -> list[list[Any]]:
     return list(found.values())
 
 
-def _connected(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
+def _connected_sets(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
     """What the links connect, each in one set.
 
     >>> _connected([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])

@@ -10,8 +10,8 @@ from tuneloop.cli.package_names import OWNERS, refuse_foreign_packages
 
 EMPTY_WORDS = re.compile(r"Manager|Handler|Helper|Util|Processor|Wrapper|^_?Base(?=[A-Z]|$)|Base$|Abstract")
 #: A function is named by what it does or returns, not by what has been done to something. Regular ones end in -ed.
-PARTICIPLES = {
-    *(
+PARTICIPLES = set(
+    [
         "awaited",
         "bought",
         "felt",
@@ -25,10 +25,21 @@ PARTICIPLES = {
         "learnt",
         "left",
         "lent",
-    ),
-    *("made", "meant", "said", "seen", "shown", "sold", "spoken", "taken", "taught", "thought", "told", "understood"),
-    "written",
-}
+        "made",
+        "meant",
+        "said",
+        "seen",
+        "shown",
+        "sold",
+        "spoken",
+        "taken",
+        "taught",
+        "thought",
+        "told",
+        "understood",
+        "written",
+    ]
+)
 #: They end in -ed and are none, or are decided on: a teacher's retries are told that one has succeeded.
 NO_PARTICIPLES = {"embed", "feed", "need", "seed", "speed", "succeeded"}
 EMPTY_MODULES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}

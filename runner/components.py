@@ -21,7 +21,7 @@ def exact_match(*, ignore_case: bool = True) -> Component:
     """
 
     def component(reply: Reply) -> float:
-        said, right = reply.text.strip(), str(_expected(reply, "exact_match")).strip()
+        said, right = reply.text.strip(), str(_expected_value(reply, "exact_match")).strip()
         return float(said.casefold() == right.casefold() if ignore_case else said == right)
 
     return component
@@ -35,7 +35,7 @@ def contains(*words: str, ignore_case: bool = True) -> Component:
     """
 
     def component(reply: Reply) -> float:
-        wanted = words or (str(_expected(reply, "contains")),)
+        wanted = words or (str(_expected_value(reply, "contains")),)
         text = reply.text.casefold() if ignore_case else reply.text
         return sum((each.casefold() if ignore_case else each) in text for each in wanted) / len(wanted)
 
@@ -60,7 +60,7 @@ def numeric(*, tolerance: float = 1e-6) -> Component:
     """
 
     def component(reply: Reply) -> float:
-        right = float(str(_expected(reply, "numeric")).replace(",", ""))
+        right = float(str(_expected_value(reply, "numeric")).replace(",", ""))
         said = numbers_in(reply.text)
         return float(bool(said) and abs(said[-1] - right) <= tolerance * max(1.0, abs(right)))
 
@@ -255,7 +255,7 @@ def _share(said: Mapping[str, Any] | None, right: Mapping[str, Any]) -> float:
     return equal / len(names) if names else 1.0
 
 
-def _expected(reply: Reply, who: str) -> object:
+def _expected_value(reply: Reply, who: str) -> object:
     if reply.expected is None:
         raise ValueError(f"{who}: the reply says nothing of what was expected")
     return reply.expected

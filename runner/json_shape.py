@@ -25,7 +25,7 @@ def fits(value: object, schema: Mapping[str, Any]) -> bool:
     >>> fits({"x": 1}, {"type": "object", "properties": {"x": {"type": "integer", "minimum": 2}}})
     False
     """
-    for name, nested in _nested(schema):
+    for name, nested in _nested_schemas(schema):
         if not isinstance(nested, Mapping):
             raise ValueError(f"schema: {name} must be an object")
         fits(None, nested)  # for its keywords, whatever the value has
@@ -36,7 +36,7 @@ def fits(value: object, schema: Mapping[str, Any]) -> bool:
     return all([_CHECKS[name](value, said, schema) for name, said in schema.items() if name in _CHECKS])
 
 
-def _nested(schema: Mapping[str, Any]) -> Sequence[tuple[str, object]]:
+def _nested_schemas(schema: Mapping[str, Any]) -> Sequence[tuple[str, object]]:
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
         raise ValueError("schema: properties must be an object")
@@ -84,7 +84,7 @@ def _size(kind: type, holds: Callable[[int, int], bool]) -> Callable[[object, An
     return lambda value, said, _: not isinstance(value, kind) or holds(len(value), said)  # type: ignore[arg-type]
 
 
-def _bound(holds: Callable[[float, float], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
+def _bound_check(holds: Callable[[float, float], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
     return lambda value, said, _: isinstance(value, bool) or not isinstance(value, int | float) or holds(value, said)
 
 
@@ -100,6 +100,6 @@ _CHECKS: Mapping[str, Callable[[object, Any, Mapping[str, Any]], bool]] = {
     "maxItems": _size(list, lambda size, bound: size <= bound),
     "minLength": _size(str, lambda size, bound: size >= bound),
     "maxLength": _size(str, lambda size, bound: size <= bound),
-    "minimum": _bound(lambda number, bound: number >= bound),
-    "maximum": _bound(lambda number, bound: number <= bound),
+    "minimum": _bound_check(lambda number, bound: number >= bound),
+    "maximum": _bound_check(lambda number, bound: number <= bound),
 }

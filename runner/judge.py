@@ -149,8 +149,8 @@ class Judge:
         return Verdict(
             scores=scores,
             total=total,
-            shares={name: rubric.normalised(score) for name, score in scores.items()},
-            normalised=rubric.normalised(total),
+            shares={name: rubric.normalise(score) for name, score in scores.items()},
+            normalised=rubric.normalise(total),
             reason=words_in(read[0], "reason"),
             prompt_tokens=sum(each.prompt_tokens for each in answers),
             completion_tokens=sum(each.completion_tokens for each in answers),

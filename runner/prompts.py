@@ -24,7 +24,7 @@ def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, 
     """Score one reply by each criterion."""
     data = {"conversation": conversation(reply.messages), "reply": reply_text(reply)}
     if reply.expected is not None:
-        data["reference"] = expected(reply.expected)
+        data["reference"] = format_expected(reply.expected)
     listed = "\n".join(f"- {name}: {words}" for name, words in criteria.items())
     shape = {"reason": "one or two sentences", "scores": dict.fromkeys(criteria, f"{scale[0]} to {scale[1]}")}
     task = (
@@ -39,7 +39,7 @@ def comparing_prompt(first: Reply, second: Reply, criteria: Mapping[str, str]) -
     """Say which of two replies to one conversation is better."""
     data = {"conversation": conversation(first.messages), "first": reply_text(first), "second": reply_text(second)}
     if first.expected is not None:
-        data["reference"] = expected(first.expected)
+        data["reference"] = format_expected(first.expected)
     listed = "\n".join(f"- {name}: {words}" for name, words in criteria.items())
     task = (
         f"Which of the two replies, first or second, is better by these criteria? Their order says nothing.\n{listed}\n"
@@ -77,7 +77,7 @@ def reply_text(reply: Reply) -> str:
     return "\n".join([*([reply.text] if reply.text else []), *calls[reply.shown :]])
 
 
-def expected(value: object) -> str:
+def format_expected(value: object) -> str:
     """A reference answer as the judge reads it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
@@ -95,14 +95,14 @@ def _about_reference(data: Mapping[str, str]) -> str:
 
 def _prompt(data: Mapping[str, str], task: str) -> Prompt:
     # A judge that quotes the end of a thought, with a verdict after it, would seem to have ended its own there.
-    cut = {name: _cut(text.replace("</think>", "</ think>")) for name, text in data.items()}
+    cut = {name: _truncate(text.replace("</think>", "</ think>")) for name, text in data.items()}
     # Whoever wrote the data would have to write a digest of what he writes.
     mark = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
     shown = "\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in cut.items())
     return [{"role": "system", "content": _FAIR}, {"role": "user", "content": f"{shown}\n\n{task}"}]
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     text = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
     if len(text) <= MAX_SHOWN:
         return text

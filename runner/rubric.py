@@ -65,7 +65,7 @@ class Rubric:
     Raises ValueError if it makes no sense.
 
     >>> rubric = Rubric(criteria={"tone": "Is it friendly?", "truth": "Is it true?"}, weights={"truth": 3.0})
-    >>> rubric.total({"tone": 5, "truth": 1}), rubric.normalised(2.0)
+    >>> rubric.total({"tone": 5, "truth": 1}), rubric.normalise(2.0)
     (2.0, 0.25)
     """
 
@@ -86,7 +86,7 @@ class Rubric:
         whole = math.fsum(map(self.weight, self.criteria))
         return math.fsum(self.weight(name) * scores[name] for name in self.criteria) / whole
 
-    def normalised(self, score: float) -> float:
+    def normalise(self, score: float) -> float:
         """A score as a number from 0, the least of the scale, to 1."""
         low, high = self.scale
         return (score - low) / (high - low)

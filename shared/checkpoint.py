@@ -6,7 +6,7 @@
       critic/          trainer_state/     what only the trainer reads
 
 This is the only module that knows these names. A folder is visible under its name only when it is complete and on disk;
-it is a version only when the ledger says so.
+it is a version only when the ledger has registered it.
 """
 
 import hashlib
@@ -67,9 +67,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself. `step` counts optimiser steps, `epoch` is the trainer's fencing token.
+    """A checkpoint's description of itself. `step` counts optimiser steps, `epoch` is the trainer's fencing token.
 
-    `kind` says whether the actor is all weights or an adapter to the base model's.
+    `kind`: whether the actor is all weights, or an adapter to the base model's.
     """
 
     version: int
@@ -95,12 +95,12 @@ class CheckpointStore:
         return self._root / f"{_VERSION}{version}"
 
     def stage(self, epoch: int) -> Path:
-        """An empty folder to write the next checkpoint into; what this epoch or an older one left half written goes."""
+        """An empty folder to write the next checkpoint into; leftovers of this epoch or an older one are deleted."""
         self._root.mkdir(parents=True, exist_ok=True)
-        for left in self._root.glob(f"{_STAGING}*"):
-            whose = left.name.removeprefix(_STAGING)
-            if whose.isdecimal() and int(whose) <= epoch:
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in self._root.glob(f"{_STAGING}*"):
+            epoch_of_it = leftover.name.removeprefix(_STAGING)
+            if epoch_of_it.isdecimal() and int(epoch_of_it) <= epoch:
+                shutil.rmtree(leftover, ignore_errors=True)
         staging = self._root / f"{_STAGING}{epoch}"
         staging.mkdir()
         return staging
@@ -108,7 +108,7 @@ class CheckpointStore:
     def seal(self, staging: Path) -> tuple[File, ...]:
         """Bring every staged file to disk and list them. A link is refused: what it names may change later."""
         with ThreadPoolExecutor(_SEALERS) as pool:
-            files = tuple(pool.map(lambda path: _sealed(path, staging), _leaves(staging)))
+            files = tuple(pool.map(lambda path: _seal_file(path, staging), _leaves(staging)))
         for folder in (path for path in staging.rglob("*") if path.is_dir()):
             sync_folder(folder)
         return files
@@ -133,15 +133,15 @@ class CheckpointStore:
 
     def prune(self, keep: Collection[int]) -> list[int]:
         """Delete all versions but `keep`, and what dead trainers left; returns the versions deleted."""
-        gone = []
+        deleted = []
         for path in self._root.glob(f"{_VERSION}*"):
             number = path.name.removeprefix(_VERSION)
             if number.isdecimal() and int(number) not in keep:
                 self._bin(path)
-                gone.append(int(number))
+                deleted.append(int(number))
         for path in self._root.glob(f"{_GARBAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
-        return sorted(gone)
+        return sorted(deleted)
 
     def _bin(self, path: Path) -> None:
         """Make `path` invisible in one step, then delete it: a reader never meets half a folder."""
@@ -183,7 +183,7 @@ def check_files(path: Path, manifest: Manifest, *, folder: str | None = None) ->
             _check(path, file)
         except OSError as error:
             raise CheckpointUnreadable(f"{path.name}/{file.path}: {error.strerror}") from None
-    # A loader takes what it finds, so what nobody vouches for must not be there. NFS keeps open files as .nfs*.
+    # A loader takes what it finds, so no other file may be there. NFS keeps open files as .nfs*.
     found = {str(leaf.relative_to(path)) for leaf in _leaves(top) if not leaf.name.startswith(".")}
     for extra in sorted(found - {file.path for file in manifest.files} - {_MANIFEST}):
         raise CheckpointRejected(f"{path.name}/{extra}: the manifest does not name it")
@@ -210,7 +210,7 @@ def _is_below(name: str) -> bool:
     return name == str(path) and name != "." and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
 
-def _sealed(path: Path, root: Path) -> File:
+def _seal_file(path: Path, root: Path) -> File:
     name = str(path.relative_to(root))
     if path.is_symlink():
         raise CheckpointRejected(f"{name}: a checkpoint holds files, not links")

@@ -14,7 +14,7 @@ TuneloopError
 ├── LedgerError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop (exit code 4)
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
-│   ├── VersionRefused      a version cannot be what somebody wants it to be
+│   ├── VersionRefused      a decision about a version is refused
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
@@ -128,7 +128,7 @@ class CheckpointUnreadable(CheckpointRejected):
 
 
 class NotEvaluated(TuneloopError):
-    """A version cannot be evaluated at the moment, for a reason that says nothing of the version."""
+    """A version cannot be evaluated at the moment, for a reason that has nothing to do with the version."""
 
 
 class NotFinite(TuneloopError):

@@ -1,4 +1,4 @@
-"""The nouns of the road: an exchange, its experiences, and feedback, as they travel from the explorer to the trainer.
+"""The records: an exchange, its experiences, and feedback, as they travel from the explorer to the trainer.
 
 These are also the records of the spool, so they are msgspec structs: `encode` and `decode` are the only serialisation.
 """
@@ -14,7 +14,7 @@ Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
 
-#: Larger rewards are refused at the door and by the trainer: their square is not safe in float32, and one of them would
+#: Larger rewards are refused by the API and by the trainer: their square is not safe in float32, and one of them would
 #: spoil its whole batch.
 MAX_REWARD = 1e6
 
@@ -28,7 +28,7 @@ HELD_OUT = "held_out"
 
 
 class State(StrEnum):
-    """Where an experience stands. The arrows are the only legal transitions."""
+    """The state of an experience. The arrows are the only legal transitions."""
 
     RECORDED = "recorded"  # -> rewarded
     REWARDED = "rewarded"  # -> committed; -> recorded when its feedback is retracted
@@ -40,7 +40,7 @@ class State(StrEnum):
 
 
 class Kind(StrEnum):
-    """What somebody says of a reply."""
+    """The kind of a feedback event about a reply."""
 
     NUMBER = "number"
     BOOLEAN = "boolean"  # a thumb: value 1 is up, 0 is down
@@ -48,32 +48,32 @@ class Kind(StrEnum):
     COMMENT = "comment"
     DEMONSTRATION = "demonstration"  # the answer as it should have been
     PREFERENCE = "preference"  # this reply rather than another one
-    RETRACTION = "retraction"  # takes back what the same source said under the same metric
+    RETRACTION = "retraction"  # takes back the same source's feedback under the same metric
 
 
 class Outcome(StrEnum):
-    """What became of a feedback event."""
+    """The outcome of a feedback event."""
 
     ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"  # said already, so it is not stored a second time
+    DUPLICATE = "duplicate"  # already recorded, so it is not stored a second time
     UNKNOWN = "unknown"  # about no reply of ours, so it is not stored
     LATE = "late"  # stored, but the reply has been trained on, has expired, or its attribution window has closed
     PENDING = "pending"  # on disk, to be applied when the reply's row, or the database, is there
 
 
 class VersionState(StrEnum):
-    """Where a set of weights stands. The arrows are the only legal transitions."""
+    """The state of a version. The arrows are the only legal transitions."""
 
     CANDIDATE = "candidate"  # -> canary, champion, rejected, retired (a newer one came first)
     CANARY = "canary"  # -> champion, retired, rolled_back; answers a part of the traffic, or copies of it
     CHAMPION = "champion"  # -> retired, rolled_back
-    REJECTED = "rejected"  # final: never answered anybody, with the reason
-    ROLLED_BACK = "rolled_back"  # final: has answered somebody, and must not again, with the reason
-    RETIRED = "retired"  # -> champion, when a newer one is rolled back or somebody says so
+    REJECTED = "rejected"  # final: never served, with the reason
+    ROLLED_BACK = "rolled_back"  # final: has served, and must not again, with the reason
+    RETIRED = "retired"  # -> champion, when a newer one is rolled back, or an administrator promotes it
 
 
 class VersionAction(StrEnum):
-    """What happened to a version."""
+    """The action that an event of a version records."""
 
     PUBLISHED = "published"
     EVALUATED = "evaluated"
@@ -95,7 +95,7 @@ class Evaluator(StrEnum):
 
 
 class AlarmState(StrEnum):
-    """Where an alarm stands."""
+    """The state of an alarm."""
 
     RAISED = "raised"  # -> cleared
     CLEARED = "cleared"
@@ -128,8 +128,8 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     """One request and its reply.
 
-    `request` is the client's JSON body, `user` the person it was asked for; times are seconds since 1970, UTC. A higher
-    `priority` is trained on first where `buffer.order` says so. `engine` is the number of the one that answered.
+    `request` is the client's JSON body, `user` the person it is for; times are seconds since 1970, UTC. A higher
+    `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered.
     """
 
     msg_id: str
@@ -150,10 +150,10 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
     """One feedback event about one reply, or, where `msg_id` is None, about every reply of one `task_id` and `run_id`.
 
     `choice` None means every choice of the reply. `value` is the number, the thumb (1 up, 0 down); `text` the label,
-    the comment, or the edited answer. A preference names the reply that came off worse in `other_msg_id` and
+    the comment, or the edited answer. A preference names the rejected reply in `other_msg_id` and
     `other_choice`. With a `msg_id`, `task_id` and `run_id` name the reply's own where its request did not.
 
-    Of two events with one `event_id` the first is stored: `call_id` says which request brought it. `occurred_at` is
+    Of two events with one `event_id` the first is stored: `call_id` names the request that brought it. `occurred_at` is
     when it happened, by the client's clock.
     """
 

@@ -8,8 +8,8 @@ from typing import TextIO, cast
 import structlog
 
 
-class _Undisturbed:
-    """A stream whose disk may be full, or its reader gone: that must not stop who only wants to say something."""
+class _LossyStream:
+    """A stream that drops what it cannot write: a full disk or a closed reader must not stop the service."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -34,5 +34,5 @@ def configure_logging() -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Undisturbed(sys.stderr))),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _LossyStream(sys.stderr))),
     )

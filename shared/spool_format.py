@@ -1,12 +1,12 @@
-"""How an explorer's spool lies on disk, for those too who only look at it: without its locks, while it is written to.
+"""The format of an explorer's spool on disk, readable without its locks while it is written to.
 
 Each process has a slot:
 
     {spool_dir}/{slot}/00000001.seg   records, each u32 length | u32 crc32 | payload
-    {spool_dir}/{slot}/flushed        how far the database has them: two 16-byte places, written in turn
-    {spool_dir}/{slot}/end            how far its process has written: one such place, true only while that lives
+    {spool_dir}/{slot}/flushed        how far the database has them: two 16-byte positions, written in turn
+    {spool_dir}/{slot}/end            how far its process has written: one such position, valid while the process lives
     {spool_dir}/{slot}/lock           held by the process that owns the slot
-    {spool_dir}/{slot}/quarantine.seg what the database refused again and again
+    {spool_dir}/{slot}/quarantine.seg records that the database refused repeatedly
     {spool_dir}/{slot}/00000001.torn  a segment that could not be read to its end
 """
 
@@ -23,20 +23,20 @@ import msgspec
 from tuneloop.shared.experience import Exchange, decode
 
 HEAD = struct.Struct("<II")
-PLACE = struct.Struct("<QII")  # offset, segment, crc32 of the two
+POSITION = struct.Struct("<QII")  # offset, segment, crc32 of the two
 
 QUARANTINE = "quarantine.seg"
 
 
 class Position(NamedTuple):
-    """A place in the spool: everything before it."""
+    """A position in the spool: everything before it."""
 
     segment: int
     offset: int
 
 
-class Spooled(NamedTuple):
-    """What lies below a spool's root: `bytes` wait for the database, the oldest of them `since` then."""
+class SpoolStatus(NamedTuple):
+    """The state of all slots below a spool's root: `bytes` wait for the database, the oldest of them `since` then."""
 
     slots: int
     bytes: int
@@ -44,12 +44,12 @@ class Spooled(NamedTuple):
     quarantined_bytes: int
 
 
-def spooled(root: Path) -> Spooled:
-    """What the slots of all processes hold together."""
+def spool_status(root: Path) -> SpoolStatus:
+    """The totals over the slots of all processes."""
     folders = slots(root)
-    waits = [since(*found) for slot in folders if (found := next_after(slot, flushed_of(slot)))]
+    waits = [recorded_at(*found) for slot in folders if (found := next_after(slot, flushed_of(slot)))]
     quarantined = sum(size_of(slot / QUARANTINE) for slot in folders)
-    return Spooled(len(folders), sum(map(backlog_of, folders)), min(waits, default=None), quarantined)
+    return SpoolStatus(len(folders), sum(map(backlog_of, folders)), min(waits, default=None), quarantined)
 
 
 def slots(root: Path) -> list[Path]:
@@ -78,23 +78,23 @@ def size_of(path: Path) -> int:
 def flushed_of(folder: Path) -> Position:
     """How far the database has a slot that may be another process's."""
     try:
-        return max(places((folder / "flushed").read_bytes()))
+        return max(parse_positions((folder / "flushed").read_bytes()))
     except FileNotFoundError:
         return Position(0, 0)
 
 
-def places(data: bytes) -> list[Position]:
-    """The two places of `flushed`; one that is torn is the beginning."""
-    return [place(data[: PLACE.size]), place(data[PLACE.size : 2 * PLACE.size])]
+def parse_positions(data: bytes) -> list[Position]:
+    """The two positions of `flushed`; a torn one is the beginning."""
+    return [parse_position(data[: POSITION.size]), parse_position(data[POSITION.size : 2 * POSITION.size])]
 
 
 def backlog_of(folder: Path) -> int:
-    """Bytes of a slot, whoever's, that the database has not taken yet."""
+    """Bytes of a slot, of any process, that the database has not taken yet."""
     done = flushed_of(folder)
-    return behind(done, {number: size_of(segment_path(folder, number)) for number in segments(folder)})
+    return bytes_after(done, {number: size_of(segment_path(folder, number)) for number in segments(folder)})
 
 
-def behind(done: Position, sizes: Mapping[int, int]) -> int:
+def bytes_after(done: Position, sizes: Mapping[int, int]) -> int:
     """How many bytes of segments of those sizes come after `done`."""
     held = sum(size for number, size in sizes.items() if number >= done.segment)
     return max(0, held - (done.offset if done.segment in sizes else 0))
@@ -103,7 +103,7 @@ def behind(done: Position, sizes: Mapping[int, int]) -> int:
 def next_after(folder: Path, done: Position) -> tuple[Path, bytes | None] | None:
     """The segment that holds the first bytes after `done`, and the record there if they are one; None if all is done.
 
-    It may be asked while a writer is in the middle of a record.
+    A writer may be in the middle of a record.
     """
     for number in segments(folder):
         offset = done.offset if number == done.segment else 0
@@ -116,8 +116,8 @@ def next_after(folder: Path, done: Position) -> tuple[Path, bytes | None] | None
     return None
 
 
-def since(segment: Path, payload: bytes | None) -> float:
-    """When the record came to disk; for what is none, when its segment was last written to."""
+def recorded_at(segment: Path, payload: bytes | None) -> float:
+    """When the record was written; for bytes that are none, when their segment was last written to."""
     if payload is not None:
         try:
             record = decode(payload)
@@ -142,9 +142,9 @@ def next_payload(file: BinaryIO) -> bytes | None:
     return payload if length and len(payload) == length and zlib.crc32(payload) == crc else None
 
 
-def place(data: bytes) -> Position:
-    """One place; one that is torn is the beginning."""
-    if len(data) < PLACE.size:
+def parse_position(data: bytes) -> Position:
+    """A position; a torn one is the beginning."""
+    if len(data) < POSITION.size:
         return Position(0, 0)
-    offset, segment, crc = PLACE.unpack(data)
+    offset, segment, crc = POSITION.unpack(data)
     return Position(segment, offset) if zlib.crc32(data[:12]) == crc else Position(0, 0)

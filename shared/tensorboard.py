@@ -28,7 +28,7 @@ _CRC32C = tuple(_crc32c_of(byte) for byte in range(256))
 
 
 class Curves:
-    """One TensorBoard run: a file of its own in `folder`, made anew if it goes away.
+    """One TensorBoard run: a file of its own in `folder`, recreated if it is deleted.
 
     With `after`, points of earlier runs in this folder that come after that step are purged, not drawn twice.
     """
@@ -45,7 +45,7 @@ class Curves:
         self._append(b"")
 
     def add(self, step: int, values: Mapping[str, float]) -> bool:
-        """Write the values as points at `step`; whether they were. Never raises: a warning tells the first failure."""
+        """Write the values as points at `step`; whether they were. Never raises: the first failure is logged."""
         return self._append(b"".join(_point(step, name, value) for name, value in values.items()))
 
     def close(self) -> None:

@@ -20,11 +20,11 @@ from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl,
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance
 from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, required
+from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.pairs import mismatched
+from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
@@ -62,7 +62,7 @@ class Learner:
         """
         started = time.perf_counter()
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
-        batch = self._collated(sequences)
+        batch = self._collate(sequences)
         go_back = self._safe_point()
         try:
             targets, told = self._targets(sequences, batch, version)
@@ -120,15 +120,15 @@ class Learner:
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
         """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it."""
-        batch = self._collated(assemble(samples, merge=False))
-        apart_BR = kl(self._scored(self.actor, batch), self._scored(other, batch), self._algorithm.kl_estimator)
+        batch = self._collate(assemble(samples, merge=False))
+        apart_BR = kl(self._score(self.actor, batch), self._score(other, batch), self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
     @property
     def _warming_up(self) -> bool:
         return self.critic is not None and self.steps < self._algorithm.critic_warmup_steps
 
-    def _collated(self, sequences: Sequence[TokenSequence]) -> Batch:
+    def _collate(self, sequences: Sequence[TokenSequence]) -> Batch:
         batch = collate(sequences)
         if self._asks.tempered:
             return batch
@@ -171,14 +171,14 @@ class Learner:
         if self.critic is not None:
             targets = replace(targets, values_BR=self._over(batch, self.critic.values))
         if self.reference is not None:
-            targets = replace(targets, reference_BR=self._scored(self.reference, batch))
+            targets = replace(targets, reference_BR=self._score(self.reference, batch))
         if self._asks.start:
-            start_BR = self._scored(self.actor, batch)
+            start_BR = self._score(self.actor, batch)
             weights_BR, weighed = importance(self._algorithm.off_policy, start_BR, batch.sampled_BR, batch.mask_BR)
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             told.update(weighed)
         if self._asks.teacher:
-            targets = replace(targets, teacher_BR=required(self.teacher).score(sequences))
+            targets = replace(targets, teacher_BR=require(self.teacher).score(sequences))
         if self._asks.mismatched:
             targets = replace(targets, divergence=self._divergence(sequences))
         fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
@@ -191,14 +191,14 @@ class Learner:
     def _divergence(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
         replies = [sequence.calls[0] for sequence in sequences]
-        strangers = mismatched(replies)
+        strangers = mismatch_replies(replies)
         if not strangers:
             return torch.zeros(())
-        batch = self._collated(assemble(strangers, merge=False))
-        apart_BR = self._scored(self.actor, batch) - self._scored(required(self.reference), batch)
+        batch = self._collate(assemble(strangers, merge=False))
+        apart_BR = self._score(self.actor, batch) - self._score(require(self.reference), batch)
         return sequence_sums(apart_BR, batch.mask_BR).mean()
 
-    def _scored(self, actor: Actor, batch: Batch) -> Tensor:
+    def _score(self, actor: Actor, batch: Batch) -> Tensor:
         return self._over(batch, lambda part: actor.score(part)[0])
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.ledger.facts import uncounted
+from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.versions.alarms import Alarm
@@ -58,7 +58,7 @@ def run(settings: Settings, stop: Stop) -> None:
     device_of(settings)
     require_folders(settings)
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
-    if nothing := uncounted(settings):
+    if nothing := find_ignored_feedback(settings):
         _log.warning("feedback_not_counted", sentence=nothing)
     if unbounded := settings.algorithm.unbounded:
         _log.warning("ratio_unbounded", sentence=unbounded)
@@ -115,7 +115,7 @@ class TrainingLoop:
         """Take the next epoch and train under it."""
         self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
-        with _ended(self._ledger, self._epoch), heartbeat:
+        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat:
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._complete:
@@ -293,7 +293,7 @@ class TrainingLoop:
 
 
 @contextmanager
-def _ended(ledger: Ledger, epoch: int) -> Iterator[None]:
+def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     try:
         yield
     finally:

@@ -116,7 +116,7 @@ def _other_replies(
     ledger: Ledger, request: ExportRequest, page: Iterable[ExportedReply]
 ) -> dict[tuple[str, int | None], ExportedReply]:
     """The rejected replies of the page's preferences, by msg_id and choice; without a choice, the first."""
-    msg_ids = {event.other_msg_id for reply in page for event in reply.said if event.kind == Kind.PREFERENCE}
+    msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
     found: dict[tuple[str, int | None], ExportedReply] = {}
     for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
         found[reply.msg_id, reply.choice] = reply
@@ -135,8 +135,8 @@ def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
 
 def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
     """Pairs of replies to one prompt: the best against the worst. 24 bytes a reply are kept in memory meanwhile."""
-    ranked = list(ledger.exports.ranked(request.selection, export_formats.digest))
-    for pairs in _in_pages(export_formats.best_and_worst(ranked, margin=request.margin)):
+    ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
+    for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
         replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
         for best, worst in pairs:
             if best in replies and worst in replies:
@@ -148,7 +148,7 @@ def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRe
         return "too low a reward"
     if export_formats.preference_between(best, worst) is not None:
         return "paired by a preference already"
-    return export_formats.dpo_of_two(best, worst, source="reward", events=[*best.said, *worst.said])
+    return export_formats.dpo_of_two(best, worst, source="reward", events=[*best.events, *worst.events])
 
 
 def _in_pages(pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -1,6 +1,6 @@
 """Takes the rows of an erased person out of a file that was exported, JSON lines or Parquet.
 
-A file is written anew beside its place and then put there: whoever reads it has the old one or the new one, whole.
+The new file is written beside the old one and renamed: a reader has the old one or the new one, whole.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tuneloop.shared.ledger.recording.erasures import stored
+from tuneloop.shared.ledger.recording.erasures import stored_name
 
 _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
@@ -28,17 +28,17 @@ class Person(NamedTuple):
 
     def owns(self, row: Mapping[str, Any]) -> bool:
         """Whether the row holds their reply, or their feedback on one."""
-        said = [each for each in row.get("feedback") or () if isinstance(each, dict)]
-        if any(each.get(name) in self.msg_ids for each in (row, *said) for name in _REPLIES):
+        feedback = [each for each in row.get("feedback") or () if isinstance(each, dict)]
+        if any(each.get(name) in self.msg_ids for each in (row, *feedback) for name in _REPLIES):
             return True
         if row.get("tenant") not in (None, self.tenant):
             return False
         names = [
             *(row.get(name) for name in _NAMES),
             *(row.get("said_by") or ()),
-            *(each.get("source") for each in said),
+            *(each.get("source") for each in feedback),
         ]
-        return stored(self.user) in names
+        return stored_name(self.user) in names
 
 
 class FileErasure(NamedTuple):

@@ -45,7 +45,7 @@ def sft(reply: ExportedReply, *, min_reward: float | None = None, everything: bo
         return reason
     answer = _answer(reply) if edited is None else _edited_answer(edited)
     row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
-    return row | _labels(reply) | {"said_by": _sources([edited] if edited is not None else reply.said)}
+    return row | _labels(reply) | {"said_by": _sources([edited] if edited is not None else reply.events)}
 
 
 def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
@@ -89,7 +89,9 @@ def experience(reply: ExportedReply) -> Row:
     """Everything that the ledger holds about a reply."""
     prompt_ids, completion_ids, logprobs = reply.numbers
     kept = {
-        name: getattr(reply, name) for name in ExportedReply.__slots__ if name not in {"id", "blob", "said", "request"}
+        name: getattr(reply, name)
+        for name in ExportedReply.__slots__
+        if name not in {"id", "blob", "events", "request"}
     }
     return kept | {
         "request": reply.request.decode(errors="replace"),
@@ -98,15 +100,15 @@ def experience(reply: ExportedReply) -> Row:
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,
         "logprobs": logprobs,
-        "feedback": [{name: getattr(event, name) for name in EVENT} for event in reply.said],
+        "feedback": [{name: getattr(event, name) for name in EVENT} for event in reply.events],
     }
 
 
 def current_feedback(reply: ExportedReply) -> list[Any]:
     """The feedback about a reply that was not retracted, in the order in which it came."""
     events: list[Any] = []
-    for event in reply.said:
-        if not reply.is_meant_by(event):
+    for event in reply.events:
+        if not reply.is_subject_of(event):
             continue
         if event.kind == Kind.RETRACTION:
             events = [each for each in events if (each.metric, each.source) != (event.metric, event.source)]

@@ -162,7 +162,7 @@ class Flusher:
                     return False
                 if left:
                     self._mark(folder, mark, Position(left[-1] + 1, 0))
-                self._slots.adopted(folder)
+                self._slots.mark_adopted(folder)
                 return True
         except BlockingIOError:  # somebody writes there again
             return False

@@ -14,7 +14,7 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, encode
-from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, since, slots
+from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, slots
 
 log = structlog.get_logger()
 
@@ -115,7 +115,7 @@ class SpoolLimits:
         if known and known.done == done:
             return known
         found = next_after(slot, done)
-        return _Waits(done, since(*found)) if found else None
+        return _Waits(done, recorded_at(*found)) if found else None
 
 
 class Recorder:

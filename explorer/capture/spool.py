@@ -27,7 +27,7 @@ from tuneloop.shared.spool_format import (
     HEAD,
     QUARANTINE,
     Position,
-    behind,
+    bytes_after,
     next_payload,
     segment_path,
     segments,
@@ -97,7 +97,7 @@ class Spool:
         """Bytes on disk that the database has not taken yet. Cheap: nothing is read."""
         # In this order: whatever the writer and the flusher do meanwhile, no segment is counted twice.
         done, end = self.flushed.position, self._end
-        return behind(done, self._left | {end.segment: end.offset})
+        return bytes_after(done, self._left | {end.segment: end.offset})
 
     def renew(self) -> None:
         """Begin a new segment, so that the old one can be forgotten, and see whether a broken disk is mended."""
@@ -105,7 +105,7 @@ class Spool:
 
     async def append(self, payloads: Sequence[bytes]) -> Position:
         """Return when all payloads are on disk, with the position after them. Raises SpoolFull if they cannot be."""
-        data = b"".join([_framed(payload) for payload in payloads])
+        data = b"".join([_frame(payload) for payload in payloads])
         if not self._sync and self._writing.acquire(blocking=False):
             try:
                 if not self.broken and self._end.offset <= self._segment_bytes:
@@ -232,7 +232,7 @@ def forget(folder: Path, before: Position) -> None:
 def quarantine(folder: Path, payload: bytes) -> None:
     """Keep a record that the database refuses, out of the way of the others."""
     with keeping, (folder / QUARANTINE).open("ab") as file:
-        file.write(_framed(payload))
+        file.write(_frame(payload))
         file.flush()
         os.fsync(file.fileno())
 
@@ -266,7 +266,7 @@ def _write_whole(file: io.FileIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _framed(payload: bytes) -> bytes:
+def _frame(payload: bytes) -> bytes:
     return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 

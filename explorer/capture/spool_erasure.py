@@ -11,7 +11,7 @@ import msgspec
 
 from tuneloop.explorer.capture.spool import keeping
 from tuneloop.shared.experience import Record, decode
-from tuneloop.shared.ledger.recording.erasures import Person, without
+from tuneloop.shared.ledger.recording.erasures import Person, without_erased
 from tuneloop.shared.spool_format import HEAD, QUARANTINE, next_payload
 
 # How a record begins. Behind damage, where its length cannot be trusted, the next one is found by it.
@@ -39,7 +39,9 @@ def clear(path: Path, erased: Mapping[Person, float]) -> Cleared:
     """Write the file anew without what the erased people had said until then. The caller holds the slot."""
     with keeping:
         pieces = list(_pieces(path.read_bytes()))
-        kept = {id(record) for record in without((each.record for each in pieces if each.record is not None), erased)}
+        kept = {
+            id(record) for record in without_erased((each.record for each in pieces if each.record is not None), erased)
+        }
         left = [each for each in pieces if each.record is None or id(each.record) in kept]
         if len(left) < len(pieces):
             _replace(path, b"".join(each.data for each in left))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from tuneloop.shared.spool_format import PLACE, Position, place, places, size_of
+from tuneloop.shared.spool_format import POSITION, Position, parse_position, parse_positions, size_of
 
 
 class FlushedMark:
@@ -20,11 +20,11 @@ class FlushedMark:
     def __init__(self, path: Path) -> None:
         path.touch()
         self._file = path.open("r+b", buffering=0)
-        data = self._file.read(2 * PLACE.size)
-        if len(data.strip(b"\0")) == 0 or len(data) < 2 * PLACE.size:
+        data = self._file.read(2 * POSITION.size)
+        if len(data.strip(b"\0")) == 0 or len(data) < 2 * POSITION.size:
             self._file.seek(0)
-            self._file.write(data.ljust(2 * PLACE.size, b"\0"))
-        self._map = mmap.mmap(self._file.fileno(), 2 * PLACE.size, access=mmap.ACCESS_READ)
+            self._file.write(data.ljust(2 * POSITION.size, b"\0"))
+        self._map = mmap.mmap(self._file.fileno(), 2 * POSITION.size, access=mmap.ACCESS_READ)
         self._seen, self._position = b"", Position(0, 0)
 
     @property
@@ -32,13 +32,13 @@ class FlushedMark:
         """Everything before this is in the database. Cheap: it is asked for with every request."""
         if not self._map.closed and (data := self._map[:]) != self._seen:
             # One of the two may be half written just now; the other is older, but right.
-            self._seen, self._position = data, max(self._position, *places(data))
+            self._seen, self._position = data, max(self._position, *parse_positions(data))
         return self._position
 
     def move(self, position: Position) -> None:
         """Say that everything before `position` is in the database."""
-        both = places(self._map[:])
-        self._file.seek(both.index(min(both)) * PLACE.size)
+        both = parse_positions(self._map[:])
+        self._file.seek(both.index(min(both)) * POSITION.size)
         self._file.write(_place(position))
         os.fdatasync(self._file.fileno())
 
@@ -56,16 +56,16 @@ class SharedEnd:
         path = folder / "end"
         path.touch()
         with path.open("r+b", buffering=0) as file:
-            if size_of(path) < PLACE.size:
-                file.write(bytes(PLACE.size))  # a hole in the file could not be filled on a full disk
-            self._map = mmap.mmap(file.fileno(), PLACE.size)
+            if size_of(path) < POSITION.size:
+                file.write(bytes(POSITION.size))  # a hole in the file could not be filled on a full disk
+            self._map = mmap.mmap(file.fileno(), POSITION.size)
         self._last = Position(0, 0)
 
     @property
     def position(self) -> Position:
         """What was last told; while the writer is just telling, what it told before."""
         if not self._map.closed:
-            self._last = max(self._last, place(self._map[:]))
+            self._last = max(self._last, parse_position(self._map[:]))
         return self._last
 
     def move(self, position: Position) -> None:
@@ -128,7 +128,7 @@ class Slots:
         """Whether a writer of ours is there."""
         return folder in self._ours and folder not in self._left
 
-    def adopted(self, folder: Path) -> None:
+    def mark_adopted(self, folder: Path) -> None:
         """Nothing is left of what a dead writer wrote."""
         if folder in self._left:
             self._left.discard(folder)

@@ -141,7 +141,7 @@ class Transcript(ABC):
         """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""
         found = []
         for index, choice in sorted(self.choices.items()):
-            ids = _packed(choice.completion_ids)
+            ids = _pack(choice.completion_ids)
             reason = self._why_not_trainable(choice, ids)
             found.append(
                 Experience(
@@ -279,10 +279,10 @@ def _prompt_ids(ids: msgspec.Raw) -> bytes | None:
         found = orjson.loads(memoryview(ids))  # in three quarters of msgspec's time, and there may be thousands
     except orjson.JSONDecodeError:
         return None
-    return _packed(found) if isinstance(found, list) else None
+    return _pack(found) if isinstance(found, list) else None
 
 
-def _packed(ids: Sequence[Any]) -> bytes | None:
+def _pack(ids: Sequence[Any]) -> bytes | None:
     """Token ids as int32 bytes; None if some are none."""
     try:
         data = array("I", ids).tobytes()

@@ -217,8 +217,10 @@ def _result(block: Block) -> Iterator[Json]:
     """A tool's result: its text, then its images (as a user message), then the tools that it references."""
     items = block.content if isinstance(block.content, list) else [{"type": "text", "text": block.content or ""}]
     result = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
-    yield result | {"content": "\n".join(_typed(item, "text", "", str) for item in items if item.get("type") == "text")}
-    sources = [_typed(item, "source", {}, dict) for item in items if item.get("type") == "image"]
+    yield result | {
+        "content": "\n".join(_typed_field(item, "text", "", str) for item in items if item.get("type") == "text")
+    }
+    sources = [_typed_field(item, "source", {}, dict) for item in items if item.get("type") == "image"]
     if images := [_image(url) for url in map(_image_url, sources) if url]:
         yield {"role": "user", "content": images}
     names = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
@@ -226,7 +228,7 @@ def _result(block: Block) -> Iterator[Json]:
         yield result | {"content": found}
 
 
-def _typed(item: Json, name: str, default: Any, kind: type) -> Any:
+def _typed_field(item: Json, name: str, default: Any, kind: type) -> Any:
     value = item.get(name, default)
     if not isinstance(value, kind):
         raise wrong_type(f"tool_result.content.{name}", "a string" if kind is str else "an object")

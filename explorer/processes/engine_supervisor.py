@@ -9,7 +9,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.loading import actor_of, load, verified
+from tuneloop.explorer.versions.loading import actor_of, load, verify_in_process
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
@@ -51,7 +51,7 @@ async def keep_running(
         up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
         try:
             champion = await asyncio.to_thread(ledger.versions.champion)
-            probe = await verified(champion, base) if champion.version else None
+            probe = await verify_in_process(champion, base) if champion.version else None
             await process.start(engine.control.initial_weights(actor_of(champion)))
             await engine.control.finish_start(actor_of(champion))
             if probe:
@@ -67,7 +67,7 @@ async def keep_running(
             log.warning("database_away", reason=str(error))
         except (EnvironmentRefused, CheckpointRejected, EngineError) as error:
             if not was_up:
-                raise _refused(error, champion) from error
+                raise _refusal(error, champion) from error
             log.error("engine_not_restarted", engine=engine.number, reason=str(error))
         finally:
             await fleet.set_state(engine, EngineState.DOWN)
@@ -78,7 +78,7 @@ async def keep_running(
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _refused(error: TuneloopError, champion: Version) -> EnvironmentRefused:
+def _refusal(error: TuneloopError, champion: Version) -> EnvironmentRefused:
     """Why the service cannot start."""
     if isinstance(error, EnvironmentRefused):
         return error

@@ -13,7 +13,7 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
 from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spooled
+from tuneloop.shared.spool_format import spool_status
 from tuneloop.shared.tensorboard import Curves
 
 log = structlog.get_logger()
@@ -66,7 +66,7 @@ class LedgerGauges:
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
         now, metrics = time.time(), self._metrics
-        spool = spooled(self._settings.spool_dir)
+        spool = spool_status(self._settings.spool_dir)
         facts = Facts(now=now, rules=Rules.of(self._settings), spool=spool, ledger=ledger, away=away)
         holds = {reason.code for reason in diagnose(facts)}
         for code in Code:
@@ -74,9 +74,9 @@ class LedgerGauges:
         if ledger is None:
             return
         for state in State:
-            metrics.experiences.labels(state.value).set(ledger.pile(state).rows)
+            metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:
-            oldest = ledger.pile(state).oldest
+            oldest = ledger.count(state).oldest
             metrics.waiting_seconds.labels(state.value).set(0.0 if oldest is None else max(0.0, now - oldest))
         metrics.trainer_up.set(ledger.trainer is not None and ledger.trainer.up(now))
         metrics.feedback_pending.set(ledger.pending)

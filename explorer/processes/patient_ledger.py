@@ -91,7 +91,7 @@ class RememberedVersions(Versions):
     def __init__(self, transactions: Transactions, *, path: Path, base: Path) -> None:
         super().__init__(transactions)
         self._path, self._base = path, base
-        self._served = recalled(path, base)
+        self._served = recall_versions(path, base)
         self._remembering = threading.Lock()
 
     @property
@@ -208,7 +208,7 @@ def _numbers(served: ServedVersions) -> tuple[int, int]:
     return served.champion.version, served.newest.version
 
 
-def recalled(path: Path, base: Path) -> ServedVersions | None:
+def recall_versions(path: Path, base: Path) -> ServedVersions | None:
     """What was served last; None if that is not known, or was trained from another base model."""
     try:
         served = msgspec.json.decode(path.read_bytes(), type=ServedVersions, dec_hook=lambda kind, value: kind(value))

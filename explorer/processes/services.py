@@ -34,7 +34,7 @@ from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
-from tuneloop.shared.spool_format import spooled
+from tuneloop.shared.spool_format import spool_status
 
 #: How often the gauges are brought up to date, at most.
 _WATCH_S = 10.0
@@ -70,7 +70,7 @@ class ControlServices:
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
-        metrics, spool = self.metrics, await asyncio.to_thread(spooled, self.settings.spool_dir)
+        metrics, spool = self.metrics, await asyncio.to_thread(spool_status, self.settings.spool_dir)
         metrics.spool_bytes.set(spool.bytes)
         metrics.spool_oldest_seconds.set(0.0 if spool.since is None else max(0.0, time.time() - spool.since))
         metrics.database_up.set(self.watch.reached and not self.flusher.away)

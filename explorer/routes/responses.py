@@ -22,7 +22,7 @@ from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.proxy.background_responses import response_path
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.recording.completion_object import Stored
+from tuneloop.shared.ledger.recording.completion_object import StoredExchange
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ _TRUE, _FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", 
 class StoredResponse(NamedTuple):
     """A response in the ledger, and the body of its request."""
 
-    record: Stored
+    record: StoredExchange
     body: Json
 
     @property
@@ -224,7 +224,7 @@ def add_routes(app: FastAPI) -> None:
     """Add the routes to the app."""
 
     @app.get(f"{RESPONSES}/{{response_id}}")
-    async def retrieved(response_id: str, request: Request, responses: ResponsesOf) -> Response:
+    async def retrieve(response_id: str, request: Request, responses: ResponsesOf) -> Response:
         stream, after = _parse_stream(request.query_params), _parse_after(request.query_params)
         if stream:
             events = await responses.stream(response_id, after)
@@ -232,7 +232,7 @@ def add_routes(app: FastAPI) -> None:
         return Response(orjson.dumps(await responses.get(response_id)), media_type="application/json")
 
     @app.post(f"{RESPONSES}/{{response_id}}/cancel")
-    async def cancelled(response_id: str, responses: ResponsesOf) -> Response:
+    async def cancel(response_id: str, responses: ResponsesOf) -> Response:
         return Response(orjson.dumps(await responses.cancel(response_id)), media_type="application/json")
 
 

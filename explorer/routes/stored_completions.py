@@ -18,14 +18,14 @@ from tuneloop.shared.ledger.recording.completion_object import (
     MAX_KEY,
     MAX_PAIRS,
     MAX_VALUE,
-    Stored,
     StoredCompletion,
+    StoredExchange,
     completion,
     messages,
     tag_of_model,
     tag_of_pair,
 )
-from tuneloop.shared.ledger.recording.stored_completions import LOOKED_AT, Deletion, StoredCompletions
+from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, Deletion, StoredCompletions
 from tuneloop.shared.ledger.recording.tags import ENDPOINT, PageCursor
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
@@ -80,7 +80,7 @@ CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: str) -> None:
     """Add the routes to the app. `default_model` answered the requests that named none."""
 
-    def to_object(stored: Stored) -> StoredCompletion:
+    def to_object(stored: StoredExchange) -> StoredCompletion:
         return completion(stored, default_model=default_model)
 
     @app.get(ENDPOINT)
@@ -172,14 +172,17 @@ def _check_pair_length(key: str, value: str) -> None:
 
 
 def _page(
-    completions: StoredCompletions, query: PageQuery, tags: set[bytes], to_object: Callable[[Stored], StoredCompletion]
+    completions: StoredCompletions,
+    query: PageQuery,
+    tags: set[bytes],
+    to_object: Callable[[StoredExchange], StoredCompletion],
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
     cursor = _cursor(completions, query.after)
     page = completions.page(TENANT, wanted=tags, after=cursor, order=query.order, limit=query.limit)
     if page is None:
         message = (
-            f"more than {LOOKED_AT} stored completions have each of these, and none of the next {LOOKED_AT} has all of "
-            "them: filter by a rarer pair, or by fewer"
+            f"more than {MAX_EXAMINED} stored completions have each of these, and none of the next"
+            f" {MAX_EXAMINED} has all of them: filter by a rarer pair, or by fewer"
         )
         raise RequestRefused(message, code="filter_too_broad", param="metadata")
     return [(each.msg_id, to_object(each)) for each in page.found], page.more

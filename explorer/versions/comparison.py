@@ -9,10 +9,10 @@ from tuneloop.explorer.versions.sequential_tests import (
     LEAST_REPLIES,
     LEAST_UNITS,
     Contrast,
-    allowed,
     contrast,
     exceeds,
-    scaled,
+    largest_allowed,
+    scale,
     standard_error,
 )
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
@@ -66,10 +66,12 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
     if rollout.mode == "shadow":
         return RolloutDecision(*_of_a_shadow(rollout, tried, ended=ended), details)
     if overall is None or not overall.higher:
-        return RolloutDecision(*_undecided(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details)
+        return RolloutDecision(
+            *_without_evidence(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details
+        )
     better = _sentence("it earns more", overall, tried.reward, champion.reward)
     if doubt := next(_doubts(rollout, champion, tried), None):
-        return RolloutDecision(*_undecided(rollout, f"{better}, but {doubt}", ended=ended), details)
+        return RolloutDecision(*_without_evidence(rollout, f"{better}, but {doubt}", ended=ended), details)
     if not ended and (unknown := next(_unknown(rollout, champion, tried), None)):
         return RolloutDecision("wait", f"{better}, but {unknown}", details)
     return RolloutDecision("promote", better, details)
@@ -140,7 +142,7 @@ def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iter
 def _risen(what: str, mine: Share, other: Share, margin: float | None, error: float) -> Iterator[str]:
     if margin is None or other.of < LEAST_REPLIES:
         return
-    if exceeds(mine, allowed(other, margin, error=error), error=error):
+    if exceeds(mine, largest_allowed(other, margin, error=error), error=error):
         counts = f"{mine.found} of {mine.of} against {other.found} of {other.of}"
         yield f"more {what}: {counts}, a share higher by {margin:.4g} is allowed"
 
@@ -153,7 +155,7 @@ def _grown(
 
 
 def _larger(one: SampleStatistics, other: SampleStatistics, times: float, error: float) -> bool:
-    told = contrast(one, scaled(other, times), least=LEAST_REPLIES, error=error)
+    told = contrast(one, scale(other, times), least=LEAST_REPLIES, error=error)
     return told is not None and told.higher
 
 
@@ -166,7 +168,7 @@ def _of_a_shadow(rollout: RolloutSettings, tried: Figures, *, ended: bool) -> tu
     return "promote", "the window has ended, and no guard was broken"
 
 
-def _undecided(rollout: RolloutSettings, why: str, *, ended: bool) -> tuple[_Action, str]:
+def _without_evidence(rollout: RolloutSettings, why: str, *, ended: bool) -> tuple[_Action, str]:
     return (rollout.undecided, f"the window has ended: {why}") if ended else ("wait", why)
 
 

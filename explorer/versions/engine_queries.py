@@ -135,13 +135,13 @@ async def _each(ask: Callable[[_T], Awaitable[_R]], asked: Sequence[_T], at_once
     """All answers, in order; where one raises, the others are not waited for."""
     places = asyncio.Semaphore(at_once)
 
-    async def placed(each: _T) -> _R:
+    async def run_one(each: _T) -> _R:
         async with places:
             return await ask(each)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(placed(each)) for each in asked]
+            tasks = [group.create_task(run_one(each)) for each in asked]
     except* (TuneloopError, LookupError, TypeError, ValueError) as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

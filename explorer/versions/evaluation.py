@@ -16,7 +16,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.engine_queries import TEMPERATURE, EngineQueries, EngineSample, Judge, judging
-from tuneloop.explorer.versions.loading import load, verified
+from tuneloop.explorer.versions.loading import load, verify_in_process
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -160,7 +160,7 @@ class CandidateEvaluation:
 
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
         """The candidate's figures; None if it was rejected on the way."""
-        engine = await self._lent(champion)
+        engine = await self._take_out(champion)
         try:
             return await self._evaluate_on(engine, candidate, judge)
         except CheckpointUnreadable as error:
@@ -175,9 +175,9 @@ class CandidateEvaluation:
             await self._gate.reject(candidate, f"engines die of it: {error}")
             return None
         finally:
-            await self._returned(engine, champion)
+            await self._put_back(engine, champion)
 
-    async def _lent(self, champion: Version) -> Engine:
+    async def _take_out(self, champion: Version) -> Engine:
         """An engine taken out of rotation, with nothing in flight. At least one other stays in it."""
         async with self._reloader.swapping:
             engine = self._one_of(champion)
@@ -188,12 +188,12 @@ class CandidateEvaluation:
         try:
             await asyncio.wait_for(self._fleet.wait_until_idle(engine), self._settings.explorer.request_timeout)
         except TimeoutError:
-            await self._returned(engine, champion)
+            await self._put_back(engine, champion)
             raise NotEvaluated(f"engine {engine.number} does not come to an end with what it has in flight") from None
         return engine
 
     async def _evaluate_on(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
-        probe = await verified(candidate, self._settings.model.model_path.absolute())
+        probe = await verify_in_process(candidate, self._settings.model.model_path.absolute())
         async with self._reloader.swapping:
             await load(engine, candidate, fleet=self._fleet)
             await engine.control.prove(probe)
@@ -204,20 +204,20 @@ class CandidateEvaluation:
                 distance = await self._asking.distance(engine, self._champion.samples, at_once=_APART)
                 figures = (*figures, distance)
             if self._settings.gate.replays:
-                figures = (*figures, *await self._replayed(engine))
+                figures = (*figures, *await self._replay_figures(engine))
         except (LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
         if engine.loads != loads or engine.state is not EngineState.RELOADING:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         return figures
 
-    async def _replayed(self, engine: Engine) -> tuple[Figure, ...]:
+    async def _replay_figures(self, engine: Engine) -> tuple[Figure, ...]:
         champion = self._champion
         told = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
         before = [champion.likelihoods[each.id] for each in champion.replies]
         return replay_figures(champion.replies, told, before, of=champion.version)
 
-    async def _returned(self, engine: Engine, champion: Version) -> None:
+    async def _put_back(self, engine: Engine, champion: Version) -> None:
         """Put the engine into rotation again with the champion, unless its supervisor has begun to."""
         async with self._reloader.swapping:
             with suppress(LedgerUnavailable):  # If there is another by now, the reloader sees to it.

@@ -30,7 +30,7 @@ async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     await control.resume()
 
 
-async def verified(version: Version, base: Path) -> Probe:
+async def verify_in_process(version: Version, base: Path) -> Probe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,

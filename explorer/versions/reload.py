@@ -19,7 +19,7 @@ from tuneloop.explorer.engines.version_routing import split_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
-from tuneloop.explorer.versions.loading import _load_paused, load, verified
+from tuneloop.explorer.versions.loading import _load_paused, load, verify_in_process
 from tuneloop.shared.checkpoint import Probe, read_manifest
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -169,7 +169,7 @@ class Reloader(WeightSwapper):
             champion = await asyncio.to_thread(self._ledger.versions.champion)
             await self._see(champion)
             trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
-            pinned = await asyncio.to_thread(self._ledger.versions.pinned)
+            pinned = await asyncio.to_thread(self._ledger.versions.pinned_version)
             await self._divide(champion, trial)
             candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.versions.candidate)
             ready = any(engine.state is EngineState.READY for engine in self._fleet.engines)
@@ -234,7 +234,7 @@ class Reloader(WeightSwapper):
         """Whether the champion's files are still as they were: a damaged one would end the engine that reads it."""
         if champion.version and champion.version != self._whole:
             try:
-                await verified(champion, self._base)
+                await verify_in_process(champion, self._base)
             except CheckpointRejected as error:
                 log.error("champion_damaged", version=champion.version, reason=str(error))
                 return False
@@ -274,7 +274,7 @@ class Reloader(WeightSwapper):
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         try:
-            probe = await verified(version, self._base)
+            probe = await verify_in_process(version, self._base)
             if engine.state is not EngineState.READY:
                 return
             # What is in flight there is the champion's: it must not be ended by what is only tried.
@@ -285,7 +285,7 @@ class Reloader(WeightSwapper):
 
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
-            probe = await verified(candidate, self._base)
+            probe = await verify_in_process(candidate, self._base)
             for engine in self._without(candidate):
                 if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
                     return

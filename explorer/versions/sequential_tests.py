@@ -66,12 +66,12 @@ def contrast(one: SampleStatistics, other: SampleStatistics, *, least: int, erro
     return found if all(map(math.isfinite, found)) else None
 
 
-def scaled(sample: SampleStatistics, times: float) -> SampleStatistics:
+def scale(sample: SampleStatistics, times: float) -> SampleStatistics:
     """The sample of values that are so many times as high."""
     return sample._replace(mean=times * sample.mean, variance=times**2 * sample.variance)
 
 
-def allowed(share: Share, margin: float, *, error: float) -> float:
+def largest_allowed(share: Share, margin: float, *, error: float) -> float:
     """The highest share that may be the true one, which is a limit to the other version's, too, and the margin."""
     found, of = share
     highest = float(special.betaincinv(found + 1, of - found, 1 - error)) if found < of else 1.0
@@ -100,7 +100,7 @@ def standard_error(one: SampleStatistics, other: SampleStatistics) -> float:
     within = first * one.units * (one.units - 1) + second * other.units * (other.units - 1)
     between = difference**2 * one.units * other.units / total
     together = (within + between) / (total - 1) * (1 / one.units + 1 / other.units)
-    return math.sqrt(max(together, _widened(first + second, difference, _freedom(one, other))))
+    return math.sqrt(max(together, _widen(first + second, difference, _freedom(one, other))))
 
 
 def _freedom(one: SampleStatistics, other: SampleStatistics) -> float:
@@ -112,7 +112,7 @@ def _freedom(one: SampleStatistics, other: SampleStatistics) -> float:
     return 1 / (weight**2 / (one.units - 1) + (1 - weight) ** 2 / (other.units - 1))
 
 
-def _widened(variance: float, difference: float, freedom: float) -> float:
+def _widen(variance: float, difference: float, freedom: float) -> float:
     """The variance with which a normal score is as rare as Student's with so few degrees of freedom."""
     excess = difference**2 / variance / freedom if variance > 0 else 0.0
     return variance * excess / math.log1p(excess) if excess > 1e-9 else variance

@@ -37,7 +37,7 @@ def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTenso
             f"an adapter is {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}; {min(odd)} is missing or extra"
         )
     config = _config(actor)
-    rank, targets = _checked(config, base)
+    rank, targets = _check(config, base)
     found = tensors(actor)
     _fits(found, weights, rank=rank, targets=targets)
     for name, tensor in found.items():
@@ -55,7 +55,7 @@ def _config(actor: Path) -> dict[str, Any]:
     return config
 
 
-def _checked(config: Mapping[str, Any], base: Path) -> tuple[int, frozenset[str]]:
+def _check(config: Mapping[str, Any], base: Path) -> tuple[int, frozenset[str]]:
     """Rank and targets."""
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if config.get("peft_type") != "LORA":
@@ -89,11 +89,11 @@ def _fits(
         outputs, inputs = weight.shape
         _require(found[_PREFIX + layer + _DOWN], f"{layer}{_DOWN}", (rank, inputs))
         _require(found[_PREFIX + layer + _UP], f"{layer}{_UP}", (outputs, rank))
-    if without := _targeted(base, targets) - layers:
+    if without := _target_layers(base, targets) - layers:
         raise CheckpointRejected(f"{len(without)} layers have no adapter, {min(without)} among them")
 
 
-def _targeted(base: Iterable[str], targets: frozenset[str]) -> set[str]:
+def _target_layers(base: Iterable[str], targets: frozenset[str]) -> set[str]:
     """The layers of these names. Experts lie in other tensors on disk than in memory, where adapters are made."""
     layers = {name.removesuffix(".weight") for name in base if name.endswith(".weight") and ".experts." not in name}
     return {layer for layer in layers if layer.rpartition(".")[2] in targets}

@@ -14,7 +14,7 @@ _OF_JSON = ("json_object", "json_schema")
 def format_of(task: Mapping[str, Any]) -> str | None:
     """JSON, a regular expression, or None for any format.
 
-    Where `format` says nothing, `response_format`, as a request has it, may say JSON. Raises ValueError.
+    Without `format`, a `response_format` as in a request may demand JSON. Raises ValueError.
     """
     pattern = task.get("format")
     if pattern is None:

@@ -69,11 +69,11 @@ def figures_of(
         *(mean(SCORE, values, part) for part, values in sorted(scores.items())),
         mean(LENGTH, [float(each.tokens) for each in replies]),
         mean(REFUSALS, refused),
-        *_malformed(replies),
+        *_malformed_share(replies),
     )
 
 
-def _malformed(replies: Sequence[TaskReply]) -> Iterator[Figure]:
+def _malformed_share(replies: Sequence[TaskReply]) -> Iterator[Figure]:
     """The share of the replies without the format that their task demands, if any task demands one."""
     lacking = [
         float(not (each.whole and matches_format(form, without_reasoning(each.reply))))

@@ -28,7 +28,7 @@ _LONGEST_SLICE = 64
 
 
 class Task(NamedTuple):
-    """A question, as messages or as the very text, and what its answer is judged by; `line` is where it stands.
+    """A question, as messages or as raw text, and its answer; `line` is its line in the file.
 
     `form` is the format that the reply must have; None: any.
     """
@@ -85,7 +85,7 @@ def judge_of(options: EvaluationSettings) -> Judge | None:
 
 
 def is_right(answer: str, reply: str, options: EvaluationSettings) -> bool:
-    """Whether the reply, without the reasoning before it, is the answer as `judge` says.
+    """Whether the reply, without the reasoning before it, is the answer by the settings' `judge`.
 
     >>> is_right("12", "<think>7+5</think> It is 12.", EvaluationSettings(judge="contains"))
     True
@@ -132,7 +132,7 @@ def _function(name: str) -> Callable[[Question, str, str], Any]:
 
 
 def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
-    """Raises ValueError, whose message says what is wrong with the line."""
+    """Raises ValueError with the line's mistake."""
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What an export reads of the ledger, a page at a time, and what an import asks of it."""
+"""The ledger's verbs for exports, a page at a time, and for imports."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,7 +21,7 @@ NO_ANSWER = ("cut_off", "empty", "opt_out", HELD_OUT)
 
 
 class Selection(NamedTuple):
-    """Which replies are meant: of one tenant, and, where said, in these states, of this task, sampled in this time."""
+    """Which replies to export: of one tenant, and, where given, in these states, of this task, sampled in this time."""
 
     tenant: str
     states: tuple[State, ...] = ()
@@ -32,7 +32,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExportedReply:
-    """A row of `experiences` with its exchange; `said`: the rows of `feedback` that bear on it, in their order.
+    """A row of `experiences` with its exchange; `events`: the rows of `feedback` that bear on it, in their order.
 
     `reward_rule` is the definition of the rule. `version_max` is the version to name where only one can be named.
     """
@@ -65,14 +65,14 @@ class ExportedReply:
     committed_at: float | None
     latency_s: float
     priority: float
-    said: Sequence[Any]
+    events: Sequence[Any]
 
     @property
     def numbers(self) -> tuple[Int32s, Int32s, Float32s]:
         """Prompt ids, completion ids and log-probabilities."""
         return codec.from_blob(self.blob)
 
-    def is_meant_by(self, event: Any) -> bool:
+    def is_subject_of(self, event: Any) -> bool:
         """Whether a row of `feedback` that bears on it is about it, and not about one that was preferred to it."""
         if event.msg_id is None:
             return True
@@ -88,7 +88,7 @@ class Ranked(NamedTuple):
 
 
 class Exports(LedgerPart):
-    """Reading rows to be written to a file, and remembering the file."""
+    """Reads rows to be written to a file, and records the file."""
 
     def replies(self, selection: Selection, *, corrected: bool = True) -> Iterator[list[ExportedReply]]:
         """The replies in pages, in the order of their ids; `corrected`: of each only its last correction."""
@@ -113,21 +113,21 @@ class Exports(LedgerPart):
             found += self._replies(wanted, limit=None)
         return found
 
-    def ranked(self, selection: Selection, digest: Callable[[bytes], int | None]) -> Iterator[Ranked]:
+    def ranked_replies(self, selection: Selection, digest: Callable[[bytes], int | None]) -> Iterator[Ranked]:
         """The rewarded replies in pages; `digest` makes a number of a prompt's ids, or None to leave the reply out."""
         columns = experiences.c.id, experiences.c.reward, experiences.c.blob
         answers = or_(experiences.c.reason.is_(None), experiences.c.reason.not_in(NO_ANSWER))
         wanted = and_(_where(selection), _newest(), experiences.c.reward.is_not(None), answers)
         last = 0
         while rows := self._read(_page(select(*columns), and_(wanted, experiences.c.id > last))):
-            known = [(row, digest(codec.from_blob(row.blob)[0].tobytes())) for row in rows]
-            found = [(row.id, row.reward, prompt) for row, prompt in known if prompt is not None]
+            digests = [(row, digest(codec.from_blob(row.blob)[0].tobytes())) for row in rows]
+            found = [(row.id, row.reward, prompt) for row, prompt in digests if prompt is not None]
             ids, rewards, prompts = zip(*found, strict=True) if found else ((), (), ())
             yield Ranked(np.array(ids, np.int64), np.array(rewards, np.float64), np.array(prompts, np.uint64))
             last = rows[-1].id
 
     def rewards_of(self, msg_ids: Collection[str]) -> dict[tuple[str, int], float | None]:
-        """The rewards of what is there of these, by msg_id and choice."""
+        """The rewards of those of these replies that are there, by msg_id and choice."""
         found: dict[tuple[str, int], float | None] = {}
         for portion in portions(msg_ids):
             query = select(experiences.c.msg_id, experiences.c.choice, experiences.c.reward)
@@ -136,14 +136,14 @@ class Exports(LedgerPart):
         return found
 
     def erasures_so_far(self, tenant: str) -> tuple[int, float | None]:
-        """Something that changes when a person of the tenant is erased."""
+        """A value that changes when a person of the tenant is erased."""
         [row] = self._read(_erasures(tenant))
         return tuple(row)
 
     def record_file(self, path: str, format_: str, rows: int, *, of: Selection, unless: object, publish: Any) -> bool:
-        """Remember a file, which `publish` puts in its place meanwhile; False, with nothing done, if it is outdated.
+        """Record a file, which `publish` puts in its place meanwhile; False, with nothing done, if it is outdated.
 
-        It is if somebody has been erased since `erasures_so_far` answered `unless`: the file may still hold them.
+        It is if a person was erased since `erasures_so_far` returned `unless`: the file may still hold them.
         """
         with self._write() as connection:
             alone(connection, "exports")
@@ -157,8 +157,8 @@ class Exports(LedgerPart):
 
     def _replies(self, wanted: ColumnElement[bool], limit: int | None = PAGE) -> list[ExportedReply]:
         rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
-        said = self._feedback_about(rows)
-        return [_reply(row, _bearing_on(row, said)) for row in rows]
+        by_target = self._feedback_about(rows)
+        return [_reply(row, _events_about(row, by_target)) for row in rows]
 
     def _feedback_about(self, rows: Sequence[Any]) -> dict[object, list[Any]]:
         """The feedback about the rows, by what it is about."""
@@ -194,8 +194,8 @@ _WITH_EXCHANGE = (
 )
 
 
-def _reply(row: Any, said: Sequence[Any]) -> ExportedReply:
-    return ExportedReply(**{**row._mapping, "request": codec.unpack_text(row.request), "said": said})
+def _reply(row: Any, events: Sequence[Any]) -> ExportedReply:
+    return ExportedReply(**{**row._mapping, "request": codec.unpack_text(row.request), "events": events})
 
 
 def _page(query: Select[Any], wanted: ColumnElement[bool], limit: int | None = PAGE) -> Select[Any]:
@@ -230,15 +230,15 @@ def _trajectory(row: Any) -> tuple[str, str | None, str | None]:
     return row.tenant, row.task_id, row.run_id
 
 
-def _bearing_on(row: Any, said: dict[object, list[Any]]) -> list[Any]:
+def _events_about(row: Any, by_target: dict[object, list[Any]]) -> list[Any]:
     about = [
         event
-        for event in [*said.get(row.msg_id, ()), *said.get(_trajectory(row), ())]
-        if event.tenant == row.tenant and _bears_on(event, row)
+        for event in [*by_target.get(row.msg_id, ()), *by_target.get(_trajectory(row), ())]
+        if event.tenant == row.tenant and _is_relevant(event, row)
     ]
     return sorted(about, key=lambda event: (event.received_at, event.id))
 
 
-def _bears_on(event: Any, row: Any) -> bool:
-    meant = event.msg_id in (None, row.msg_id) and event.choice in (None, row.choice)
-    return meant or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))
+def _is_relevant(event: Any, row: Any) -> bool:
+    about_it = event.msg_id in (None, row.msg_id) and event.choice in (None, row.choice)
+    return about_it or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))

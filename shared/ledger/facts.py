@@ -1,4 +1,4 @@
-"""What is known of the ledger, its trainer and the spool at one moment, for `shared/operations/diagnosis.py`."""
+"""The state of the ledger, its trainer and the spool at one moment, for `shared/operations/diagnosis.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import NamedTuple, Self
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import Spooled
+from tuneloop.shared.spool_format import SpoolStatus
 
-#: A trainer that was not seen for so many seconds is dead, or hangs: one that lives says so every ten.
+#: A trainer without a heartbeat for so many seconds is dead, or hangs: one that lives sends one every ten.
 TRAINER_SEEN_S = 60.0
 
 
-class Pile(NamedTuple):
+class StateCount(NamedTuple):
     """The experiences in one state: the oldest was sampled then, `lately` of them after the newest trained one."""
 
     rows: int = 0
@@ -22,7 +22,7 @@ class Pile(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """The trainer of the newest epoch. `ended_at` None: it has not said that it stopped."""
+    """The trainer of the newest epoch. `ended_at` None: it has not reported its end."""
 
     name: str
     epoch: int
@@ -31,7 +31,7 @@ class Trainer(NamedTuple):
     ended_at: float | None
 
     def up(self, now: float) -> bool:
-        """Whether it lives, as far as anyone can tell."""
+        """Whether it lives, by its heartbeats."""
         return self.ended_at is None and now - self.seen_at <= TRAINER_SEEN_S
 
 
@@ -49,8 +49,8 @@ class Weights(NamedTuple):
     reason: str | None
 
 
-class Aside(NamedTuple):
-    """So many experiences are in a state aside for the same reason."""
+class DropCount(NamedTuple):
+    """How many experiences were dropped, or expired, for the same reason."""
 
     state: State
     reason: str
@@ -59,14 +59,14 @@ class Aside(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFacts:
-    """What the ledger says.
+    """The ledger's counts.
 
     Of the committed rows, `claimable` may go into the next batch, `too_old` expire when it is taken, and `ungrouped`
     are in no complete group. Of all that waits and was sampled lately, `unsampled` are no samples of the policy, where
     the trainer takes nothing else. `purged` trained rows are deleted. The leases began no earlier than `leased_since`.
     """
 
-    piles: Mapping[State, Pile]
+    states: Mapping[State, StateCount]
     claimable: int = 0
     too_old: int = 0
     ungrouped: int = 0
@@ -79,16 +79,16 @@ class LedgerFacts:
     purged: int = 0
     trainer: Trainer | None = None
     weights: Weights | None = None
-    aside: tuple[Aside, ...] = ()
+    drops: tuple[DropCount, ...] = ()
     alarms: tuple[Alarm, ...] = ()
 
-    def pile(self, state: State) -> Pile:
+    def count(self, state: State) -> StateCount:
         """The experiences in a state."""
-        return self.piles.get(state, Pile())
+        return self.states.get(state, StateCount())
 
 
-def uncounted(settings: Settings) -> str | None:
-    """What the method learns from and the reward rule gives nothing for, with its cure; None if there is no such."""
+def find_ignored_feedback(settings: Settings) -> str | None:
+    """The feedback that the method needs and the reward rule ignores, with the cure; None if there is none."""
     rule, algorithm = settings.reward, settings.algorithm
     if rule.default is not None:
         return None
@@ -103,29 +103,33 @@ def uncounted(settings: Settings) -> str | None:
 
 
 class Rules(NamedTuple):
-    """The settings that say when a step is made, and what they leave uncounted."""
+    """The settings that decide when a step is made, and the feedback that they ignore."""
 
     batch_size: int
     group_by: str = "none"
     save_interval: int = 1
     total_steps: int | None = None
-    uncounted: str | None = None
+    ignored_feedback: str | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """What the settings say."""
+        """The rules of these settings."""
         buffer, trainer = settings.buffer, settings.trainer
         return cls(
-            buffer.train_batch_size, buffer.group_by, trainer.save_interval, trainer.total_steps, uncounted(settings)
+            buffer.train_batch_size,
+            buffer.group_by,
+            trainer.save_interval,
+            trainer.total_steps,
+            find_ignored_feedback(settings),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All that is known at the moment `now`; without a ledger, `away` says why there is none."""
+    """Everything at the moment `now`; without a ledger, `away` says why there is none."""
 
     now: float
     rules: Rules
-    spool: Spooled
+    spool: SpoolStatus
     ledger: LedgerFacts | None
     away: str = ""

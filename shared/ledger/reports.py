@@ -1,4 +1,4 @@
-"""What the ledger is asked about itself: counts, rewards, delays, and whether it adds up."""
+"""Reports about the ledger: counts, rewards, delays, and whether it balances."""
 
 from collections.abc import Iterator
 from itertools import takewhile
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, and_, exists, func, select, text
 
 from tuneloop.shared.experience import State, VersionState
-from tuneloop.shared.ledger.facts import Aside, LedgerFacts, Pile, Trainer, Weights
+from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
@@ -33,14 +33,14 @@ class VersionReward(NamedTuple):
 
 
 class FirstReply(NamedTuple):
-    """What was asked, as the client's JSON, and the text of the first choice that it got."""
+    """A request, as the client's JSON, and the text of the first choice of its reply."""
 
     request: bytes
     text: str
 
 
 class Reports(LedgerPart):
-    """Counts, delays, balance: questions that change nothing."""
+    """Counts, delays, balance: nothing is changed."""
 
     def __init__(self, transactions: Transactions) -> None:
         super().__init__(transactions)
@@ -84,22 +84,22 @@ class Reports(LedgerPart):
             query = query.where(versions.c.version == version)
         return [row[0] for row in self._read(query)]
 
-    def facts(self, policy: BatchPolicy, *, aside: int = 0) -> LedgerFacts:
-        """What is needed to say why no step is happening, with the `aside` most frequent reasons of those aside."""
-        piles, trainer, weights = self._piles(), self._trainer(), self._weights()
-        none = State.COMMITTED not in piles
-        committed, young, grouped = (0, 0, 0) if none else self._committed(policy)
+    def facts(self, policy: BatchPolicy, *, drops: int = 0) -> LedgerFacts:
+        """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""
+        states, trainer, weights = self._state_counts(), self._trainer(), self._weights()
+        none = State.COMMITTED not in states
+        committed, young, grouped = (0, 0, 0) if none else self._count_committed(policy)
         [(pending, pending_since)] = self._read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
         [(count, consumed, purged)] = self._read(
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
         )
         return LedgerFacts(
-            piles=piles,
+            states=states,
             claimable=young if policy.group_by == "none" else grouped,
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
-            unsampled=0 if policy.any_reply else self._unsampled(),
-            leased_since=self._leased_since(trainer, weights) if State.LEASED in piles else None,
+            unsampled=0 if policy.any_reply else self._count_unsampled(),
+            leased_since=self._leased_since(trainer, weights) if State.LEASED in states else None,
             pending=pending,
             pending_since=pending_since,
             versions=count,
@@ -107,23 +107,23 @@ class Reports(LedgerPart):
             purged=purged,
             trainer=trainer,
             weights=weights,
-            aside=self._aside(aside) if aside else (),
+            drops=self._drop_counts(drops) if drops else (),
             alarms=tuple(self._alarms.all()),
         )
 
-    def _piles(self) -> dict[State, Pile]:
+    def _state_counts(self) -> dict[State, StateCount]:
         state, sampled_at = experiences.c.state, experiences.c.sampled_at
         lately = func.count().filter(sampled_at > _newest_trained())
         rows = self._read(select(state, func.count(), func.min(sampled_at), lately).group_by(state))
-        return {State(row[0]): Pile(*row[1:]) for row in rows}
+        return {State(row[0]): StateCount(*row[1:]) for row in rows}
 
-    def _unsampled(self) -> int:
+    def _count_unsampled(self) -> int:
         waiting = experiences.c.state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
         lately = experiences.c.sampled_at > _newest_trained()
         [(count,)] = self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))
         return int(count)
 
-    def _committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
+    def _count_committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
         """The committed rows that the policy takes, those not too old for the next batch, and those in groups."""
         newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
         fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
@@ -159,14 +159,14 @@ class Reports(LedgerPart):
             reason=rejected[0].reason if rejected else None,
         )
 
-    def _aside(self, limit: int) -> tuple[Aside, ...]:
+    def _drop_counts(self, limit: int) -> tuple[DropCount, ...]:
         state, reason, count = experiences.c.state, experiences.c.reason, func.count()
         query = select(state, reason, count).where(state.in_((State.DROPPED, State.EXPIRED))).group_by(state, reason)
         rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
-        return tuple(Aside(State(row[0]), *row[1:]) for row in rows)
+        return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
 
     def imbalance(self) -> list[str]:
-        """What in the ledger does not add up, a sentence each; empty when all is well."""
+        """A sentence for each sum that does not balance; empty when all do."""
         trained = select(func.count()).where(experiences.c.state == State.TRAINED).scalar_subquery()
         consumed = select(_sum(versions.c.consumed)).scalar_subquery()
         purged = select(_sum(versions.c.purged)).scalar_subquery()
@@ -178,7 +178,7 @@ class Reports(LedgerPart):
 
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
-        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced()]
+        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows()]
 
     def _uneven_versions(self) -> Iterator[str]:
         version, trained = experiences.c.trained_version, func.count().label("trained")
@@ -192,13 +192,13 @@ class Reports(LedgerPart):
         for number, trained_rows, purged, consumed in self._read(uneven.order_by(versions.c.version)):
             yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
 
-    def _misplaced(self) -> Iterator[str]:
+    def _misplaced_rows(self) -> Iterator[str]:
         current = select(func.max(epochs.c.epoch)).scalar_subquery()
-        unsaid = ~exists().where(exchanges.c.msg_id == experiences.c.msg_id)
+        orphaned = ~exists().where(exchanges.c.msg_id == experiences.c.msg_id)
         known = experiences.c.state.in_(list(State))
         wrong = {
             "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
-            "without their exchange": unsaid,
+            "without their exchange": orphaned,
             "in a group that is named after a later one": experiences.c.group_id > experiences.c.id,
             "in no state that there is": ~known,
         }

@@ -65,7 +65,7 @@ def diagnose(facts: Facts) -> list[Reason]:
 
 def equation(ledger: LedgerFacts) -> list[str]:
     """The two sums that must balance, as lines."""
-    counts = {state: ledger.pile(state).rows for state in State}
+    counts = {state: ledger.count(state).rows for state in State}
     terms = " + ".join(f"{count} {state.value}" for state, count in counts.items())
     trained = f"{counts[State.TRAINED]} trained + {ledger.purged} purged"
     consumed = f"{ledger.consumed} consumed by {number(ledger.versions, 'version')}"
@@ -119,13 +119,13 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         )
     if _busy(facts, ledger):
         since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
-        count = number(ledger.pile(State.LEASED).rows, "experience")
+        count = number(ledger.count(State.LEASED).rows, "experience")
         yield Reason(Code.LEASED, f"{count} in training{since}: wait, or see what the trainer logs")
 
 
 def _busy(facts: Facts, ledger: LedgerFacts) -> bool:
     """Whether a living trainer holds a whole batch."""
-    return _up(facts, ledger) and ledger.pile(State.LEASED).rows >= facts.rules.batch_size
+    return _up(facts, ledger) and ledger.count(State.LEASED).rows >= facts.rules.batch_size
 
 
 def _up(facts: Facts, ledger: LedgerFacts) -> bool:
@@ -133,11 +133,11 @@ def _up(facts: Facts, ledger: LedgerFacts) -> bool:
 
 
 def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
-    size, leased = facts.rules.batch_size, ledger.pile(State.LEASED).rows
+    size, leased = facts.rules.batch_size, ledger.count(State.LEASED).rows
     ready = ledger.claimable + (leased % size if _up(facts, ledger) else leased)
     if ready >= size:
         return
-    yield from _before_feedback(ledger, facts.rules.uncounted)
+    yield from _before_feedback(ledger, facts.rules.ignored_feedback)
     yield from _before_the_trainer(facts, ledger)
     if ready:
         missing = f"a step takes {size}, {ready} can be had now"
@@ -147,17 +147,17 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         )
 
 
-def _before_feedback(ledger: LedgerFacts, uncounted: str | None) -> Iterator[Reason]:
-    recorded, dropped = ledger.pile(State.RECORDED).rows, ledger.pile(State.DROPPED).lately + ledger.unsampled
-    alive = sum(ledger.pile(state).lately for state in WAITING) - ledger.unsampled
-    in_progress = sum(ledger.pile(state).rows for state in WAITING)
-    if not in_progress and not any(pile.lately for pile in ledger.piles.values()):
-        since = "since the last that was trained on" if ledger.pile(State.TRAINED).rows else "yet"
+def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Iterator[Reason]:
+    recorded, dropped = ledger.count(State.RECORDED).rows, ledger.count(State.DROPPED).lately + ledger.unsampled
+    alive = sum(ledger.count(state).lately for state in WAITING) - ledger.unsampled
+    in_progress = sum(ledger.count(state).rows for state in WAITING)
+    if not in_progress and not any(count.lately for count in ledger.states.values()):
+        since = "since the last that was trained on" if ledger.count(State.TRAINED).rows else "yet"
         yield Reason(
             Code.NOTHING_RECORDED, f"no experience was recorded {since}: send requests to /v1/chat/completions"
         )
     if dropped > _NEARLY_ALL * alive:
-        most = next((f", most often: {each.reason}" for each in ledger.aside if each.state is State.DROPPED), "")
+        most = next((f", most often: {each.reason}" for each in ledger.drops if each.state is State.DROPPED), "")
         unsampled = f" ({ledger.unsampled} are no samples of the policy)" if ledger.unsampled else ""
         yield Reason(
             Code.NOT_TRAINABLE,
@@ -169,18 +169,18 @@ def _before_feedback(ledger: LedgerFacts, uncounted: str | None) -> Iterator[Rea
         yield Reason(
             Code.NO_FEEDBACK,
             f"{_waits(recorded, 'experience')} for a reward, none has one: POST /feedback on them{pending}"
-            + (f"; {uncounted}" if uncounted else ""),
+            + (f"; {ignored_feedback}" if ignored_feedback else ""),
         )
 
 
 def _before_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
-    rewarded, expired = ledger.pile(State.REWARDED).rows, ledger.pile(State.EXPIRED).lately
+    rewarded, expired = ledger.count(State.REWARDED).rows, ledger.count(State.EXPIRED).lately
     if rewarded:
         yield Reason(
             Code.NOT_COMMITTED, f"{number(rewarded, 'experience')} with a reward, but not committed: POST /commit"
         )
     bounds = "trainer.max_staleness or trainer.max_age"
-    if expired and not ledger.pile(State.COMMITTED).rows + ledger.pile(State.LEASED).rows:
+    if expired and not ledger.count(State.COMMITTED).rows + ledger.count(State.LEASED).rows:
         yield Reason(
             Code.ALL_EXPIRED,
             f"{number(expired, 'experience')} expired and none is left: commit sooner, or raise {bounds}",

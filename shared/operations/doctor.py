@@ -13,7 +13,7 @@ from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spooled
+from tuneloop.shared.spool_format import spool_status
 
 #: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
@@ -47,7 +47,9 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {without_password(settings.database_url)}: {error}"
-    facts = Facts(now=clock(), rules=Rules.of(settings), spool=spooled(settings.spool_dir), ledger=ledger, away=away)
+    facts = Facts(
+        now=clock(), rules=Rules.of(settings), spool=spool_status(settings.spool_dir), ledger=ledger, away=away
+    )
     return DoctorReport(facts, imbalance, diagnose(facts), open_versions)
 
 
@@ -55,7 +57,7 @@ def _read_ledger(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Open
     schema = settings.buffer.trainer_input.experience_buffer.name
     present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
     if present is None:  # nothing has run yet
-        return LedgerFacts(piles={}), [], ()
+        return LedgerFacts(states={}), [], ()
     if present != newest:
         raise EnvironmentRefused(
             f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
@@ -63,7 +65,7 @@ def _read_ledger(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Open
     ledger = Ledger.of(settings)
     try:
         return (
-            ledger.reports.facts(BatchPolicy.of(settings), aside=MAX_DROP_REASONS),
+            ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS),
             ledger.reports.audit(),
             find_open_versions(ledger, settings),
         )
@@ -93,11 +95,11 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
 
 def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
     for state, what in _WAITS_FOR.items():
-        pile = ledger.pile(state)
+        waiting = ledger.count(state)
         of = f" of {facts.rules.batch_size}" if state is State.COMMITTED else ""
-        yield f"{state.value:<10} {pile.rows:>8} for {what}{of}{_oldest(facts.now, pile.oldest)}"
+        yield f"{state.value:<10} {waiting.rows:>8} for {what}{of}{_oldest(facts.now, waiting.oldest)}"
     yield f"{'feedback':<10} {ledger.pending:>8} for the reply it is about{_oldest(facts.now, ledger.pending_since)}"
-    for each in ledger.aside:
+    for each in ledger.drops:
         yield f"{each.state.value:<10} {each.rows:>8} {each.reason}"
 
 
@@ -139,8 +141,8 @@ def _alarm(alarm: Alarm, now: float) -> str:
 def _spool(facts: Facts) -> str:
     spool = facts.spool
     waits = f"{number(spool.bytes, 'byte')} not in the database yet{_oldest(facts.now, spool.since)}"
-    aside = f"; {number(spool.quarantined_bytes, 'byte')} in quarantine" if spool.quarantined_bytes else ""
-    return f"{number(spool.slots, 'slot')}, {waits}{aside}"
+    drops = f"; {number(spool.quarantined_bytes, 'byte')} in quarantine" if spool.quarantined_bytes else ""
+    return f"{number(spool.slots, 'slot')}, {waits}{drops}"
 
 
 def as_json(report: DoctorReport) -> Mapping[str, object]:
@@ -155,14 +157,14 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
     }
     if ledger is not None:
         found |= {
-            "states": {state.value: ledger.pile(state)._asdict() for state in State},
+            "states": {state.value: ledger.count(state)._asdict() for state in State},
             "batch": {"size": facts.rules.batch_size, "claimable": ledger.claimable, "too_old": ledger.too_old},
             "feedback": {"pending": ledger.pending, "oldest": ledger.pending_since},
             "trained": {"consumed": ledger.consumed, "purged": ledger.purged, "versions": ledger.versions},
             "trainer": ledger.trainer and ledger.trainer._asdict() | {"up": ledger.trainer.up(facts.now)},
             "versions": ledger.weights and ledger.weights._asdict(),
             "undecided": [each._asdict() for each in report.open_versions],
-            "aside": [each._asdict() for each in ledger.aside],
+            "drops": [each._asdict() for each in ledger.drops],
             "unsampled": ledger.unsampled,
             "alarms": [each._asdict() for each in ledger.alarms],
         }

@@ -27,7 +27,7 @@ def find_open_versions(ledger: Ledger, settings: Settings) -> tuple[OpenVersion,
 
 
 def _open_versions(ledger: Ledger, settings: Settings) -> Iterator[OpenVersion]:
-    pinned, canary, candidate = ledger.versions.pinned(), ledger.versions.canary(), ledger.versions.candidate()
+    pinned, canary, candidate = ledger.versions.pinned_version(), ledger.versions.canary(), ledger.versions.candidate()
     holding = _holding_alarms(ledger)
     if pinned:
         begun = _last(ledger, pinned, VersionAction.PINNED)

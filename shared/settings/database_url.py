@@ -46,9 +46,9 @@ def _a_database(url: SecretStr) -> SecretStr:
     return url
 
 
-def _masked(url: SecretStr, info: SerializationInfo) -> str:
+def _mask(url: SecretStr, info: SerializationInfo) -> str:
     written = url.get_secret_value()
     return written if info.context == WITH_SECRETS else without_password(written)
 
 
-DatabaseUrl = Annotated[SecretStr, AfterValidator(_a_database), PlainSerializer(_masked, when_used="json")]
+DatabaseUrl = Annotated[SecretStr, AfterValidator(_a_database), PlainSerializer(_mask, when_used="json")]

@@ -163,7 +163,7 @@ class YamlSource(LocatedSource):
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                for mapping in self._merged(value_node, at):
+                for mapping in self._merged_nodes(value_node, at):
                     merged = self._mapping(mapping, at) | merged
                 continue
             key = self._key(key_node, at)
@@ -179,7 +179,7 @@ class YamlSource(LocatedSource):
                 values[key] = value
         return merged | values
 
-    def _merged(self, node: yaml.Node, at: Keys) -> Iterator[yaml.MappingNode]:
+    def _merged_nodes(self, node: yaml.Node, at: Keys) -> Iterator[yaml.MappingNode]:
         for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if isinstance(each, yaml.MappingNode):
                 yield each

@@ -69,7 +69,7 @@ WITH_SECRETS = {"secrets": True}
 MASK = "***"
 
 
-def _masked(secret: SecretStr, info: SerializationInfo) -> str:
+def _mask(secret: SecretStr, info: SerializationInfo) -> str:
     return secret.get_secret_value() if info.context == WITH_SECRETS else MASK
 
 
@@ -81,7 +81,7 @@ def _one_line(secret: SecretStr) -> SecretStr:
 
 
 #: HTTP clients quote a header that they cannot send: hence one line.
-Secret = Annotated[SecretStr, AfterValidator(_one_line), PlainSerializer(_masked, when_used="json")]
+Secret = Annotated[SecretStr, AfterValidator(_one_line), PlainSerializer(_mask, when_used="json")]
 
 
 def reveal(secret: SecretStr | None) -> str | None:

@@ -59,9 +59,9 @@ class CountingVersions(Versions):
 
     looks = 0
 
-    def pinned(self) -> Version | None:
+    def pinned_version(self) -> Version | None:
         self.looks += 1
-        return super().pinned()
+        return super().pinned_version()
 
 
 class CountingAlarms(Alarms):

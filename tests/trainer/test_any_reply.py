@@ -16,7 +16,7 @@ def _algorithm(kind, **but):
 
 
 def _reasons(ledger):
-    return {aside.reason: aside.rows for aside in ledger.reports.facts(BatchPolicy(), aside=9).aside}
+    return {drop.reason: drop.rows for drop in ledger.reports.facts(BatchPolicy(), drops=9).drops}
 
 
 @pytest.mark.parametrize(("kind", "curve"), [("kto", "actor/kto_loss"), ("sft", "actor/sft_loss")])

@@ -23,7 +23,7 @@ from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, required
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
 
 
 def prepare(
@@ -39,7 +39,7 @@ def actor_loss(
     """The loss of a micro-batch."""
     if algorithm.distill.mode == "replies":
         return sft.actor_loss(algorithm, targets, logprobs_BR, entropy_BR, totals)
-    apart_BR = required(targets.teacher_BR) - logprobs_BR.detach()
+    apart_BR = require(targets.teacher_BR) - logprobs_BR.detach()
     advantages_BR = torch.where(targets.mask_BR, apart_BR, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss = surrogate(algorithm, replace(targets, advantages_BR=advantages_BR), logprobs_BR, entropy_BR, totals)
     distance = token_mean(-advantages_BR, targets.mask_BR, totals.tokens)

@@ -21,7 +21,7 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, required
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
 
 
 def prepare(
@@ -40,7 +40,7 @@ def actor_loss(
     """The loss of a micro-batch of whole pairs."""
     policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
     rewards_B = algorithm.dpo.beta * (policy_B if algorithm.dpo.reference_free else log_ratios(targets, logprobs_BR))
-    signs_B, pairs_B = required(targets.signs_B), _numbered(targets)
+    signs_B, pairs_B = require(targets.signs_B), _pair_numbers(targets)
     margins_U = rewards_B.new_zeros(len(rewards_B) // 2).index_add(0, pairs_B, signs_B * rewards_B)
     smoothing = algorithm.dpo.label_smoothing
     each_U = (1 - smoothing) * softplus(-margins_U) + smoothing * softplus(margins_U)
@@ -59,14 +59,14 @@ def actor_loss(
     return Loss(loss, {name: value.detach() for name, value in metrics.items()})
 
 
-def _numbered(targets: Targets) -> Tensor:
+def _pair_numbers(targets: Targets) -> Tensor:
     """The pair of each row, counted from 0. Raises ValueError if one is cut in two."""
     # Untyped in torch 2.13.
     found = cast(
-        tuple[Tensor, Tensor, Tensor], torch.unique(required(targets.units_B), return_inverse=True, return_counts=True)
+        tuple[Tensor, Tensor, Tensor], torch.unique(require(targets.units_B), return_inverse=True, return_counts=True)
     )
     units, pairs_B, rows_U = found
-    balance_U = torch.zeros_like(units).index_add(0, pairs_B, required(targets.signs_B).to(units.dtype))
+    balance_U = torch.zeros_like(units).index_add(0, pairs_B, require(targets.signs_B).to(units.dtype))
     if bool((rows_U != 2).any()) or bool(balance_U.any()):
         raise ValueError("a pair was cut in two")
     return pairs_B

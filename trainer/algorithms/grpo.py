@@ -27,5 +27,5 @@ def prepare(
     algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
-    each_K = Scores.of_means(algorithm, targets, calls).scaled(algorithm.group.scale)
+    each_K = Scores.of_means(algorithm, targets, calls).scale(algorithm.group.scale)
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

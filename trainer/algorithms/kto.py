@@ -21,7 +21,7 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, required
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
 
 
 def prepare(
@@ -30,15 +30,15 @@ def prepare(
     """1 for the desirable rows, -1 for the others; the divergence is never negative."""
     rewards_B = calls.rewards_C.new_zeros(len(targets.mask_BR)).index_copy(0, calls.rows_C, calls.rewards_C)
     signs_B = torch.where(rewards_B >= algorithm.kto.threshold, 1, -1)
-    return replace(targets, signs_B=signs_B, divergence=required(targets.divergence).clamp(min=0)), baselines
+    return replace(targets, signs_B=signs_B, divergence=require(targets.divergence).clamp(min=0)), baselines
 
 
 def actor_loss(
     algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
 ) -> Loss:
     """The loss of a micro-batch."""
-    options, divergence = algorithm.kto, required(targets.divergence)
-    ratios_B, signs_B = log_ratios(targets, logprobs_BR), required(targets.signs_B)
+    options, divergence = algorithm.kto, require(targets.divergence)
+    ratios_B, signs_B = log_ratios(targets, logprobs_BR), require(targets.signs_B)
     desirable_B = signs_B > 0
     weights_B = torch.full_like(ratios_B, options.undesirable_weight)
     weights_B[desirable_B] = options.desirable_weight

@@ -23,7 +23,7 @@ def prepare(
     algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
-    each_K = Scores.of_last(algorithm, targets, calls).scaled(algorithm.group.scale)
+    each_K = Scores.of_last(algorithm, targets, calls).scale(algorithm.group.scale)
     if algorithm.group.step_norm:
         each_K = each_K / counts(calls.runs_C)
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

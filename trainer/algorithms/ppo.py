@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import damped, gae, token_mean, whiten
+from tuneloop.trainer.algorithms.terms.estimators import damp_negative, gae, token_mean, whiten
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, required
+from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
 
 
 def prepare(
@@ -29,7 +29,7 @@ def prepare(
     """Advantages and returns of a whole batch."""
     advantages_BR, returns_BR = gae(
         less_divergence(algorithm, targets, calls.paid_BR),
-        required(targets.values_BR),
+        require(targets.values_BR),
         targets.mask_BR,
         calls.ends_BR,
         gamma=algorithm.gamma,
@@ -39,7 +39,7 @@ def prepare(
         advantages_BR = whiten(advantages_BR, targets.mask_BR)
         if not _anything_better(algorithm, calls):
             advantages_BR = torch.zeros_like(advantages_BR)
-    advantages_BR = damped(advantages_BR, algorithm.negative_scale)
+    advantages_BR = damp_negative(advantages_BR, algorithm.negative_scale)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines
 
 
@@ -62,7 +62,7 @@ def value_loss(values_BR: Tensor, old_BR: Tensor, returns_BR: Tensor, *, clip_ra
 def critic_loss(algorithm: AlgorithmSettings, targets: Targets, values_BR: Tensor, totals: Totals) -> Loss:
     """The critic's loss on a micro-batch: always the mean over tokens."""
     each_BR, clipped_BR = value_loss(
-        values_BR, required(targets.values_BR), required(targets.returns_BR), clip_range=algorithm.value_clip_range
+        values_BR, require(targets.values_BR), require(targets.returns_BR), clip_range=algorithm.value_clip_range
     )
     loss = token_mean(each_BR, targets.mask_BR, totals.tokens)
     clipped = token_mean(clipped_BR.float(), targets.mask_BR, totals.tokens)

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.algorithm import BaselineSettings as Options
-from tuneloop.trainer.algorithms.terms.estimators import damped
+from tuneloop.trainer.algorithms.terms.estimators import damp_negative
 from tuneloop.trainer.algorithms.terms.groups import EPSILON, less_divergences
-from tuneloop.trainer.algorithms.terms.moments import Baselines, Moments, standard, updated
+from tuneloop.trainer.algorithms.terms.moments import Baselines, Moments, standard, update_moments
 from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
 MOST_TASKS = 10_000
@@ -48,15 +48,15 @@ def prepare(
     options = algorithm.baseline
     scores_C = calls.rewards_C.double() + less_divergences(algorithm, targets, calls)
     tasks = [_key(task) for task in calls.tasks]
-    baseline_C = _expected(options, scores_C, tasks, baselines)
+    baseline_C = _expected_rewards(options, scores_C, tasks, baselines)
     over_C = (scores_C - baseline_C).masked_fill(torch.isclose(scores_C, baseline_C, rtol=1e-9, atol=0), 0)
-    baselines = _remembered(options, scores_C, tasks, baselines)
+    baselines = _update_baselines(options, scores_C, tasks, baselines)
     over_C = over_C / _scale(options, over_C, baselines[_ALL])
-    advantages_BR = damped(calls.spread(over_C.to(calls.rewards_C.dtype)), algorithm.negative_scale)
+    advantages_BR = damp_negative(calls.spread(over_C.to(calls.rewards_C.dtype)), algorithm.negative_scale)
     return replace(targets, advantages_BR=advantages_BR), baselines
 
 
-def _expected(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
+def _expected_rewards(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
     """The reward to be expected of each call."""
     before = baselines.get(_ALL)
     if options.kind == "batch" or before is None:
@@ -64,10 +64,10 @@ def _expected(options: Options, scores_C: Tensor, tasks: list[str], baselines: B
     mean = standard(before)[0]
     if options.kind == "running":
         return torch.full_like(scores_C, mean)
-    return torch.tensor([_drawn(baselines.get(task), mean, options.decay) for task in tasks], dtype=torch.float64)
+    return torch.tensor([_shrink(baselines.get(task), mean, options.decay) for task in tasks], dtype=torch.float64)
 
 
-def _drawn(task: Moments | None, mean: float, decay: float) -> float:
+def _shrink(task: Moments | None, mean: float, decay: float) -> float:
     """A task's mean, drawn to that of all as if it had been in one batch more, with that mean."""
     if task is None:
         return mean
@@ -75,9 +75,9 @@ def _drawn(task: Moments | None, mean: float, decay: float) -> float:
     return (batches * standard(task)[0] + mean) / (batches + 1)
 
 
-def _remembered(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Baselines:
+def _update_baselines(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Baselines:
     """The moments of all rewards and, if they are looked at, of the tasks; those seen last stand last."""
-    kept = {**baselines, _ALL: updated(baselines.get(_ALL), scores_C, decay=options.decay)}
+    kept = {**baselines, _ALL: update_moments(baselines.get(_ALL), scores_C, decay=options.decay)}
     if options.kind != "task":
         return kept
     members: defaultdict[str, list[int]] = defaultdict(list)
@@ -85,7 +85,7 @@ def _remembered(options: Options, scores_C: Tensor, tasks: list[str], baselines:
         members[task].append(number)
     members.pop("", None)
     for task, numbers in members.items():
-        kept[task] = updated(kept.pop(task, None), scores_C[numbers], decay=options.decay)
+        kept[task] = update_moments(kept.pop(task, None), scores_C[numbers], decay=options.decay)
     remembered = [name for name in kept if name.startswith(_TASK)]
     for name in remembered[: max(len(remembered) - MOST_TASKS, 0)]:
         del kept[name]

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import damped, gae, whiten
+from tuneloop.trainer.algorithms.terms.estimators import damp_negative, gae, whiten
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
 from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
@@ -30,5 +30,5 @@ def prepare(
     nothing_BR = torch.zeros_like(paid_BR)
     returns_BR, _ = gae(paid_BR, nothing_BR, targets.mask_BR, calls.ends_BR, gamma=algorithm.gamma, lam=1.0)
     advantages_BR = whiten(returns_BR, targets.mask_BR) if algorithm.whiten_advantages else returns_BR
-    advantages_BR = damped(advantages_BR, algorithm.negative_scale)
+    advantages_BR = damp_negative(advantages_BR, algorithm.negative_scale)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines

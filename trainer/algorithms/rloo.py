@@ -27,5 +27,5 @@ def prepare(
     """The advantages of a batch of whole groups."""
     scores = Scores.of_means(algorithm, targets, calls)
     others_K = (scores.sizes_K - 1).clamp(min=1)
-    each_K = scores.centred() * scores.sizes_K / others_K
+    each_K = scores.centre() * scores.sizes_K / others_K
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

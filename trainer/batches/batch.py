@@ -68,15 +68,15 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
     tails = [sequence.of[start:] for sequence, start in zip(sequences, starts, strict=True)]
     numbered = [np.where(of >= 0, of + first, -1) for of, first in zip(tails, before, strict=False)]
     return Batch(
-        ids_BT=_padded(sequence.ids for sequence in sequences).long(),
-        predicts_BT=_padded(predicts),
-        replies_BR=_padded(each.ids[start:] for each, start in zip(sequences, starts, strict=True)).long(),
-        mask_BR=_padded(of >= 0 for of in tails),
-        sampled_BR=_padded(each.sampled[start:] for each, start in zip(sequences, starts, strict=True)).float(),
-        temperatures_BR=_padded(
+        ids_BT=_pad(sequence.ids for sequence in sequences).long(),
+        predicts_BT=_pad(predicts),
+        replies_BR=_pad(each.ids[start:] for each, start in zip(sequences, starts, strict=True)).long(),
+        mask_BR=_pad(of >= 0 for of in tails),
+        sampled_BR=_pad(each.sampled[start:] for each, start in zip(sequences, starts, strict=True)).float(),
+        temperatures_BR=_pad(
             (each.temperatures[start:] for each, start in zip(sequences, starts, strict=True)), filler=1.0
         ).float(),
-        calls_BR=_padded(numbered, filler=-1).long(),
+        calls_BR=_pad(numbered, filler=-1).long(),
         lengths_B=torch.tensor([len(sequence.ids) for sequence in sequences]),
     )
 
@@ -126,6 +126,6 @@ def _width(mask_BR: Tensor) -> int:
     return int(mask_BR.any(0).nonzero().max()) + 1
 
 
-def _padded(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:
+def _pad(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:
     tensors = [torch.from_numpy(np.array(row)) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.moments import Baselines, standard, updated
+from tuneloop.trainer.algorithms.terms.moments import Baselines, standard, update_moments
 from tuneloop.trainer.algorithms.terms.targets import Calls
 from tuneloop.trainer.batches.batch import Batch
 from tuneloop.trainer.batches.sequences import TokenSequence, run_of, when_sampled
@@ -50,12 +50,12 @@ def calls_of(
             credited[members] = own[members[-1]] * discount**later
     low, high = algorithm.reward_clip or (-np.inf, np.inf)
     judged = credited.clip(low, high) - [_overlong(algorithm, call, limit) for call in calls]
-    rewards_C, baselines = _normalized(algorithm, torch.from_numpy(judged), baselines)
+    rewards_C, baselines = _normalize(algorithm, torch.from_numpy(judged), baselines)
     return Calls(
         rewards_C=rewards_C.float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
         runs_C=torch.from_numpy(run_numbers),
-        groups_C=_numbered([call.group_id if call.group_id is not None else -1 - call.id for call in calls]),
+        groups_C=_group_numbers([call.group_id if call.group_id is not None else -1 - call.id for call in calls]),
         last_C=torch.from_numpy(last),
         tasks=tuple(f"{call.tenant}/{call.task_id}" if call.task_id is not None else "" for call in calls),
         of_BR=batch.calls_BR,
@@ -71,7 +71,7 @@ def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> 
     return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
 
 
-def _normalized(algorithm: AlgorithmSettings, rewards_C: Tensor, baselines: Baselines) -> tuple[Tensor, Baselines]:
+def _normalize(algorithm: AlgorithmSettings, rewards_C: Tensor, baselines: Baselines) -> tuple[Tensor, Baselines]:
     """In float64: rewards may be large, and differ little."""
     match algorithm.reward_normalization:
         case "none":
@@ -82,12 +82,12 @@ def _normalized(algorithm: AlgorithmSettings, rewards_C: Tensor, baselines: Base
             apart_C = apart_C - apart_C.mean()
             return apart_C / (apart_C.square().mean().sqrt() + _LEAST), baselines
         case "running":
-            seen = updated(baselines.get(_REWARDS), rewards_C, decay=algorithm.baseline.decay)
+            seen = update_moments(baselines.get(_REWARDS), rewards_C, decay=algorithm.baseline.decay)
             mean, deviation = standard(seen)
             return (rewards_C - mean) / (deviation + _LEAST), {**baselines, _REWARDS: seen}
 
 
-def _numbered(names: Sequence[int]) -> Tensor:
+def _group_numbers(names: Sequence[int]) -> Tensor:
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names])
 

@@ -31,7 +31,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         if sample.demonstration is None:
             taken.append(sample)
             continue
-        said = _demonstrated(sample, sample.demonstration, settings)
+        said = _demonstration_ids(sample, sample.demonstration, settings)
         if isinstance(said, str):
             refused[said].append(sample)
         else:
@@ -76,14 +76,14 @@ def _best(samples: Sequence[Sample]) -> set[tuple[str, ...]]:
     return set(groups.values())
 
 
-def _demonstrated(sample: Sample, answer: str, settings: Settings) -> list[int] | str:
+def _demonstration_ids(sample: Sample, answer: str, settings: Settings) -> list[int] | str:
     """The token ids of an edited answer, or why there are none."""
     words = tokenizer_of(settings)
     ends = ends_of(settings.model.model_path, words)
     message = _message(answer)
     text = answer if message is None else message.get("content") or ""
     if message is not None and message.get("tool_calls"):
-        text = _written(message, words, ends)
+        text = _template_text(message, words, ends)
     if not isinstance(text, str):
         return "the edited answer is more than text"
     if not text:
@@ -103,7 +103,7 @@ def _message(answer: str) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
-def _written(message: dict[str, Any], words: Tokenizer, ends: Sequence[int]) -> str:
+def _template_text(message: dict[str, Any], words: Tokenizer, ends: Sequence[int]) -> str:
     """What the chat template adds for a message, up to the end of the turn; empty if that cannot be told."""
     if words.chat_template is None:
         return ""

@@ -10,7 +10,7 @@ from tuneloop.shared.experience import Sample
 Refused = dict[str, list[Sample]]
 
 
-def paired(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
+def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
     """The samples as chosen, rejected, chosen, rejected, …, and what is left over by the reason.
 
     Of a group's replies to one prompt (by its token ids) the best goes with the worst, the second best with the second
@@ -39,7 +39,7 @@ def paired(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
     return pairs, {reason: left for reason, left in refused.items() if left}
 
 
-def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+def mismatch_replies(samples: Sequence[Sample]) -> list[Sample]:
     """Each prompt with the reply to the next one's, the last with the first; none if there is only one."""
     if len(samples) < 2:
         return []

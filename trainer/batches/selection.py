@@ -10,8 +10,8 @@ from tuneloop.shared.experience import MAX_REWARD, Sample
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.imitation import imitable, with_demonstrations
-from tuneloop.trainer.batches.pairs import paired
-from tuneloop.trainer.batches.sequences import retried, run_of, runs
+from tuneloop.trainer.batches.pairs import make_pairs
+from tuneloop.trainer.batches.sequences import run_of, runs, superseded_calls
 
 Refused = dict[str, list[Sample]]
 
@@ -28,7 +28,7 @@ def sort_out(
 ) -> tuple[list[Sample], Refused]:
     """The samples that can be trained on, and the others by the reason.
 
-    By `run` or `task` the samples are whole trajectories: calls that were asked again are left out. By `task` they are
+    By `run` or `task` the samples are whole trajectories: superseded calls are left out. By `task` they are
     whole groups: a run that is left alone has nothing to be compared with, and goes too; so does, if the method
     compares runs, a group in which all are rewarded alike.
     """
@@ -41,8 +41,8 @@ def sort_out(
         else:
             refused[reason].append(sample)
     if group_by in {"run", "task"}:
-        again = [call for calls in runs(kept).values() for call in retried(calls)]
-        kept = _without(kept, again, refused, "asked again: another reply to this prompt was gone on from")
+        again = [call for calls in runs(kept).values() for call in superseded_calls(calls)]
+        kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
     if group_by == "task":
         kept = _without_groups(kept, _alone, refused, "alone in its group: the others cannot be trained on")
         if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:
@@ -77,7 +77,7 @@ def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int
 def _of_the_method(samples: list[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
     match algorithm.algorithm_type:
         case "dpo":
-            return paired(samples)
+            return make_pairs(samples)
         case "sft" | "raft":
             return imitable(samples, algorithm)
         case _:

@@ -82,7 +82,7 @@ def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
     """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
     if not merge:
         return [TokenSequence.alone(sample) for sample in samples]
-    return [sequence for calls in runs(samples).values() for sequence in _merged(calls)]
+    return [sequence for calls in runs(samples).values() for sequence in _merge_calls(calls)]
 
 
 def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
@@ -93,11 +93,11 @@ def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
     return {run: sorted(calls, key=when_sampled) for run, calls in found.items()}
 
 
-def retried(calls: Sequence[Sample]) -> list[Sample]:
-    """Those calls of a run that were asked again: nobody went on from their replies.
+def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
+    """Those calls of a run that were repeated, and whose replies no later call continues.
 
     Of replies to one and the same prompt those are kept that a later prompt of the run contains; if there is none,
-    those of the last request. Several choices of one request are all kept unless one of them was gone on from.
+    those of the last request. Several choices of one request are all kept unless a later prompt contains one of them.
     """
     same_prompt: defaultdict[bytes, list[Sample]] = defaultdict(list)
     for call in calls:
@@ -120,7 +120,7 @@ def _gone_on_from(call: Sample, calls: Iterable[Sample]) -> bool:
     return any(alone.goes_on_in(other) for other in calls if other is not call)
 
 
-def _merged(calls: Sequence[Sample]) -> list[TokenSequence]:
+def _merge_calls(calls: Sequence[Sample]) -> list[TokenSequence]:
     sequences: list[TokenSequence] = []
     for call in sorted(calls, key=lambda each: (len(each.prompt_ids), when_sampled(each))):
         fitting = [at for at, sequence in enumerate(sequences) if sequence.goes_on_in(call)]

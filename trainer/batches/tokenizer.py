@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 def tokenizer_of(settings: Settings, folder: Path | None = None, setting: str = "model.model_path") -> Tokenizer:
     """The tokenizer in a folder, by default the base model's. Raises EnvironmentRefused, naming the setting."""
-    return _loaded(folder or settings.model.model_path, settings.model.trust_remote_code, setting)
+    return _load(folder or settings.model.model_path, settings.model.trust_remote_code, setting)
 
 
 def ends_of(folder: Path, tokenizer: Tokenizer) -> list[int]:
@@ -63,7 +63,7 @@ def ends_of(folder: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 @cache
-def _loaded(folder: Path, trust_remote_code: bool, setting: str) -> Tokenizer:
+def _load(folder: Path, trust_remote_code: bool, setting: str) -> Tokenizer:
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:

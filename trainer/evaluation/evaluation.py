@@ -43,9 +43,9 @@ class HeldOut:
         for task in tasks:
             ids = self._ids(task)
             if not ids:
-                raise self._refused(task, "the question has no tokens")
+                raise self._refusal(task, "the question has no tokens")
             if longest is not None and len(ids) + self._options.most_tokens > longest:
-                raise self._refused(
+                raise self._refusal(
                     task,
                     f"a question of {len(ids)} tokens and a reply of monitor.evaluation.most_tokens,"
                     f" {self._options.most_tokens}, are more than model.max_model_len, {longest}",
@@ -65,7 +65,7 @@ class HeldOut:
         said = [
             (task, ids)
             for part in self._batches()
-            for (task, _), ids in zip(part, self._generated(actor, [ids for _, ids in part]), strict=True)
+            for (task, _), ids in zip(part, self._generate(actor, [ids for _, ids in part]), strict=True)
         ]
         pairs = [(task, self._words(ids)) for task, ids in said]
         scores = self._judge_all(pairs)
@@ -80,7 +80,7 @@ class HeldOut:
         distances = []
         for part in self._batches():
             prompts = [ids for _, ids in part]
-            for prompt, reply in zip(prompts, self._generated(champion, prompts), strict=True):
+            for prompt, reply in zip(prompts, self._generate(champion, prompts), strict=True):
                 distances.append(_divergence(champion, actor, prompt, reply))
         return mean(KL, distances)
 
@@ -102,7 +102,7 @@ class HeldOut:
         yield part
 
     @torch.no_grad()
-    def _generated(self, actor: Actor, prompts: Sequence[list[int]]) -> list[list[int]]:
+    def _generate(self, actor: Actor, prompts: Sequence[list[int]]) -> list[list[int]]:
         """The tokens of the replies, each up to the one that ends it."""
         network = actor.network
         padding = self._tokenizer.pad_token_id or 0
@@ -135,10 +135,10 @@ class HeldOut:
         try:
             text = self._tokenizer.apply_chat_template(task.question, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise self._refused(task, f"the model's chat template does not take the messages: {error}") from error
+            raise self._refusal(task, f"the model's chat template does not take the messages: {error}") from error
         return cast(list[int], self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _refused(self, task: Task, reason: str) -> EnvironmentRefused:
+    def _refusal(self, task: Task, reason: str) -> EnvironmentRefused:
         return EnvironmentRefused(f"monitor.evaluation.path: {self._options.path}, line {task.line}: {reason}")
 
 

@@ -79,7 +79,7 @@ class Examination:
             if gate.kl is not None and self._held_out is not None:
                 found = (*found, self._held_out.distance(learner.actor, actor))
             if gate.replays:
-                found = (*found, *self._replayed(learner.actor, actor, champion.version))
+                found = (*found, *self._replay(learner.actor, actor, champion.version))
         verdict = gate_verdict(gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
@@ -95,7 +95,7 @@ class Examination:
             return figures_of((), fingerprint=self._fingerprint, refusals=())
         return self._held_out.figures(actor)
 
-    def _replayed(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
+    def _replay(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
         newest = self._ledger.training.held_out(self._settings.gate.replay.rows)
         replies = [each for each in newest if known_to(actor, each)]
         budget = self._settings.trainer.micro_batch_tokens

@@ -55,7 +55,7 @@ class AdaptedActor(Actor):
     def save(self, folder: Path) -> None:
         """Write the adapter into `folder`, and the base model's place."""
         folder.mkdir(parents=True)
-        tensors = {_saved(name): each.detach().contiguous() for name, each in self._adapter().items()}
+        tensors = {_saved_name(name): each.detach().contiguous() for name, each in self._adapter().items()}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         # As peft writes it, but with its sets in order: the same adapter is the same bytes.
         config = self._config.to_dict()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class AdaptedActor(Actor):
         return BareActor(self)
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disable(self) -> Iterator[None]:
         """Run the base model alone."""
         layers = [each for each in self.network.modules() if isinstance(each, BaseTunerLayer)]
         for layer in layers:
@@ -93,7 +93,7 @@ class AdaptedActor(Actor):
             )
         found = load_file(folder / ADAPTER_WEIGHTS)
         for name, parameter in self._adapter().items():
-            parameter.copy_(found[_saved(name)])
+            parameter.copy_(found[_saved_name(name)])
 
 
 class BareActor(Actor):
@@ -105,7 +105,7 @@ class BareActor(Actor):
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same, without the adapter."""
-        with self._adapted.disabled():
+        with self._adapted.disable():
             return super().score(batch)
 
 
@@ -138,6 +138,6 @@ def _inject(config: LoraConfig, network: PreTrainedModel) -> None:
     network.train(mode=False)
 
 
-def _saved(name: str) -> str:
+def _saved_name(name: str) -> str:
     """What peft calls a parameter on disk."""
     return _PREFIX + name.replace(f".{_NAME}.", ".")

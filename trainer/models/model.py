@@ -48,7 +48,7 @@ class Actor:
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The model in the Hugging Face folder `folder`."""
-        return cls(_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder))
+        return cls(_load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder))
 
     @property
     def vocabulary(self) -> int:
@@ -118,7 +118,7 @@ class Critic(nn.Module):
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The critic saved in `folder`; of any other Hugging Face folder, the body."""
-        critic = cls(_pretrained(AutoModel.from_pretrained, settings, folder))
+        critic = cls(_load_pretrained(AutoModel.from_pretrained, settings, folder))
         if (folder / _VALUE_HEAD).exists():
             critic.value_head.load_state_dict(load_file(folder / _VALUE_HEAD))
         return critic
@@ -175,7 +175,7 @@ def _folders(settings: Settings) -> dict[str, Path]:
     return {setting: folder for setting, folder in named.items() if folder is not None}
 
 
-def _pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder: Path) -> PreTrainedModel:
+def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder: Path) -> PreTrainedModel:
     device = device_of(settings)
     try:
         network: PreTrainedModel = load(

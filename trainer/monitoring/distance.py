@@ -24,7 +24,7 @@ class Distance:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def measured(self, learner: Learner, replies: Sequence[Sample]) -> Metrics:
+    def measure(self, learner: Learner, replies: Sequence[Sample]) -> Metrics:
         """The mean over the tokens of replies that were sampled, in nats, if it is time."""
         wanted = self._settings.monitor.drift
         sampled = [each for each in replies if each.demonstration is None][:_MOST]

@@ -179,7 +179,7 @@ def _distance(drift: DriftSettings, history: History) -> DriftFinding | None:
     return _level(signal, "kl", "the distance from the base model")(drift, history)
 
 
-def _hacked(drift: DriftSettings, history: History) -> DriftFinding | None:
+def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | None:
     """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
     if len(history.scores) < 2 or drift.reward_rise is None:
         return None
@@ -206,7 +206,7 @@ def _first_reward(drift: DriftSettings, history: History) -> float | None:
 
 
 RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
-    "reward_hack": _hacked,
+    "reward_hack": _reward_hacking,
     "reply_length": _times(LENGTH, "reply_length", "the mean length of replies"),
     "entropy": _times(ENTROPY, "entropy", "the policy's entropy"),
     "kl": _distance,

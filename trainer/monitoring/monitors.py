@@ -48,7 +48,7 @@ class Monitors:
         self._history = drift.until(_read(self._file), learner.steps)
         if learner.steps or self._history.scores:
             return {}
-        return self._evaluated(learner)
+        return self._evaluate(learner)
 
     def after_step(
         self, learner: Learner, learnt: Mapping[str, float], *, version: int, replies: Sequence[Sample] = ()
@@ -59,10 +59,10 @@ class Monitors:
         """
         seen = self._ledger_signals()
         if drift.KL not in learnt:
-            seen |= self._distance.measured(learner, replies)
+            seen |= self._distance.measure(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})
         if learner.steps % self._every == 0:
-            seen |= self._evaluated(learner)
+            seen |= self._evaluate(learner)
         verdicts = drift.verdicts(self._drift, self._history)
         for name, over in list(drift.changes(self._drift, self._history, verdicts)):
             self._turn(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
@@ -83,7 +83,7 @@ class Monitors:
             _log.warning("monitors_not_read", reason=str(error))
         return found
 
-    def _evaluated(self, learner: Learner) -> Metrics:
+    def _evaluate(self, learner: Learner) -> Metrics:
         if self._held_out is None:
             return {}
         try:

@@ -34,7 +34,7 @@ def tool_error(reply: ReplyExcerpt) -> bool | None:
     Wrong is a call whose arguments are no JSON object, one of a tool that the request does not offer, and, where it
     offers some, the beginning of a call that stands in the text because no parser could read it.
     """
-    offered = _offered(reply.request)
+    offered = _offered_tools(reply.request)
     if reply.tool_calls is None:
         unread = bool(offered) and any(mark in reply.text for mark in CALL_MARKS)
         return True if unread else None
@@ -55,7 +55,7 @@ def _is_wrong(call: object, offered: set[str] | None) -> bool:
     return unknown or not isinstance(arguments, dict)
 
 
-def _offered(request: bytes | None) -> set[str] | None:
+def _offered_tools(request: bytes | None) -> set[str] | None:
     """The names of the tools that the request offers, in any of the dialects; None if it cannot be read."""
     body = None if request is None else _json(request)
     if not isinstance(body, dict):

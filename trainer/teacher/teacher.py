@@ -84,7 +84,7 @@ class LocalTeacher:
         batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
         all_BR = torch.zeros_like(batch.sampled_BR)
         for index_B in micro_batches(batch.lengths_B, self._settings.trainer.micro_batch_tokens):
-            part_BR = self._scored(batch.rows(index_B))
+            part_BR = self._score(batch.rows(index_B))
             all_BR[index_B, : part_BR.shape[1]] = part_BR
         strange_B = all_BR.isnan().any(1)
         if strange_B.all():
@@ -106,18 +106,18 @@ class LocalTeacher:
             raise TeacherAway(NO_NUMBER)
         return with_replies(samples, replies, known=len(self._words))
 
-    def _scored(self, part: Batch) -> Tensor:
+    def _score(self, part: Batch) -> Tensor:
         return self._actor.score(part.to(self._actor.network.device))[0].cpu()
 
     def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
         """The ids of its reply, or why it has none."""
         try:
-            ids = self._generated(sample, most, ends)
+            ids = self._generate(sample, most, ends)
         except FloatingPointError as error:
             return str(error)
         return ids if ids[-1] in ends else CUT_OFF.format(most)
 
-    def _generated(self, sample: Sample, most: int, ends: list[int]) -> list[int]:
+    def _generate(self, sample: Sample, most: int, ends: list[int]) -> list[int]:
         ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.trainer.seed + sample.id)

@@ -58,7 +58,7 @@ class Attestations(LedgerPart):
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})
             connection.execute(insert(mismatches).values(row))
-            done = Distrusted(_drop(connection, found), _trained(connection, found))
+            done = Distrusted(_drop(connection, found), _trained_by_version(connection, found))
             trained = {str(version): count for version, count in done.trained.items()}
             details = {**found.figures, **row, "dropped": done.dropped, "trained": trained}
             decision = Decision("explorer", self._clock(), found.reason, details)
@@ -77,7 +77,7 @@ def _drop(connection: Connection, found: Mismatch) -> int:
     return len(rows)
 
 
-def _trained(connection: Connection, found: Mismatch) -> dict[int, int]:
+def _trained_by_version(connection: Connection, found: Mismatch) -> dict[int, int]:
     query = select(experiences.c.trained_version).join_from(experiences, exchanges)
     rows = connection.execute(query.where(_sampled_meanwhile(found), experiences.c.state == State.TRAINED))
     return dict(sorted(Counter(rows.scalars()).items()))

@@ -1,6 +1,6 @@
 """An exchange as OpenAI's stored completion: the `chat.completion` object, its messages, and what it is found by.
 
-Pure. What of a request is only passed on stays the JSON that it was.
+Pure. Fields of a request that are only passed on stay the JSON that they were.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _NULL = Raw(b"null")
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
-    """What the object says of the request."""
+    """The fields of the request that the object repeats."""
 
     model: Any = None
     metadata: Any = None
@@ -35,7 +35,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
     frequency_penalty: Raw = _NULL
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _SearchFields(msgspec.Struct, frozen=True):
     """What an exchange is found by."""
 
     model: Any = None
@@ -43,7 +43,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model answered."""
+    """The model's answer."""
 
     role: str = "assistant"
     content: str | None
@@ -93,7 +93,7 @@ class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
     response_format: Raw
 
 
-class Spoken(msgspec.Struct, frozen=True, kw_only=True):
+class StoredChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One choice as the ledger holds it."""
 
     choice: int
@@ -105,21 +105,21 @@ class Spoken(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """An exchange as the ledger holds it; `metadata` None: as the request said."""
+class StoredExchange(msgspec.Struct, frozen=True, kw_only=True):
+    """An exchange as the ledger holds it; `metadata` None: that of the request."""
 
     msg_id: str
     received_at: float
     request: bytes
     metadata: str | None
-    choices: tuple[Spoken, ...]
+    choices: tuple[StoredChoice, ...]
 
 
 _requests = msgspec.json.Decoder(StoredRequest)
-_named = msgspec.json.Decoder(_Named)
+_search_fields = msgspec.json.Decoder(_SearchFields)
 
 
-def completion(stored: Stored, *, default_model: str) -> StoredCompletion:
+def completion(stored: StoredExchange, *, default_model: str) -> StoredCompletion:
     """The object of an exchange. `default_model` answered a request that named none."""
     request = _read(stored.request)
     changed = stored.metadata
@@ -147,18 +147,18 @@ def completion(stored: Stored, *, default_model: str) -> StoredCompletion:
     )
 
 
-def messages(stored: Stored) -> list[dict[str, Any]]:
+def messages(stored: StoredExchange) -> list[dict[str, Any]]:
     """The messages of the request, each with an id of its own, the oldest first."""
     try:
-        said = msgspec.json.decode(stored.request)["messages"]
+        messages = msgspec.json.decode(stored.request)["messages"]
     except (msgspec.MsgspecError, KeyError, TypeError):
         return []
-    found = enumerate(each for each in said if isinstance(each, dict)) if isinstance(said, list) else ()
+    found = enumerate(each for each in messages if isinstance(each, dict)) if isinstance(messages, list) else ()
     return [_message(f"{stored.msg_id}-{number}", each) for number, each in found]
 
 
 def metadata_as_text(metadata: object) -> dict[str, str]:
-    """A request's metadata as OpenAI's: what is no string stands as its JSON."""
+    """A request's metadata as OpenAI's: a value that is no string becomes its JSON."""
     if not isinstance(metadata, dict):
         return {}
     return {str(key): _text(value) for key, value in metadata.items() if value is not None}
@@ -172,9 +172,9 @@ def as_json(pairs: Mapping[str, str]) -> str:
 def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = None) -> set[bytes]:
     """What an exchange is found by. `metadata` stands in the place of the request's, where it was changed."""
     try:
-        read = _named.decode(request)
+        read = _search_fields.decode(request)
     except msgspec.MsgspecError:  # an imported row may hold anything
-        read = _Named()
+        read = _SearchFields()
     found = {tag_of_model(tenant, read.model)} if isinstance(read.model, str) else set()
     pairs = metadata_as_text(read.metadata) if metadata is None else metadata
     return found | {tag_of_pair(tenant, key, value) for key, value in _findable(pairs)}
@@ -217,15 +217,15 @@ def _or(value: Raw, neutral: bytes) -> Raw:
     return value if bytes(value) != b"null" else Raw(neutral)
 
 
-def _choice(spoken: Spoken) -> Choice:
-    calls = spoken.tool_calls
-    content = spoken.text if spoken.text or not calls else None
+def _choice(choice: StoredChoice) -> Choice:
+    calls = choice.tool_calls
+    content = choice.text if choice.text or not calls else None
     message = AssistantMessage(content=content, tool_calls=Raw(calls) if calls else _NULL)
-    return Choice(index=spoken.choice, message=message, finish_reason=spoken.finish_reason)
+    return Choice(index=choice.choice, message=message, finish_reason=choice.finish_reason)
 
 
-def _message(its_id: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    content = said.get("content")
+def _message(its_id: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
     parts = content if isinstance(content, list) else None
-    told = {"content": None if parts is not None else content, "name": said.get("name"), "content_parts": parts}
-    return {"role": said.get("role"), **said, **told, "id": its_id}
+    fields = {"content": None if parts is not None else content, "name": message.get("name"), "content_parts": parts}
+    return {"role": message.get("role"), **message, **fields, "id": its_id}

@@ -1,4 +1,4 @@
-"""Whose rows were deleted, and what of theirs must not come back: it may still lie in a spool when it is deleted.
+"""Whose rows were deleted, and which must not come back: they may still lie in a spool when they are deleted.
 
 What is read or decided here runs inside a transaction of the ledger.
 """
@@ -19,7 +19,7 @@ Person = tuple[str, str]
 _ANYTHING_DELETED = select(exists().select_from(deletions))
 
 
-def without(records: Iterable[Record], erased: Mapping[Person, float]) -> Iterator[Record]:
+def without_erased(records: Iterable[Record], erased: Mapping[Person, float]) -> Iterator[Record]:
     """The records but those of an erased person that were received before that: exchanges, and feedback by them.
 
     Feedback about such an exchange goes too, where the exchange comes before it.
@@ -37,19 +37,21 @@ def without(records: Iterable[Record], erased: Mapping[Person, float]) -> Iterat
 
 
 def not_erased(
-    connection: Connection, said: Sequence[Exchange], heard: Sequence[Feedback]
+    connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
 ) -> tuple[list[Exchange], list[Feedback]]:
-    """The exchanges and the feedback that may be stored. What had come before about one that may not goes."""
-    said, heard = _not_deleted(connection, said, heard)
-    people = [(each.tenant, each.user) for each in said] + [(each.tenant, each.source) for each in heard]
-    named = {(tenant, stored(name)) for tenant, name in people if name is not None}
+    """The exchanges and the feedback that may be stored. Earlier feedback about one that may not is deleted."""
+    new_exchanges, new_feedback = _not_deleted(connection, new_exchanges, new_feedback)
+    people = [(each.tenant, each.user) for each in new_exchanges] + [
+        (each.tenant, each.source) for each in new_feedback
+    ]
+    named = {(tenant, stored_name(name)) for tenant, name in people if name is not None}
     erased = erased_among(connection, named)
     if not erased:
-        return list(said), list(heard)
-    kept = list(without([*said, *heard], erased))
-    kept_said = [each for each in kept if isinstance(each, Exchange)]
-    forget_feedback(connection, {each.msg_id for each in said} - {each.msg_id for each in kept_said})
-    return kept_said, [each for each in kept if isinstance(each, Feedback)]
+        return list(new_exchanges), list(new_feedback)
+    remaining = list(without_erased([*new_exchanges, *new_feedback], erased))
+    remaining_exchanges = [each for each in remaining if isinstance(each, Exchange)]
+    forget_feedback(connection, {each.msg_id for each in new_exchanges} - {each.msg_id for each in remaining_exchanges})
+    return remaining_exchanges, [each for each in remaining if isinstance(each, Feedback)]
 
 
 def deleted_of(msg_ids: Sequence[str]) -> Select[tuple[str]]:
@@ -68,30 +70,30 @@ def erased_among(connection: Connection, people: Collection[Person]) -> dict[Per
 
 
 def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
-    """Delete what was said of these replies."""
+    """Delete the feedback about these replies."""
     for portion in portions(msg_ids):
         about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
         connection.execute(delete(feedback).where(about))
 
 
-def stored(name: str) -> str:
+def stored_name(name: str) -> str:
     """The name of a person as the ledger holds it."""
     return Words.storable(name)
 
 
 def _not_deleted(
-    connection: Connection, said: Sequence[Exchange], heard: Sequence[Feedback]
+    connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
 ) -> tuple[Sequence[Exchange], Sequence[Feedback]]:
     """Those that are neither a deleted completion nor about one."""
     if not connection.execute(_ANYTHING_DELETED).scalar():
-        return said, heard
-    named = {each.msg_id for each in said} | {msg_id for each in heard for msg_id in names_in(each)}
+        return new_exchanges, new_feedback
+    named = {each.msg_id for each in new_exchanges} | {msg_id for each in new_feedback for msg_id in names_in(each)}
     deleted = {row.msg_id for portion in portions(named) for row in connection.execute(deleted_of(portion))}
     if not deleted:
-        return said, heard
+        return new_exchanges, new_feedback
     return (
-        [each for each in said if each.msg_id not in deleted],
-        [each for each in heard if not deleted & names_in(each)],
+        [each for each in new_exchanges if each.msg_id not in deleted],
+        [each for each in new_feedback if not deleted & names_in(each)],
     )
 
 
@@ -101,4 +103,4 @@ def names_in(event: Feedback) -> set[str]:
 
 
 def _before(erased: Mapping[Person, float], tenant: str, name: str | None, received_at: float) -> bool:
-    return name is not None and received_at <= erased.get((tenant, stored(name)), float("-inf"))
+    return name is not None and received_at <= erased.get((tenant, stored_name(name)), float("-inf"))

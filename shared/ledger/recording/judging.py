@@ -1,4 +1,4 @@
-"""What a judge asks of the ledger: the replies that wait for a verdict, and which verdicts are there."""
+"""The ledger's verbs for a judge: the replies that wait for a verdict, and which verdicts are there."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedba
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 
 #: Of which a verdict can still be of use.
-JUDGED = (State.RECORDED, State.REWARDED, State.COMMITTED)
+JUDGEABLE = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 
 _held_out = and_(experiences.c.state == State.DROPPED, experiences.c.reason == HELD_OUT)
@@ -39,7 +39,7 @@ class ReplyState(NamedTuple):
 
 
 class JudgedExchange(NamedTuple):
-    """What a reply says, and to what; `request` is the client's JSON body."""
+    """A reply with its request; `request` is the client's JSON body."""
 
     endpoint: str
     request: bytes
@@ -56,7 +56,7 @@ class Judging(LedgerPart):
 
         If none does, that of the next one that is recorded.
         """
-        judged = or_(experiences.c.state.in_(JUDGED), and_(_held_out, _unrewarded))
+        judged = or_(experiences.c.state.in_(JUDGEABLE), and_(_held_out, _unrewarded))
         waiting = and_(judged, experiences.c.sampled_at >= since)
         # Of id alone a database would take the least by reading all rows from the first one on.
         [(first,)] = self._read(select(func.min(experiences.c.id + 0)).where(waiting))
@@ -81,7 +81,7 @@ class Judging(LedgerPart):
         }
 
     def exchanges_of(self, ids: Sequence[int]) -> dict[int, JudgedExchange]:
-        """What the replies of these ids say; those that are gone are left out."""
+        """The exchanges of the replies of these ids; those that are gone are left out."""
         names = (experiences.c.id, exchanges.c.endpoint, exchanges.c.request)
         words = (experiences.c.choice, experiences.c.text, experiences.c.tool_calls)
         both = experiences.join(exchanges, exchanges.c.msg_id == experiences.c.msg_id)

@@ -1,4 +1,4 @@
-"""The explorer's verbs: record what was said and heard, commit it, and reckon its rewards anew."""
+"""The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback,
 from tuneloop.shared.ledger.recording.erasures import not_erased
 from tuneloop.shared.ledger.recording.rewards import (
     Trajectory,
-    outdone_by,
     plan,
     replies_of,
+    replies_preferred_to,
     with_earlier_feedback,
     write,
 )
@@ -22,12 +22,12 @@ from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, fe
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, ignoring, portions, put
 
-#: Replies whose rewards are reckoned anew in one transaction.
+#: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
 
 
-class Recomputed(NamedTuple):
-    """What reckoning anew came to."""
+class RecomputeResult(NamedTuple):
+    """How many replies a recomputation read, and how many rewards it changed."""
 
     replies: int
     changed: int
@@ -42,21 +42,21 @@ class Recording(LedgerPart):
 
     def record(self, records: Sequence[Record]) -> None:
         """Store exchanges and feedback in their order; what is there already stays as it is."""
-        said = [record for record in records if isinstance(record, Exchange)]
-        heard = [record for record in records if isinstance(record, Feedback)]
+        new_exchanges = [record for record in records if isinstance(record, Exchange)]
+        new_feedback = [record for record in records if isinstance(record, Feedback)]
         with self._write() as connection:
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
-            alone(connection, "record", shared=not heard)
-            said, heard = not_erased(connection, said, heard)
-            said = trustworthy(connection, said)
-            rows = [experience_row(each, choice) for each in said for choice in each.experiences]
-            put(connection, exchanges, [exchange_row(each) for each in said])
-            tag(connection, said)
+            alone(connection, "record", shared=not new_feedback)
+            new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)
+            new_exchanges = mark_untrusted(connection, new_exchanges)
+            rows = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
+            put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
+            tag(connection, new_exchanges)
             put(connection, experiences, rows)
-            if news := _news(connection, heard):
-                connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in news])
+            if changed := _new_feedback(connection, new_feedback):
+                connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
             self._settlement.settle(
-                connection, with_earlier_feedback(connection, said) | set(_replies(connection, news))
+                connection, with_earlier_feedback(connection, new_exchanges) | set(_replies(connection, changed))
             )
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
@@ -97,8 +97,8 @@ class Recording(LedgerPart):
             self._settlement.release(connection, experiences.c.lease_until < now)
             return done.rowcount
 
-    def recompute_rewards(self, *, dry_run: bool = False) -> Recomputed:
-        """Reckon the rewards of what is not trained yet anew from the feedback, under the rule of now."""
+    def recompute_rewards(self, *, dry_run: bool = False) -> RecomputeResult:
+        """Recompute the rewards of what is not trained yet from the feedback, under the present rule."""
         replies = changed = 0
         last = ""
         while page := self._untrained_after(last):
@@ -110,7 +110,7 @@ class Recording(LedgerPart):
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)
                     _under_the_rule(connection, page, rule_id)
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
-        return Recomputed(replies, changed)
+        return RecomputeResult(replies, changed)
 
     def _untrained_after(self, msg_id: str) -> list[str]:
         untrained = experiences.c.state.in_(
@@ -132,28 +132,28 @@ class Recording(LedgerPart):
         }
         recorded = experiences.c.state == State.RECORDED
         connection.execute(update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED))
-        # Else those that somebody said something of would pass for all of them.
+        # Else those with feedback alone would pass for all of them.
         unrewarded = and_(experiences.c.state == State.DROPPED, experiences.c.reward.is_(None))
         held_out = experiences.c.reason == HELD_OUT
         connection.execute(update(experiences).where(unrewarded, held_out, wanted, closed).values(default))
 
 
-def _news(connection: Connection, heard: Sequence[Feedback]) -> list[Feedback]:
-    """The events that do not merely say again what the same source last said of the same thing."""
+def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
+    """The events that do not merely repeat the latest one of the same source about the same subject."""
     last: dict[object, object] = {}
-    msg_ids = {event.msg_id for event in heard if event.msg_id is not None}
-    trajectories = {(event.tenant, event.task_id, event.run_id) for event in heard if event.msg_id is None}
-    for row in sorted(_said_before(connection, msg_ids, trajectories), key=lambda row: (row.received_at, row.id)):
-        last[_thing(row)] = _content(row)
-    news = []
-    for event in heard:
-        if last.get(_thing(event)) != _content(event):
-            last[_thing(event)] = _content(event)
-            news.append(event)
-    return news
+    msg_ids = {event.msg_id for event in events if event.msg_id is not None}
+    trajectories = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
+    for row in sorted(_earlier_feedback(connection, msg_ids, trajectories), key=lambda row: (row.received_at, row.id)):
+        last[_subject(row)] = _content(row)
+    new = []
+    for event in events:
+        if last.get(_subject(event)) != _content(event):
+            last[_subject(event)] = _content(event)
+            new.append(event)
+    return new
 
 
-def _said_before(connection: Connection, msg_ids: Collection[str], trajectories: Collection[Any]) -> Iterator[Any]:
+def _earlier_feedback(connection: Connection, msg_ids: Collection[str], trajectories: Collection[Any]) -> Iterator[Any]:
     for portion in portions(msg_ids):
         yield from connection.execute(select(feedback).where(feedback.c.msg_id.in_(portion)))
     named = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
@@ -161,7 +161,7 @@ def _said_before(connection: Connection, msg_ids: Collection[str], trajectories:
         yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(few)))
 
 
-def _thing(event: Any) -> object:
+def _subject(event: Any) -> object:
     whole_run = (event.task_id, event.run_id) if event.msg_id is None else None
     return event.tenant, event.msg_id, event.choice, whole_run, event.metric, event.source
 
@@ -182,11 +182,11 @@ def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str
             yield event.other_msg_id
     yield from replies_of(connection, trajectories)
     retracted = {event.msg_id for event in events if event.kind is Kind.RETRACTION and event.msg_id is not None}
-    yield from outdone_by(connection, retracted)
+    yield from replies_preferred_to(connection, retracted)
 
 
 def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int) -> None:
-    """Say that these rewards are the rule's, those too that it left as they were."""
+    """Store that these rewards are the rule's, unchanged ones included."""
     open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
     same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.reward.is_not(None), open_)
     connection.execute(update(experiences).where(same).values(reward_rule=rule_id))
@@ -196,12 +196,14 @@ def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int
 REASON = "engine_mismatch"
 
 
-def trustworthy(connection: Connection, said: Sequence[Exchange]) -> list[Exchange]:
+def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
     """The exchanges, those marked that an engine answered when it was not what it should have been."""
-    known = connection.execute(select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)).all()
-    if not known:
-        return list(said)
-    return [_marked(each) if any(_within(each, row) for row in known) else each for each in said]
+    mismatched = connection.execute(select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)).all()
+    if not mismatched:
+        return list(new_exchanges)
+    return [
+        _untrusted_exchange(each) if any(_within(each, row) for row in mismatched) else each for each in new_exchanges
+    ]
 
 
 def _within(exchange: Exchange, row: Any) -> bool:
@@ -209,10 +211,10 @@ def _within(exchange: Exchange, row: Any) -> bool:
     return same and exchange.received_at < row.until and exchange.received_at + exchange.latency_s >= row.since
 
 
-def _marked(exchange: Exchange) -> Exchange:
-    return msgspec.structs.replace(exchange, experiences=tuple(map(_dropped, exchange.experiences)))
+def _untrusted_exchange(exchange: Exchange) -> Exchange:
+    return msgspec.structs.replace(exchange, experiences=tuple(map(_untrusted_experience, exchange.experiences)))
 
 
-def _dropped(experience: Experience) -> Experience:
+def _untrusted_experience(experience: Experience) -> Experience:
     known = experience.drop_reason if experience.drop_reason != HELD_OUT else None
     return msgspec.structs.replace(experience, drop_reason=known or REASON)

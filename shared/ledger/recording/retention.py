@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translated
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 
 #: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
@@ -31,14 +31,14 @@ _PENDING: ColumnElement[bool] = text(f"outcome = '{Outcome.PENDING}'")  # type: 
 _PAUSE_S = 0.02
 
 
-class Purged(NamedTuple):
-    """What a purge came to: experiences by state, and feedback whose reply never came."""
+class PurgeResult(NamedTuple):
+    """What a purge deleted: experiences by state, and feedback whose reply was never recorded."""
 
     experiences: dict[State, int]
     parked: int
 
 
-class Erased(NamedTuple):
+class ErasureResult(NamedTuple):
     """What a person's deletion came to; `trained`: how many of their experiences each version was trained on."""
 
     msg_ids: frozenset[str]
@@ -66,12 +66,12 @@ class Retention(LedgerPart):
         super().__init__(transactions)
         self._settlement = settlement
 
-    def purge(self, bounds: Mapping[State, float], *, dry_run: bool = False) -> Purged:
+    def purge(self, bounds: Mapping[State, float], *, dry_run: bool = False) -> PurgeResult:
         """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
 
         An exchange goes with its last experience, and the feedback about it too. A row stays while a repeat of it with
-        a later reward waits to be trained on. Feedback whose reply has never come goes by the bound of `recorded`. One
-        transaction for each portion, so that others can write meanwhile. Raises ValueError for a state that is in work.
+        a later reward waits to be trained on. Feedback whose reply was never recorded goes by the bound of `recorded`.
+        One transaction for each portion, so that others can write meanwhile. Raises ValueError for another state.
         """
         if in_work := bounds.keys() - set(PURGEABLE):
             raise ValueError(f"experiences that are {', '.join(sorted(in_work))} wait for the trainer")
@@ -82,30 +82,30 @@ class Retention(LedgerPart):
             parked = self._purge_parked(now - bounds[State.RECORDED], dry_run)
         if not dry_run and (parked or any(purged.values())):
             self.empty_log()
-        return Purged(purged, parked)
+        return PurgeResult(purged, parked)
 
-    def erase(self, tenant: str, user: str, *, dry_run: bool = False) -> Erased:
+    def erase(self, tenant: str, user: str, *, dry_run: bool = False) -> ErasureResult:
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
-        Others' replies that are not trained on yet take the rewards that they have without it. What of theirs was
-        received before now, and is still on its way, is not taken any more.
+        Others' replies that are not trained on yet take the rewards that they have without it. Records of theirs that
+        were received before now, and are still in a spool, are not stored.
         """
         with self._write() as connection:
             alone(connection, "record")
             alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
             rows = connection.execute(_rows_of(tenant, user)).all()
-            said = set(connection.execute(_exchanges_of(tenant, user)).scalars())
-            heard = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, said)}
+            msg_ids = set(connection.execute(_exchanges_of(tenant, user)).scalars())
+            events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
             if not dry_run:
-                touched = set(_replies(connection, heard.values())) - said
+                touched = set(_replies(connection, events.values())) - msg_ids
                 self._mark_erased(connection, tenant, user)
                 regroup(connection, rows)
                 _delete(connection, rows)
-                delete_by(connection, exchanges, exchanges.c.msg_id, said)
-                delete_by(connection, feedback, feedback.c.id, heard)
+                delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
+                delete_by(connection, feedback, feedback.c.id, events)
                 self._settlement.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
-        return Erased(frozenset(said), len(rows), len(heard), dict(sorted(trained.items())))
+        return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
 
     def erasures(self) -> dict[Person, float]:
         """When each person was erased who was."""
@@ -116,15 +116,15 @@ class Retention(LedgerPart):
         return [Export(row.path, row.rows) for row in self._read(select(exports).order_by(exports.c.id))]
 
     def exported_rows(self, path: str, rows: int) -> None:
-        """Say how many rows an exported file still has."""
+        """Store how many rows an exported file still has."""
         with self._write() as connection:
             connection.execute(update(exports).where(exports.c.path == path).values(rows=rows))
 
     def empty_log(self) -> bool:
-        """Take what was deleted out of SQLite's write-ahead log too; False if somebody who reads kept it from that."""
+        """Empty SQLite's write-ahead log of what was deleted; False if a reader prevented it."""
         if self._engine.dialect.name != "sqlite":
             return True
-        with translated():
+        with translating_errors():
             connection = self._engine.raw_connection()
             try:
                 cursor = connection.cursor()
@@ -179,7 +179,7 @@ def _waits_for_its_repeat() -> ColumnElement[bool]:
 
 
 def _exchanges_of(tenant: str, user: str) -> Any:
-    # Said twice, so that the index of those with a user is seen to apply.
+    # Stated twice, so that the index of those with a user is seen to apply.
     theirs = and_(exchanges.c.user_id.is_not(None), exchanges.c.user_id == user)
     return select(exchanges.c.msg_id).where(exchanges.c.tenant == tenant, theirs)
 
@@ -189,13 +189,13 @@ def _rows_of(tenant: str, user: str) -> Any:
 
 
 def _feedback_to_erase(
-    connection: Connection, tenant: str, user: str, rows: Sequence[Any], said: Collection[str]
+    connection: Connection, tenant: str, user: str, rows: Sequence[Any], msg_ids: Collection[str]
 ) -> Iterator[Any]:
-    """What they said, and what was said of their replies, or of runs that were all theirs."""
+    """Their feedback, and the feedback about their replies, or about runs that were all theirs."""
     yield from connection.execute(
         select(feedback).where(feedback.c.tenant == tenant, feedback.c.source.is_not(None), feedback.c.source == user)
     )
-    for portion in portions(said, of=2):
+    for portion in portions(msg_ids, of=2):
         about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
         yield from connection.execute(select(feedback).where(about))
     theirs = experiences.c.msg_id.in_(_exchanges_of(tenant, user))
@@ -213,7 +213,7 @@ def _replies(connection: Connection, events: Collection[Any]) -> Iterator[str]:
 
 
 def regroup(connection: Connection, rows: Sequence[Any]) -> None:
-    """Let what is left of groups be gathered anew: it may be a lone member."""
+    """Let what is left of groups be gathered again: it may be a lone member."""
     for portion in portions({row.group_id for row in rows if row.group_id is not None}):
         waits = experiences.c.state.in_((State.COMMITTED, State.LEASED))
         left = and_(experiences.c.group_id.in_(portion), waits)

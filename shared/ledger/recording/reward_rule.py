@@ -1,9 +1,9 @@
 """The reward rule: from the feedback events about a reply to the one number that training uses.
 
-A metric's value is that of its latest event; where several sources spoke under it, the mean of each one's latest. The
+A metric's value is that of its latest event; where several sources reported it, the mean of each one's latest. The
 reward is the sum of the metrics' values, each times its weight, then clipped. Metrics without a weight, labels without
 a value and comments are kept but do not count. So are edited answers, unless the rule gives them a value: that counts
-under the metric `reward`, where their source says nothing else under it.
+under the metric `reward`, where their source reports nothing else under it.
 """
 
 import json
@@ -76,16 +76,18 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
         if rewarding(rule, event.kind) and in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
             latest[event.metric, event.source] = event
     valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
-    spoken = {event.source for event, _ in valued if event.metric == _MAIN and event.kind is not Kind.DEMONSTRATION}
+    sources_of_main = {
+        event.source for event, _ in valued if event.metric == _MAIN and event.kind is not Kind.DEMONSTRATION
+    }
     counting = [
         (_metric(event), event, value)
         for event, value in valued
-        if _metric(event) in rule.weights and not (event.kind is Kind.DEMONSTRATION and event.source in spoken)
+        if _metric(event) in rule.weights and not (event.kind is Kind.DEMONSTRATION and event.source in sources_of_main)
     ]
     if not counting:
         return None
     return Reward(
-        _weighed(rule, [(metric, value) for metric, _, value in counting]),
+        _weighted_sum(rule, [(metric, value) for metric, _, value in counting]),
         max(event.received_at for _, event, _ in counting),
     )
 
@@ -101,7 +103,7 @@ def _metric(event: Event) -> str:
     return _MAIN if event.kind is Kind.DEMONSTRATION else event.metric
 
 
-def _weighed(rule: RewardRule, valued: Iterable[tuple[str, float]]) -> float:
+def _weighted_sum(rule: RewardRule, valued: Iterable[tuple[str, float]]) -> float:
     by_metric: dict[str, list[float]] = {}
     for metric, value in valued:
         by_metric.setdefault(metric, []).append(value)

@@ -32,7 +32,7 @@ _TRAJECTORY = ("tenant", "task_id", "run_id")
 
 
 #: Whether there is feedback that waits for its reply, feedback about two replies, and feedback about whole runs.
-_ANYTHING_SAID = select(
+_ANY_FEEDBACK = select(
     exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),
     exists().where(feedback.c.other_msg_id.is_not(None)),
     exists().where(feedback.c.msg_id.is_(None)),
@@ -58,14 +58,14 @@ class RewardRow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A row, and the reward that its feedback makes; None: none any more."""
+    """A row, and its reward by its feedback; None: it has none any more."""
 
     row: RewardRow
     reward: Reward | None
 
 
 class Plan(NamedTuple):
-    """What feedback makes of some replies: labels they lacked, rewards, trained rows to repeat, outcomes by event."""
+    """What feedback changes about some replies: labels they lacked, rewards, trained rows to repeat, outcomes."""
 
     labels: list[RewardRow]
     changes: list[Change]
@@ -73,28 +73,30 @@ class Plan(NamedTuple):
     outcomes: dict[int, Outcome]
 
 
-def with_earlier_feedback(connection: Connection, said: Sequence[Exchange]) -> set[str]:
-    """Those of these replies, just recorded, of which something had been said before."""
-    pending, others, trajectories = connection.execute(_ANYTHING_SAID).one()
-    msg_ids = [each.msg_id for each in said]
+def with_earlier_feedback(connection: Connection, new_exchanges: Sequence[Exchange]) -> set[str]:
+    """Those of these replies, just recorded, that have earlier feedback."""
+    pending, others, trajectories = connection.execute(_ANY_FEEDBACK).one()
+    msg_ids = [each.msg_id for each in new_exchanges]
     found: set[str] = set()
     for wanted, named in ((pending, feedback.c.msg_id), (others, feedback.c.other_msg_id)):
         for portion in portions(msg_ids if wanted else ()):
             found.update(connection.execute(select(named).where(named.in_(portion))).scalars())
     if trajectories:
-        found.update(each.msg_id for each in said if None not in (each.task_id, each.run_id))
+        found.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
     return found
 
 
 def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, now: float) -> Plan:
-    """What is to be done about the replies, by all the feedback that there is about them."""
+    """The changes to the replies by all the feedback about them."""
     decided = Plan([], [], [], {})
     for portion in portions(msg_ids):
         found = [RewardRow(*row) for row in connection.execute(_rows(portion))]
-        said = [*connection.execute(_about_replies(portion))]
-        said += retractions(connection, {event.msg_id for event in said if event.kind == Kind.PREFERENCE})
-        rows = _labelled(found, said)
-        events = _Events([*said, *_about_trajectories(connection, rows)])
+        feedback_rows = [*connection.execute(_about_replies(portion))]
+        feedback_rows += retractions(
+            connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE}
+        )
+        rows = _with_labels(found, feedback_rows)
+        events = _Events([*feedback_rows, *_about_trajectories(connection, rows)])
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
         for row in rows:
             reward = reward_of(rule, events.about(row), sampled_at=row.sampled_at)
@@ -109,14 +111,14 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
 
 
 def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) -> None:
-    """Do what was decided; `repeat` says whether trained rows are repeated with their later reward."""
+    """Apply a plan; with `repeat`, trained rows are repeated with their later reward."""
     labels = [{"its_id": row.id, "task_id": row.task_id, "run_id": row.run_id} for row in decided.labels]
     _set(connection, experiences, labels)
     _set(connection, experiences, [_after(change, rule_id) for change in decided.changes])
     _set(connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in decided.outcomes.items()])
     for change in decided.changes:
         if change.reward is None and change.row.group_id is not None:
-            # What is left of its group may be a lone member: let it be gathered anew.
+            # What is left of its group may be a lone member: let it be gathered again.
             of_its_group = experiences.c.group_id == change.row.group_id
             connection.execute(
                 update(experiences).where(of_its_group, experiences.c.state == State.COMMITTED).values(group_id=None)
@@ -134,7 +136,7 @@ def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> 
 
 
 def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
-    """Those of the replies about which feedback came when it could not be taken any more."""
+    """Those of the replies about which feedback came too late."""
     late = feedback.c.outcome == Outcome.LATE
     found: set[str] = set()
     for portion in portions(msg_ids):
@@ -150,7 +152,7 @@ def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
     return found
 
 
-def outdone_by(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
+def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
     """The replies that these were preferred to."""
     for portion in portions(msg_ids):
         preferred = feedback.c.other_msg_id.is_not(None)
@@ -162,12 +164,12 @@ def outdone_by(connection: Connection, msg_ids: Collection[str]) -> Iterator[str
 class _Events:
     """The feedback about some rows: each event once, in the order in which they came."""
 
-    def __init__(self, said: Collection[Any]) -> None:
-        self.all = sorted({event.id: event for event in said}.values(), key=when)
+    def __init__(self, events: Collection[Any]) -> None:
+        self.all = sorted({event.id: event for event in events}.values(), key=event_order)
         self._by_target: dict[object, list[Any]] = defaultdict(list)
-        taken_back = set(withdrawn(self.all))
+        retracted = set(retracted_preferences(self.all))
         for event in self.all:
-            if event.id in taken_back:
+            if event.id in retracted:
                 continue
             for target in _targets(event):
                 self._by_target[target].append(event)
@@ -175,14 +177,14 @@ class _Events:
     def about(self, row: RewardRow) -> Iterator[Event]:
         """The events about one row, as they bear on it."""
         both = [*self._by_target[row.msg_id], *self._by_target[row.tenant, row.task_id, row.run_id]]
-        for event in sorted(both, key=when):
-            if event.tenant == row.tenant and (_is_about(event, row) or _outdone(event, row)):
-                said = (Kind(event.kind), event.metric, event.value, event.text, event.source)
-                yield Event(event.id, *said, preferred=_is_about(event, row), received_at=event.received_at)
+        for event in sorted(both, key=event_order):
+            if event.tenant == row.tenant and (_is_about(event, row) or _is_rejected_by(event, row)):
+                content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
+                yield Event(event.id, *content, preferred=_is_about(event, row), received_at=event.received_at)
 
 
-def withdrawn(events: Sequence[Any]) -> Iterator[int]:
-    """The preferences that were retracted: they say nothing of the reply that came off worse either."""
+def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
+    """The retracted preferences: they do not count for the rejected reply either."""
     preferences: dict[object, list[Any]] = defaultdict(list)
     for event in events:
         thing = (event.tenant, event.msg_id, event.metric, event.source)
@@ -192,7 +194,7 @@ def withdrawn(events: Sequence[Any]) -> Iterator[int]:
             yield from (each.id for each in preferences[thing] if event.choice in (None, each.choice))
 
 
-def when(event: Any) -> tuple[float, int]:
+def event_order(event: Any) -> tuple[float, int]:
     """The order in which events count."""
     return event.received_at, event.id
 
@@ -213,7 +215,7 @@ def _is_about(event: Any, row: RewardRow) -> bool:
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
 
 
-def _outdone(event: Any, row: RewardRow) -> bool:
+def _is_rejected_by(event: Any, row: RewardRow) -> bool:
     """Whether the row is what another reply was preferred to."""
     return event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
 
@@ -229,7 +231,7 @@ def _about_replies(msg_ids: Sequence[str]) -> Any:
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
-    """What takes back something that was said of these replies."""
+    """The retractions of feedback about these replies."""
     for portion in portions(msg_ids):
         about = feedback.c.msg_id.in_(portion)
         yield from connection.execute(select(feedback).where(about, feedback.c.kind == Kind.RETRACTION))
@@ -242,10 +244,10 @@ def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> 
         yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(portion)))
 
 
-def _labelled(rows: Sequence[RewardRow], said: Sequence[Any]) -> list[RewardRow]:
+def _with_labels(rows: Sequence[RewardRow], events: Sequence[Any]) -> list[RewardRow]:
     """The rows with the task and run that their feedback names, where their request named none."""
     names: dict[tuple[str, str, str], str] = {}
-    for event in sorted(said, key=when):
+    for event in sorted(events, key=event_order):
         for label in ("task_id", "run_id"):
             if (name := getattr(event, label)) is not None and event.msg_id is not None:
                 names.setdefault((event.tenant, event.msg_id, label), name)
@@ -283,17 +285,17 @@ def _after(change: Change, rule_id: int) -> Mapping[str, object]:
 
 
 def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> Iterator[tuple[int, Outcome]]:
-    """What became of events that waited for their reply, or came too late for a row that is open again."""
+    """The outcomes of events that waited for their reply, or came too late for a row that is open again."""
     by_target: dict[object, list[RewardRow]] = defaultdict(list)
     for row in rows:
         by_target[row.msg_id].append(row)
         by_target[row.tenant, row.task_id, row.run_id].append(row)
     for event in events.all:
-        meant = [
+        rows_about = [
             row for row in by_target[next(_targets(event))] if event.tenant == row.tenant and _is_about(event, row)
         ]
-        if meant and event.outcome in (Outcome.PENDING, Outcome.LATE):
-            in_time = not rewarding(rule, event.kind) or any(_in_time(rule, event, row) for row in meant)
+        if rows_about and event.outcome in (Outcome.PENDING, Outcome.LATE):
+            in_time = not rewarding(rule, event.kind) or any(_in_time(rule, event, row) for row in rows_about)
             outcome = Outcome.ACCEPTED if in_time else Outcome.LATE
             if outcome != event.outcome:
                 yield event.id, outcome
@@ -319,10 +321,10 @@ def _repeats(
 
 
 def _repeat(connection: Connection, change: Change, rule_id: int) -> None:
-    """The same tokens once more, under the reward that they have now."""
+    """Repeat a row's tokens under its present reward."""
     row, reward = change
     assert reward is not None
-    anew: dict[str, object] = {
+    changed: dict[str, object] = {
         "correction": row.correction + 1,
         "state": State.REWARDED,
         "reward": reward.value,
@@ -330,18 +332,18 @@ def _repeat(connection: Connection, change: Change, rule_id: int) -> None:
         "rewarded_at": reward.at,
     }
     left_out = {"id", "committed_at", "group_id", "lease_epoch", "lease_until", "trained_version"}
-    kept = [column for column in experiences.c if column.name not in left_out | anew.keys()]
-    values = [bindparam(f"its_{name}", value, experiences.c[name].type).label(name) for name, value in anew.items()]
-    copy = select(*kept, *values).where(experiences.c.id == row.id)
-    connection.execute(insert(experiences).from_select([*(column.name for column in kept), *anew], copy))
+    unchanged = [column for column in experiences.c if column.name not in left_out | changed.keys()]
+    values = [bindparam(f"its_{name}", value, experiences.c[name].type).label(name) for name, value in changed.items()]
+    copy = select(*unchanged, *values).where(experiences.c.id == row.id)
+    connection.execute(insert(experiences).from_select([*(column.name for column in unchanged), *changed], copy))
 
 
-#: The rule of a call of which nothing was said itself: it has the reward of its run's last one.
+#: The rule of a call without feedback of its own: it has the reward of its run's last one.
 OF_ITS_RESULT = '{"of":"the last call of its run"}'
 
 
 def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
-    """The number of the rule, which is written down if it is new."""
+    """The number of the rule, which is stored if it is new."""
     same = select(reward_rules.c.id).where(reward_rules.c.definition == definition)
     if (found := connection.execute(same).scalar()) is None:
         connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
@@ -352,21 +354,21 @@ def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
 def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
     """The rewarded ones of the replies by the rule that made their rewards.
 
-    Those that have the reward of their run's result come under the newest rule: something was said of them since.
+    Those that have the reward of their run's result come under the newest rule: they have feedback since.
     """
     by_rule: defaultdict[int, list[str]] = defaultdict(list)
     for portion in portions(msg_ids):
         query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
-        rewarded = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
-        for msg_id, rule in connection.execute(rewarded):
+        of_these = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
+        for msg_id, rule in connection.execute(of_these):
             by_rule[rule].append(msg_id)
     if not by_rule:
         return {}
-    known = {row.id: row.definition for row in connection.execute(select(reward_rules))}
-    newest = max((number for number, words in known.items() if words != OF_ITS_RESULT), default=None)
+    definitions = {row.id: row.definition for row in connection.execute(select(reward_rules))}
+    newest = max((number for number, definition in definitions.items() if definition != OF_ITS_RESULT), default=None)
     found: dict[int, tuple[RewardRule, list[str]]] = {}
     for number, replies in by_rule.items():
-        chosen = newest if known[number] == OF_ITS_RESULT else number
+        chosen = newest if definitions[number] == OF_ITS_RESULT else number
         if chosen is not None:
-            found.setdefault(chosen, (rule_of(known[chosen]), []))[1].extend(replies)
+            found.setdefault(chosen, (rule_of(definitions[chosen]), []))[1].extend(replies)
     return found

@@ -1,4 +1,4 @@
-"""Feedback becomes rewards under a rule, within the transaction of whichever verb brought the news."""
+"""Feedback becomes rewards under a rule, within the transaction of the verb that recorded it."""
 
 import time
 from collections.abc import Callable, Collection
@@ -43,7 +43,7 @@ class Settlement:
                 write(connection, decided, rule_id, repeat=self.compensate_late)
 
     def recompute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
-        """Compute the rewards of these replies anew, without repeating what was trained on."""
+        """Recompute the rewards of these replies, without repeating what was trained on."""
         decided = plan(connection, msg_ids, self.rule, now=self._clock())
         write(connection, decided._replace(repeats=[]), self.rule_id(connection), repeat=False)
         return decided

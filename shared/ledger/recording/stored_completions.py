@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, insert, or_, select, tuple_
 
 from tuneloop.shared.experience import Feedback, State
-from tuneloop.shared.ledger.recording.completion_object import Spoken, Stored, as_json, tags_of
+from tuneloop.shared.ledger.recording.completion_object import StoredChoice, StoredExchange, as_json, tags_of
 from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, names_in
 from tuneloop.shared.ledger.recording.retention import delete_by, delete_with_exchanges, regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
@@ -20,13 +20,13 @@ from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 Order = Literal["asc", "desc"]
 
 #: Completions that are looked at for one page of those with several tags.
-LOOKED_AT = 10_000
+MAX_EXAMINED = 10_000
 
 
 class CompletionPage(NamedTuple):
     """Some completions of the list, and whether there are more behind them."""
 
-    found: list[Stored]
+    found: list[StoredExchange]
     more: bool
 
 
@@ -68,12 +68,12 @@ class StoredCompletions(LedgerPart):
             of_one = [select_tagged(tag, after, order, limit + 1) for tag in wanted]
             rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
-        found = self._stored(tenant, keys)
+        found = self._read_stored(tenant, keys)
         return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
 
-    def get(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> Stored | None:
+    def get(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> StoredExchange | None:
         """One completion; of another endpoint, one exchange."""
-        return self._stored(tenant, [msg_id], endpoint).get(msg_id)
+        return self._read_stored(tenant, [msg_id], endpoint).get(msg_id)
 
     def change_metadata(self, tenant: str, msg_id: str, *, pairs: Mapping[str, str]) -> bool:
         """Put `pairs` in the place of a completion's metadata; False if there is no such completion.
@@ -108,8 +108,8 @@ class StoredCompletions(LedgerPart):
             delete_by(connection, exchanges, exchanges.c.msg_id, [msg_id])
             forget_feedback(connection, [msg_id])
             self._settlement.recompute(connection, touched)
-            stood = {"msg_id": msg_id, "tenant": tenant, "received_at": exchange.received_at}
-            connection.execute(insert(deletions).values(**stood, deleted_at=self._clock()))
+            deleted = {"msg_id": msg_id, "tenant": tenant, "received_at": exchange.received_at}
+            connection.execute(insert(deletions).values(**deleted, deleted_at=self._clock()))
         return Deletion.DONE
 
     def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
@@ -122,25 +122,25 @@ class StoredCompletions(LedgerPart):
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
     ) -> tuple[list[str], bool]:
         [driving, *others] = sorted(wanted, key=self._about_how_many)
-        looked_at = select_tagged(driving, after, order, LOOKED_AT).subquery()
-        rows = [row.msg_id for row in self._read(_having(others, looked_at, order).limit(limit + 1))]
+        examined = select_tagged(driving, after, order, MAX_EXAMINED).subquery()
+        rows = [row.msg_id for row in self._read(_having(others, examined, order).limit(limit + 1))]
         if len(rows) > limit:
             return rows[:limit], True
-        [(count,)] = self._read(select(func.count()).select_from(looked_at))
-        return rows, count == LOOKED_AT
+        [(count,)] = self._read(select(func.count()).select_from(examined))
+        return rows, count == MAX_EXAMINED
 
     def _about_how_many(self, tag: bytes) -> int:
         """How many completions have the tag; those beyond LOOKED_AT are not counted."""
-        some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(LOOKED_AT).subquery()
+        some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(MAX_EXAMINED).subquery()
         return int(self._read(select(func.count()).select_from(some))[0][0])
 
-    def _stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, Stored]:
+    def _read_stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, StoredExchange]:
         # Else what is recorded, or deleted, between the two would be there in part.
         found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _select_choices(msg_ids))
-        spoken: dict[str, list[Spoken]] = defaultdict(list)
+        choices: dict[str, list[StoredChoice]] = defaultdict(list)
         for row in sampled:
-            spoken[row.msg_id].append(_choice(row))
-        return {row.msg_id: _completion(row, spoken[row.msg_id]) for row in found}
+            choices[row.msg_id].append(_choice(row))
+        return {row.msg_id: _completion(row, choices[row.msg_id]) for row in found}
 
 
 def select_page(tenant: str, after: PageCursor | None, order: Order, limit: int) -> Select[Any]:
@@ -156,11 +156,11 @@ def select_tagged(tag: bytes, after: PageCursor | None, order: Order, limit: int
     return _next(query, tags, after, order).limit(limit)
 
 
-def _having(others: Sequence[bytes], looked_at: Any, order: Order) -> Select[Any]:
+def _having(others: Sequence[bytes], examined: Any, order: Order) -> Select[Any]:
     """Those of the completions that have the other tags too."""
-    query = _next(select(looked_at.c.msg_id), looked_at, None, order)
+    query = _next(select(examined.c.msg_id), examined, None, order)
     for tag in others:
-        same = and_(*(tags.c[name] == looked_at.c[name] for name in PageCursor._fields))
+        same = and_(*(tags.c[name] == examined.c[name] for name in PageCursor._fields))
         query = query.where(exists().where(tags.c.tag == tag, same))
     return query
 
@@ -168,8 +168,8 @@ def _having(others: Sequence[bytes], looked_at: Any, order: Order) -> Select[Any
 def _next(query: Select[Any], table: Any, after: PageCursor | None, order: Order) -> Select[Any]:
     columns = [table.c[name] for name in PageCursor._fields]
     if after is not None:
-        place = tuple_(*columns)
-        query = query.where(place > after if order == "asc" else place < after)
+        key = tuple_(*columns)
+        query = query.where(key > after if order == "asc" else key < after)
     return query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
 
 
@@ -189,8 +189,8 @@ def _select_choices(msg_ids: Sequence[str]) -> Select[Any]:
     return query.where(sampled).order_by(experiences.c.choice)
 
 
-def _choice(row: Any) -> Spoken:
-    return Spoken(
+def _choice(row: Any) -> StoredChoice:
+    return StoredChoice(
         choice=row.choice,
         text=row.text,
         tool_calls=row.tool_calls,
@@ -201,13 +201,13 @@ def _choice(row: Any) -> Spoken:
     )
 
 
-def _completion(row: Any, spoken: Sequence[Spoken]) -> Stored:
-    return Stored(
+def _completion(row: Any, choices: Sequence[StoredChoice]) -> StoredExchange:
+    return StoredExchange(
         msg_id=row.msg_id,
         received_at=row.received_at,
         request=codec.unpack_text(row.request),
         metadata=row.metadata,
-        choices=tuple(spoken),
+        choices=tuple(choices),
     )
 
 

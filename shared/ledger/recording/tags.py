@@ -1,4 +1,4 @@
-"""What stored completions are found by, kept beside them.
+"""The tags that stored completions are found by, stored beside them.
 
 What is read or written here runs inside a transaction of the ledger.
 """
@@ -22,15 +22,15 @@ _ANYTHING_CHANGED = select(exists().select_from(changed_metadata))
 
 
 class PageCursor(NamedTuple):
-    """Where a completion stands in the list."""
+    """The position of a completion in the list."""
 
     received_at: float
     msg_id: str
 
 
-def tag(connection: Connection, said: Sequence[Exchange]) -> None:
+def tag(connection: Connection, new_exchanges: Sequence[Exchange]) -> None:
     """Let these be found. One whose metadata was changed is found by that already, and may be recorded once more."""
-    chats = [each for each in said if each.endpoint == ENDPOINT]
+    chats = [each for each in new_exchanges if each.endpoint == ENDPOINT]
     any_changed = connection.execute(_ANYTHING_CHANGED).scalar()
     changed = set(_changed_among(connection, [each.msg_id for each in chats])) if any_changed else set()
     rows = [

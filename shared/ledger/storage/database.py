@@ -35,16 +35,16 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
         return engine
     options: dict[str, object] = dict(_POSTGRES_OPTIONS)
     if schema is not None:
-        options["options"] = f"-csearch_path={_escaped(_quoted(schema))}"
+        options["options"] = f"-csearch_path={_escape(_quote(schema))}"
     # What a user wrote is a parameter: it must not get into our logs with an error.
     return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
 
 
-def _quoted(schema: str) -> str:
+def _quote(schema: str) -> str:
     return '"' + schema.replace('"', '""') + '"'
 
 
-def _escaped(option: str) -> str:
+def _escape(option: str) -> str:
     """The text as one word of libpq's `options`, where a blank ends a word."""
     return option.replace("\\", r"\\").replace(" ", r"\ ")
 
@@ -93,7 +93,7 @@ def upgrade(url: str, *, schema: str | None = None) -> None:
 
 
 def first_line(error: DBAPIError) -> str:
-    """What the database says; its next lines would quote the row, and with it what a user wrote."""
+    """The first line of the database's message; the next ones would quote the row, and with it what a user wrote."""
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 

@@ -1,4 +1,4 @@
-"""This file tells which schema a database has, without changing or creating anything."""
+"""This file reads which schema a database has, without changing or creating anything."""
 
 from pathlib import Path
 

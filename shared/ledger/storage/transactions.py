@@ -75,18 +75,18 @@ class Transactions:
 
     def read(self, query: Executable) -> Sequence[Any]:
         """The rows of a query."""
-        with translated(), self.engine.connect() as connection:
+        with translating_errors(), self.engine.connect() as connection:
             return connection.execute(query).all()
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""
-        with translated(), self._snapshots.connect() as connection:
+        with translating_errors(), self._snapshots.connect() as connection:
             return [connection.execute(query).all() for query in queries]
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that changes something, committed at its end."""
-        with translated(), self._turn(), self._writing.begin() as connection:
+        with translating_errors(), self._turn(), self._writing.begin() as connection:
             yield connection
 
 
@@ -102,7 +102,7 @@ class LedgerPart:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translating_errors() -> Iterator[None]:
     """Raise LedgerUnavailable for what passes by itself, LedgerError for what the database will refuse again."""
     try:
         yield
@@ -147,7 +147,7 @@ def put(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]])
         return
     dialect, columns = connection.dialect.name, tuple(rows[0])
     words = tuple(name for name in columns if isinstance(table.c[name].type, Words))
-    values = [_bound(row, words) for row in rows]
+    values = [_parameters(row, words) for row in rows]
     if dialect == "postgresql" and len(values) >= _MANY and _copied(connection, table, columns, values):
         return
     connection.exec_driver_sql(_insert(dialect, table, columns), values)
@@ -175,7 +175,7 @@ def _copied(connection: Connection, table: Table, columns: tuple[str, ...], valu
     return True
 
 
-def _bound(row: Mapping[str, Any], words: tuple[str, ...]) -> tuple[object, ...]:
+def _parameters(row: Mapping[str, Any], words: tuple[str, ...]) -> tuple[object, ...]:
     changed = {name: Words.storable(row[name]) for name in words if row[name] is not None}
     return tuple({**row, **changed}.values())
 

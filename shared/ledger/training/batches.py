@@ -93,14 +93,14 @@ def _tenants(connection: Connection) -> Sequence[str]:
     return connection.execute(tenants(connection.dialect.name)).scalars().all()
 
 
-def unsampled(dialect: str) -> TextClause:
+def select_unsampled(dialect: str) -> TextClause:
     """The committed rows that are no samples of the policy."""
     return text(_UNSAMPLED.format(hint="INDEXED BY ix_experiences_unsampled" if dialect == "sqlite" else ""))
 
 
 def _set_unsampled_aside(connection: Connection) -> None:
-    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered anew."""
-    rows = connection.execute(unsampled(connection.dialect.name)).all()
+    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered again."""
+    rows = connection.execute(select_unsampled(connection.dialect.name)).all()
     dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
     for portion in portions([row.id for row in rows]):
         connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))

@@ -1,4 +1,4 @@
-"""What somebody made of some replies: their edited answers, as far as they were not taken back."""
+"""The edited answers of replies, unless they were retracted."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, select, tuple_
 
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.recording.rewards import when
+from tuneloop.shared.ledger.recording.rewards import event_order
 from tuneloop.shared.ledger.storage.schema import feedback
 from tuneloop.shared.ledger.storage.transactions import portions
 
@@ -20,13 +20,13 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
     As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run.
     """
     about: dict[object, list[Any]] = defaultdict(list)
-    for event in sorted(_edits_about(connection, rows), key=when):
+    for event in sorted(_edits_about(connection, rows), key=event_order):
         about[event.msg_id or _run(event)].append(event)
     found: dict[int, str] = {}
     for row in rows if about else ():
         both = [*about.get(row.msg_id, ()), *about.get(_run(row), ())]
-        meant = [event for event in both if event.tenant == row.tenant and event.choice in (None, row.choice)]
-        if (text := _latest(sorted(meant, key=when))) is not None:
+        events = [event for event in both if event.tenant == row.tenant and event.choice in (None, row.choice)]
+        if (text := _latest(sorted(events, key=event_order))) is not None:
             found[row.id] = text
     return found
 
@@ -46,10 +46,10 @@ def _run(row: Any) -> tuple[str, str | None, str | None]:
 
 
 def _latest(events: Iterable[Any]) -> str | None:
-    standing: dict[tuple[str, str | None], str] = {}
+    latest: dict[tuple[str, str | None], str] = {}
     for event in events:
-        # Taken out before it is put in again, so that the last one is the last that was said.
-        standing.pop((event.metric, event.source), None)
+        # Removed before it is added again, so that the last entry is the latest event.
+        latest.pop((event.metric, event.source), None)
         if event.kind == Kind.DEMONSTRATION:
-            standing[event.metric, event.source] = event.text
-    return next(reversed(standing.values()), None)
+            latest[event.metric, event.source] = event.text
+    return next(reversed(latest.values()), None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.recording.rewards import retractions, when, withdrawn
+from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -178,7 +178,7 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
             waiting |= {*better, *worse}
         if better and worse:
             links.append([*better, *worse])
-    for ids in _connected(ready, links):
+    for ids in _connected_sets(ready, links):
         rows = [ready[id_] for id_ in ids]
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if len(rows) > 1 and (timed_out or waiting.isdisjoint(ids)):
@@ -191,14 +191,14 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
 
 def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
     """The preferences that name any of the replies, but for those that were taken back."""
-    said: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for name in (feedback.c.msg_id, feedback.c.other_msg_id):
         for portion in portions(msg_ids):
             query = select(feedback).where(feedback.c.other_msg_id.is_not(None), name.in_(portion))
-            said |= {event.id: event for event in connection.execute(query)}
-    taken_back = retractions(connection, {event.msg_id for event in said.values()})
-    gone = set(withdrawn(sorted([*said.values(), *taken_back], key=when)))
-    return [event for event in said.values() if event.id not in gone and event.msg_id is not None]
+            by_id |= {event.id: event for event in connection.execute(query)}
+    found_retractions = retractions(connection, {event.msg_id for event in by_id.values()})
+    retracted = set(retracted_preferences(sorted([*by_id.values(), *found_retractions], key=event_order)))
+    return [event for event in by_id.values() if event.id not in retracted and event.msg_id is not None]
 
 
 def _is(row: Any, states: Collection[State], policy: BatchPolicy) -> bool:
@@ -231,7 +231,7 @@ def _groups_of(connection: Connection, rows: Iterable[Any]) -> list[list[Any]]:
     return list(found.values())
 
 
-def _connected(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
+def _connected_sets(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
     """What the links connect, each in one set.
 
     >>> _connected([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])

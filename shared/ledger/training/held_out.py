@@ -1,4 +1,4 @@
-"""The verb about held-out replies: what a candidate is compared with the champion on."""
+"""Held-out replies: a candidate is compared with the champion on them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,8 +27,8 @@ def newest_held_out(count: int, temperature: float | None) -> Select[Any]:
     """The rows of them, read backwards from the newest that was dropped."""
     dropped = experiences.c.state == State.DROPPED
     rewarded = (experiences.c.reason == HELD_OUT, experiences.c.reward.is_not(None))
-    said = experiences.c.completion_tokens > 0
-    sampled = (said, experiences.c.unsampled.is_(None), experiences.c.temperature > 0)
+    not_empty = experiences.c.completion_tokens > 0
+    sampled = (not_empty, experiences.c.unsampled.is_(None), experiences.c.temperature > 0)
     query = select(*_COLUMNS).where(dropped, *rewarded, *sampled)
     if temperature is not None:
         query = query.where(experiences.c.temperature == temperature)

@@ -2,7 +2,7 @@
 
 Such a call takes the result's reward when its run is gathered, under a rule of its own. It gives it back if the group
 falls apart before it is trained on, for then the result may have been retracted, and when another trainer begins, which
-may see it otherwise. What comes before what is said by the time of the requests: rows come in any order.
+may see it otherwise. The time of the requests gives the order of the calls: rows come in any order.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ _RUN = tuple(experiences.c[name] for name in ("tenant", "task_id", "run_id"))
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 _RECORDED = experiences.c.state == State.RECORDED
 
-#: A repeat of a trained call says nothing of the calls around it.
+#: A repeat of a trained call carries no information about the calls around it.
 _RESULT = and_(_COMMITTED, experiences.c.correction == 0)
 
 
@@ -61,13 +61,13 @@ def gather_whole(
     calls: dict[int, list[int]] = defaultdict(list)
     for call, result in _calls_before(connection, [row for rows in groups for row in rows], which):
         calls[result].append(call)
-    there = _locked(connection, {row.id for rows in groups for row in rows}.union(*calls.values()))
+    there = _lock_rows(connection, {row.id for rows in groups for row in rows}.union(*calls.values()))
     members: list[Mapping[str, int]] = []
     taken: list[tuple[Any, Any, int]] = []
     for rows in groups:
         committed, recorded = [row.id for row in rows], [call for row in rows for call in calls[row.id]]
         if not (_are(there, committed, State.COMMITTED) and _are(there, recorded, State.RECORDED)):
-            continue  # Somebody has said something since they were found: the next look sees it.
+            continue  # New feedback has changed them since they were found: the next look sees it.
         group_id = min([*committed, *recorded])
         members += [{"its_id": id_, "its_group": group_id} for id_ in committed]
         taken += [(there[call], there[row.id], group_id) for row in rows for call in calls[row.id]]
@@ -88,7 +88,7 @@ def without_results(connection: Connection, rows: Sequence[Any]) -> list[Any]:
 
 
 def give_all_back(connection: Connection) -> None:
-    """Take their reward from all that have a result's and are not trained on yet; their groups are gathered anew."""
+    """Take their reward from all that have a result's and are not trained on yet; their groups are gathered again."""
     rule = _rule(connection)
     if rule is None:
         return
@@ -114,7 +114,7 @@ def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElem
                 yield call.id, result.id
 
 
-def _locked(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
+def _lock_rows(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
     """The rows by their ids, as they are now that nobody else can change them. All lock in this order."""
     columns = [experiences.c[name] for name in ("id", "state", "group_id", "reward", "rewarded_at", "committed_at")]
     found: dict[int, Any] = {}
@@ -144,9 +144,9 @@ def _commit_with_results(connection: Connection, taken: Sequence[tuple[Any, Any,
 
 def _give_back(connection: Connection, ids: Collection[int], rule: int) -> None:
     nothing = dict.fromkeys(("reward", "rewarded_at", "reward_rule", "committed_at", "group_id"))
-    _locked(connection, ids)
+    _lock_rows(connection, ids)
     for portion in portions(ids):
-        # What was said of one of them meanwhile has made it a reward of its own.
+        # Feedback on one of them meanwhile has given it a reward of its own.
         still = and_(experiences.c.id.in_(portion), _COMMITTED, experiences.c.reward_rule == rule)
         connection.execute(update(experiences).where(still).values(state=State.RECORDED, **nothing))
 

@@ -80,7 +80,7 @@ class Training(LedgerPart):
             _fence(connection, epoch)
             connection.execute(update(epochs).where(epochs.c.epoch == epoch).values(seen_at=now))
             # Not each time: it writes every row anew.
-            half_over = and_(_leased(epoch), experiences.c.lease_until < now + LEASE_S / 2)
+            half_over = and_(_is_leased(epoch), experiences.c.lease_until < now + LEASE_S / 2)
             connection.execute(update(experiences).where(half_over).values(lease_until=now + LEASE_S))
 
     def release(self, epoch: int) -> None:
@@ -143,7 +143,7 @@ class Training(LedgerPart):
             return version
 
 
-def _leased(epoch: int) -> Any:
+def _is_leased(epoch: int) -> Any:
     return and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch)
 
 

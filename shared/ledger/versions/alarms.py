@@ -1,4 +1,4 @@
-"""The verbs about alarms: what a monitor found wrong, until it finds it right again or somebody clears it."""
+"""The verbs about alarms: raised by a monitor, open until it or an administrator clears them."""
 
 import math
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.versions.versions import PINNED, SERVABLE, VersionSt
 class Versions(VersionStates):
     """The versions, and the decisions about them.
 
-    Whoever decides says which champion he has seen, so that of two decisions at once only one is taken.
+    Each decision names the champion that was seen, so that of two at once only one is taken.
     """
 
     def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:
@@ -28,7 +28,7 @@ class Versions(VersionStates):
             alone(connection, "promote")
             _expect_champion(connection, instead_of)
             _require_servable(connection, version)
-            if _pinned(connection) not in {None, version}:
+            if _pinned_version(connection) not in {None, version}:
                 raise _other_pinned(connection)
             if version != instead_of:
                 appoint(connection, version, Decision(by, self._clock(), reason, details))
@@ -56,7 +56,7 @@ class Versions(VersionStates):
                 raise VersionRefused(f"version {version} is {state or 'unknown'}: only what serves can be rolled back")
             if only_as not in {None, state}:
                 raise VersionRefused(f"version {version} is {state} by now, not {only_as}")
-            if _pinned(connection) == version:
+            if _pinned_version(connection) == version:
                 raise VersionRefused(f"version {version} is pinned; unpin it first")
             before = _champion_before(connection) if state == VersionState.CHAMPION else None
             if state == VersionState.CHAMPION and before is None:
@@ -82,9 +82,9 @@ class Versions(VersionStates):
             alone(connection, "promote")
             _expect_champion(connection, instead_of)
             _require_servable(connection, version)
-            if _pinned(connection) == version:
+            if _pinned_version(connection) == version:
                 return
-            if _pinned(connection) is not None:
+            if _pinned_version(connection) is not None:
                 raise _other_pinned(connection)
             decision = Decision(by, self._clock(), reason)
             connection.execute(update(versions).where(versions.c.version == version).values(pinned=True))
@@ -99,7 +99,7 @@ class Versions(VersionStates):
         """Let newer versions be served again; returns the number of what was pinned. Raises VersionRefused if none."""
         with self._write() as connection:
             alone(connection, "promote")
-            pinned = _pinned(connection)
+            pinned = _pinned_version(connection)
             if pinned is None:
                 raise VersionRefused("no version is pinned")
             connection.execute(update(versions).where(versions.c.version == pinned).values(pinned=False))
@@ -114,13 +114,13 @@ def _champion(connection: Connection) -> int:
     return found
 
 
-def _pinned(connection: Connection) -> int | None:
+def _pinned_version(connection: Connection) -> int | None:
     found: int | None = connection.execute(select(versions.c.version).where(PINNED)).scalar()
     return found
 
 
 def _other_pinned(connection: Connection) -> VersionRefused:
-    return VersionRefused(f"version {_pinned(connection)} is pinned; unpin it first")
+    return VersionRefused(f"version {_pinned_version(connection)} is pinned; unpin it first")
 
 
 def _expect_champion(connection: Connection, expected: int) -> None:

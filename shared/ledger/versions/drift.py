@@ -1,4 +1,4 @@
-"""What the monitors ask the ledger: the newest replies, and who gave the newest feedback.
+"""The ledger's verbs for the monitors: the newest replies, and who gave the newest feedback.
 
 Both read backwards from the newest row, so that they cost the same however much the ledger holds.
 """
@@ -32,7 +32,7 @@ class ReplyExcerpt(NamedTuple):
 
 
 class Drift(LedgerPart):
-    """Questions that change nothing."""
+    """Queries that change nothing."""
 
     def newest_replies(self, count: int, *, marks: Sequence[str] = ()) -> list[ReplyExcerpt]:
         """The newest `count` replies, the newest first; `marks` are texts that call for the request, too."""
@@ -42,8 +42,8 @@ class Drift(LedgerPart):
         wanted = {msg_id for msg_id, text, calls in rows if calls or any(mark in text for mark in marks)}
         requests: dict[str, bytes | None] = {}
         for portion in portions(wanted):
-            asked = select(exchanges.c.msg_id, exchanges.c.request).where(exchanges.c.msg_id.in_(portion))
-            requests |= {msg_id: _readable(request) for msg_id, request in self._read(asked)}
+            query_of_requests = select(exchanges.c.msg_id, exchanges.c.request).where(exchanges.c.msg_id.in_(portion))
+            requests |= {msg_id: _readable(request) for msg_id, request in self._read(query_of_requests)}
         return [ReplyExcerpt(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
 
     def largest_rater(self, count: int) -> float | None:

@@ -1,4 +1,4 @@
-"""The verbs about what happened to the versions: every decision is a row, with who made it and why."""
+"""The events of the versions: every decision is a row, with who made it and why."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class VersionEvents(LedgerPart):
     def note(
         self, version: int, action: VersionAction, *, by: str, reason: str = "", details: Details | None = None
     ) -> None:
-        """Keep that something happened to a version which did not change its state."""
+        """Record an event of a version that did not change its state."""
         with self._write() as connection:
             note(connection, version, action, Decision(by, self._clock(), reason, details))
 
@@ -68,7 +68,7 @@ class VersionEvents(LedgerPart):
 
 
 def note(connection: Connection, version: int, action: VersionAction, decision: Decision) -> None:
-    """Keep, in the transaction that does it, what happens to a version."""
+    """Record an event of a version, in the transaction that changes it."""
     row = {
         "version": version,
         "at": decision.at,

@@ -74,7 +74,7 @@ class VersionStates(VersionEvents):
         """The version that answers a part of the traffic, or copies of it, until it is decided about; if any."""
         return self._one_or_none(select(versions).where(versions.c.state == VersionState.CANARY))
 
-    def pinned(self) -> Version | None:
+    def pinned_version(self) -> Version | None:
         """The version that is served whatever comes, if any."""
         return self._one_or_none(select(versions).where(PINNED))
 

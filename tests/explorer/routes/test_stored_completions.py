@@ -21,7 +21,7 @@ from tuneloop.explorer.routes.stored_completions import DEFAULT_LIMIT, MAX_LIMIT
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import Exchange, State
 from tuneloop.shared.ledger.ledger import BatchPolicy
-from tuneloop.shared.ledger.recording.stored_completions import LOOKED_AT
+from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED
 
 CHAT = "/v1/chat/completions"
 MANY = 250
@@ -256,7 +256,7 @@ def test_a_filter_that_would_take_too_long_is_refused(explorer: RunningExplorer)
     body = json.dumps({"model": "a", "metadata": {"k": "v"}}).encode()
     other = json.dumps({"model": "b"}).encode()
     fields: dict[str, Any] = {"tenant": "default", "experiences": ()}
-    reply = [exchange(request=each, **fields) for each in (body, other) for _ in range(LOOKED_AT + 1)]
+    reply = [exchange(request=each, **fields) for each in (body, other) for _ in range(MAX_EXAMINED + 1)]
     with_both = exchange(request=body.replace(b'"a"', b'"b"'), **fields)
     explorer.ledger.recording.record([*reply, with_both])
     params = {"model": "b", "metadata[k]": "v"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tuneloop.explorer.versions.sequential_tests import allowed, contrast, exceeds, scaled
+from tuneloop.explorer.versions.sequential_tests import contrast, exceeds, largest_allowed, scale
 from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 
 
@@ -71,7 +71,7 @@ def test_no_contrast_of_too_few_or_of_what_is_no_number():
 
 
 def test_scaled_values_have_a_scaled_mean_and_variance():
-    assert scaled(SampleStatistics.of([1.0, 2.0, 4.0]), 2.0) == SampleStatistics.of([2.0, 4.0, 8.0])
+    assert scale(SampleStatistics.of([1.0, 2.0, 4.0]), 2.0) == SampleStatistics.of([2.0, 4.0, 8.0])
 
 
 def test_a_share_exceeds_the_limit_only_when_that_is_shown():
@@ -94,9 +94,11 @@ def test_a_share_at_the_limit_is_wrongly_said_to_exceed_it_no_more_often_than_th
 
 def test_what_is_allowed_is_the_highest_share_that_may_be_true_and_the_margin():
     # Clopper and Pearson: with 5 of 100 or fewer the probability is `error`.
-    assert stats.binom.cdf(5, 100, allowed(Share(5, 100), 0.0, error=0.05)) == pytest.approx(0.05)
-    assert allowed(Share(5, 100), 0.02, error=0.05) == pytest.approx(allowed(Share(5, 100), 0.0, error=0.05) + 0.02)
-    assert allowed(Share(0, 0), 0.02, error=0.05) == 1.0
+    assert stats.binom.cdf(5, 100, largest_allowed(Share(5, 100), 0.0, error=0.05)) == pytest.approx(0.05)
+    assert largest_allowed(Share(5, 100), 0.02, error=0.05) == pytest.approx(
+        largest_allowed(Share(5, 100), 0.0, error=0.05) + 0.02
+    )
+    assert largest_allowed(Share(0, 0), 0.02, error=0.05) == 1.0
 
 
 def test_the_ratio_of_totals_has_the_spread_of_its_linear_approximation():

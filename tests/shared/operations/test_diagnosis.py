@@ -20,19 +20,19 @@ from tests.factories import (
     trained,
 )
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Pile, Rules, Trainer, Weights
+from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rules, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import Code, Reason, ago, diagnose, equation
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import Spooled
+from tuneloop.shared.spool_format import SpoolStatus
 
 PAIRS, ANY = Rules(2), BatchPolicy()
-NO_SPOOL = Spooled(slots=0, bytes=0, since=None, quarantined_bytes=0)
+NO_SPOOL = SpoolStatus(slots=0, bytes=0, since=None, quarantined_bytes=0)
 
 
 def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchPolicy = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
     """Why no step is happening by this ledger, so many seconds from now."""
-    facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.reports.facts(policy, aside=5))
+    facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.reports.facts(policy, drops=5))
     return dict(diagnose(facts))
 
 
@@ -82,23 +82,23 @@ def test_preferences_that_are_worth_nothing_are_told(ledger: Ledger) -> None:
     served(ledger).recording.record([exchange()])
     told = reasons(ledger, rules_of(**PAIRED))[Code.NO_FEEDBACK]
     assert told.endswith("; preferences are worth nothing: give the metric preference a weight in reward.weights")
-    assert rules_of(**PAIRED, reward={"weights": {"preference": 1.0}}).uncounted is None
-    assert rules_of(**PAIRED, reward={"default": 0.0, "attribution_window": 60.0}).uncounted is None
+    assert rules_of(**PAIRED, reward={"weights": {"preference": 1.0}}).ignored_feedback is None
+    assert rules_of(**PAIRED, reward={"default": 0.0, "attribution_window": 60.0}).ignored_feedback is None
 
 
 @pytest.mark.parametrize("targets", ["both", "demonstrations", "replies"])
 def test_edited_answers_that_are_worth_nothing_are_told(targets: str) -> None:
     edits = {"algorithm_type": "sft", "sft": {"targets": targets}}
-    told = rules_of(algorithm=edits).uncounted
+    told = rules_of(algorithm=edits).ignored_feedback
     assert (told == "edited answers are worth nothing: set reward.demonstration_value") is (targets != "replies")
-    assert rules_of(algorithm=edits, reward={"demonstration_value": 1.0}).uncounted is None
+    assert rules_of(algorithm=edits, reward={"demonstration_value": 1.0}).ignored_feedback is None
 
 
 def test_a_judge_that_changes_nothing_is_told() -> None:
     judge = {"url": "http://judge/v1", "model": "j"}
-    assert "give the metric judge a weight" in (rules_of(judge=judge).uncounted or "")
-    assert rules_of(judge=judge, reward={"weights": {"judge": 1.0}}).uncounted is None
-    assert rules_of(reward={"weights": {"judge": 1.0}}).uncounted is None
+    assert "give the metric judge a weight" in (rules_of(judge=judge).ignored_feedback or "")
+    assert rules_of(judge=judge, reward={"weights": {"judge": 1.0}}).ignored_feedback is None
+    assert rules_of(reward={"weights": {"judge": 1.0}}).ignored_feedback is None
 
 
 def test_what_is_rewarded_is_not_committed(ledger: Ledger) -> None:
@@ -258,16 +258,16 @@ def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:
 
 
 def test_a_database_that_is_away_hides_the_rest() -> None:
-    spool = Spooled(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
+    spool = SpoolStatus(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
     found = diagnose(Facts(now=1100.0, rules=Rules(2), spool=spool, ledger=None, away="refused"))
     assert [reason.code for reason in found] == [Code.DATABASE_AWAY, Code.SPOOL_NOT_FLUSHED]
 
 
 @pytest.mark.parametrize(("now", "codes"), [(1030.0, [Code.NONE]), (1200.0, [Code.SPOOL_NOT_FLUSHED])])
 def test_what_waits_in_the_spool_for_long_is_a_reason(now: float, codes: list[Code]) -> None:
-    spool = Spooled(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
+    spool = SpoolStatus(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
     ledger = LedgerFacts(
-        piles={State.COMMITTED: Pile(2, 900.0, 2)},
+        states={State.COMMITTED: StateCount(2, 900.0, 2)},
         claimable=2,
         trainer=Trainer("host:1", 1, 900.0, now, None),
         weights=Weights(newest=0, registered_at=900.0, champion=0, step=0, rejected=0, reason=None),
@@ -297,7 +297,7 @@ def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:
 
 
 def test_an_equation_that_does_not_come_out_is_not_written_as_one() -> None:
-    facts = LedgerFacts(piles={State.TRAINED: Pile(3)}, consumed=5, versions=2)
+    facts = LedgerFacts(states={State.TRAINED: StateCount(3)}, consumed=5, versions=2)
     assert equation(facts)[1] == "3 trained + 0 purged ≠ 5 consumed by 2 versions"
 
 

@@ -12,7 +12,7 @@ from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_b
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import dpo
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
-from tuneloop.trainer.batches.pairs import paired
+from tuneloop.trainer.batches.pairs import make_pairs
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 
@@ -109,7 +109,7 @@ def _pairs(count=6):
             at = 2 * number + token
             but = {"id": at, "prompt_ids": prompt, "completion_ids": ids, "logprobs": logprobs, "temperature": 0.5}
             samples.append(sample(at, reward=reward, group_id=number, run_id=str(token), task_id="t", **but))
-    return paired(samples)[0]
+    return make_pairs(samples)[0]
 
 
 def test_before_the_first_update_the_loss_is_that_of_a_coin(settings):

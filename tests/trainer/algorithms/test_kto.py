@@ -10,7 +10,7 @@ from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_b
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import kto
 from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
-from tuneloop.trainer.batches.pairs import mismatched
+from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 
@@ -84,12 +84,12 @@ def test_the_threshold_itself_is_desirable_and_the_divergence_never_negative():
 
 def test_each_prompt_gets_the_next_one_s_reply():
     samples = [sample(i) for i in range(3)]
-    strangers = mismatched(samples)
+    strangers = mismatch_replies(samples)
     assert [each.prompt_ids.tolist() for each in strangers] == [each.prompt_ids.tolist() for each in samples]
     assert [each.completion_ids.tolist() for each in strangers] == [
         samples[i].completion_ids.tolist() for i in (1, 2, 0)
     ]
-    assert mismatched(samples[:1]) == []
+    assert mismatch_replies(samples[:1]) == []
 
 
 # With a model.

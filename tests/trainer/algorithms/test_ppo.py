@@ -8,7 +8,7 @@ import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.ppo import critic_loss, prepare, value_loss
-from tuneloop.trainer.algorithms.terms.policy_loss import clipped as policy_loss
+from tuneloop.trainer.algorithms.terms.policy_loss import clipped_loss as policy_loss
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Calls, Targets, Totals
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.pairs import paired
+from tuneloop.trainer.batches.pairs import make_pairs
 from tuneloop.trainer.batches.selection import sort_out
 
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -29,38 +29,38 @@ def _left(refused):
 
 
 def test_the_best_goes_with_the_worst_and_the_second_with_the_second():
-    pairs, refused = paired([_reply(0, 0.2), _reply(1, 0.9), _reply(2, 0.1), _reply(3, 0.5)])
+    pairs, refused = make_pairs([_reply(0, 0.2), _reply(1, 0.9), _reply(2, 0.1), _reply(3, 0.5)])
     assert _ids(pairs) == [1, 2, 3, 0]
     assert refused == {}
 
 
 def test_the_one_in_the_middle_is_left_over():
-    pairs, refused = paired([_reply(0, 0.2), _reply(1, 0.9), _reply(2, 0.5)])
+    pairs, refused = make_pairs([_reply(0, 0.2), _reply(1, 0.9), _reply(2, 0.5)])
     assert _ids(pairs) == [1, 0]
     assert _left(refused) == {"no pair: it is in the middle of an odd number of replies": [2]}
 
 
 def test_equal_rewards_are_no_pair():
-    pairs, refused = paired([_reply(0, 1.0), _reply(1, 1.0), _reply(2, 0.0), _reply(3, 1.0)])
+    pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 1.0), _reply(2, 0.0), _reply(3, 1.0)])
     assert _ids(pairs) == [0, 2]
     assert _left(refused) == {"no pair: another reply to its prompt has the same reward": [1, 3]}
 
 
 def test_other_prompts_of_the_group_are_no_rivals():
     other = np.array([1, 2, 4], np.int32)
-    pairs, refused = paired([_reply(0, 1.0), _reply(1, 0.0, prompt=other)])
+    pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 0.0, prompt=other)])
     assert pairs == []
     assert _left(refused) == {"no pair: its group's other replies are to other prompts": [0, 1]}
 
 
 def test_groups_are_not_mixed():
-    pairs, refused = paired([_reply(0, 1.0), _reply(1, 0.0, group=2)])
+    pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 0.0, group=2)])
     assert pairs == []
     assert _left(refused) == {"no pair: the other replies of its group cannot be trained on": [0, 1]}
 
 
 def test_a_reply_without_a_group_has_nobody():
-    pairs, refused = paired([_reply(0, 1.0, group=None), _reply(1, 0.0, group=None)])
+    pairs, refused = make_pairs([_reply(0, 1.0, group=None), _reply(1, 0.0, group=None)])
     assert pairs == []
     assert _left(refused) == {"no pair: it is in no group": [0, 1]}
 
@@ -69,7 +69,7 @@ def test_a_reply_without_a_group_has_nobody():
 def test_every_reply_is_in_one_pair_or_left_over_once(drawn):
     prompts = [PROMPT, np.array([9], np.int32)]
     samples = [_reply(i, float(reward), group=group, prompt=prompts[p]) for i, (group, reward, p) in enumerate(drawn)]
-    pairs, refused = paired(samples)
+    pairs, refused = make_pairs(samples)
     seen = _ids(pairs) + [each.id for left in refused.values() for each in left]
     assert sorted(seen) == list(range(len(samples)))
     for better, worse in zip(pairs[::2], pairs[1::2], strict=True):

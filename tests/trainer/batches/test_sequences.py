@@ -5,7 +5,7 @@ import pytest
 
 from tests.trainer.factories import sample
 from tuneloop.trainer.batches.batch import collate
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble, retried
+from tuneloop.trainer.batches.sequences import TokenSequence, assemble, superseded_calls
 
 
 def _ids(*values):
@@ -77,18 +77,18 @@ def test_an_answer_that_nobody_went_on_from_was_asked_again():
     lost = _said(1, [7, 8], [1])
     taken = _said(2, [7, 8], [4, 5])
     onward = _said(3, [7, 8, 4, 5, 9], [6])
-    assert retried([lost, taken, onward]) == [lost]
+    assert superseded_calls([lost, taken, onward]) == [lost]
 
 
 def test_of_answers_that_nobody_went_on_from_the_last_counts():
-    assert retried([_said(1, [7], [1]), last := _said(2, [7], [1])]) != [last]
-    assert [each.id for each in retried([_said(1, [7], [1]), _said(2, [7], [1])])] == [1]
+    assert superseded_calls([_said(1, [7], [1]), last := _said(2, [7], [1])]) != [last]
+    assert [each.id for each in superseded_calls([_said(1, [7], [1]), _said(2, [7], [1])])] == [1]
 
 
 def test_choices_of_one_request_are_no_retries_but_for_the_one_that_was_gone_on_from():
     one, two = _said(1, [7], [1], msg_id="m", choice=0), _said(2, [7], [2], msg_id="m", choice=1)
-    assert retried([one, two]) == []
-    assert retried([one, two, _said(3, [7, 1, 9], [6], msg_id="n")]) == [two]
+    assert superseded_calls([one, two]) == []
+    assert superseded_calls([one, two, _said(3, [7, 1, 9], [6], msg_id="n")]) == [two]
 
 
 def test_a_sequence_knows_where_its_first_reply_begins():

@@ -29,38 +29,38 @@ def learnt(settings):
 
 def test_it_is_measured_after_every_so_many_steps(learnt):
     chosen, learner = learnt
-    measured = Distance(chosen).measured(learner, BATCH)
+    measured = Distance(chosen).measure(learner, BATCH)
     assert measured == {KL_BASE: pytest.approx(learner.distance(learner.actor.reference(chosen), BATCH))}
     assert measured[KL_BASE] > 1e-4
     learner.steps += 1
-    assert Distance(chosen).measured(learner, BATCH) == {}
+    assert Distance(chosen).measure(learner, BATCH) == {}
 
 
 def test_edited_answers_are_no_replies_of_the_policy(learnt):
     chosen, learner = learnt
     edited = [sample(i, demonstration='"x"', completion_ids=np.array([9] * 40, np.int32)) for i in range(4)]
-    assert Distance(chosen).measured(learner, edited) == {}
-    mixed = Distance(chosen).measured(learner, [*edited, *BATCH])
-    assert mixed == Distance(chosen).measured(learner, BATCH)
+    assert Distance(chosen).measure(learner, edited) == {}
+    mixed = Distance(chosen).measure(learner, [*edited, *BATCH])
+    assert mixed == Distance(chosen).measure(learner, BATCH)
 
 
 def test_without_a_threshold_it_is_not_measured(learnt, settings):
     _, learner = learnt
-    assert Distance(settings(monitor={"drift": {"kl_every": 2, "kl": None}})).measured(learner, BATCH) == {}
+    assert Distance(settings(monitor={"drift": {"kl_every": 2, "kl": None}})).measure(learner, BATCH) == {}
 
 
 def test_a_base_model_that_does_not_fit_or_is_gone_is_told_and_stops_nothing(learnt, monkeypatch, tmp_path):
     chosen, learner = learnt
     gone = chosen.model_copy(update={"model": chosen.model.model_copy(update={"model_path": tmp_path / "gone"})})
     with capture_logs() as said:
-        assert Distance(gone).measured(learner, BATCH) == {}
+        assert Distance(gone).measure(learner, BATCH) == {}
 
     def too_large(*_):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Actor, "reference", too_large)
     with capture_logs() as more:
-        assert Distance(chosen).measured(learner, BATCH) == {}
+        assert Distance(chosen).measure(learner, BATCH) == {}
     assert [each["event"] for each in [*said, *more]] == ["distance_not_measured"] * 2
 
 

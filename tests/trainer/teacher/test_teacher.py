@@ -208,8 +208,8 @@ def test_what_the_teacher_refuses_is_dropped_with_its_reason_and_another_takes_i
         run(settings(algorithm=algorithm, trainer={"total_steps": 3}), threading.Event())
     counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED], counts[State.COMMITTED]) == (12, 1, 0)
-    [aside] = ledger.reports.facts(BatchPolicy(), aside=5).aside
-    assert aside.reason == "the teacher refuses it: This model's maximum context length is 90 tokens."
+    [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
+    assert drop.reason == "the teacher refuses it: This model's maximum context length is 90 tokens."
 
 
 def test_a_teacher_of_another_model_stops_the_trainer_in_a_sentence(settings, ledger, base):

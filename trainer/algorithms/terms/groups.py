@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import damped
+from tuneloop.trainer.algorithms.terms.estimators import damp_negative
 from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
 from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
 
@@ -47,16 +47,16 @@ class Scores(NamedTuple):
         """How many runs there are in each run's group."""
         return counts(self.groups_K)[self.groups_K]
 
-    def centred(self) -> Tensor:
+    def centre(self) -> Tensor:
         """Less the mean of the group; exactly 0 for a run that is alone, and where all of a group have one score."""
         means_G = sums(self.scores_K, self.groups_K) / counts(self.groups_K)
         first_G = torch.zeros_like(means_G).index_copy(0, self.groups_K, self.scores_K)
         unlike_G = sums((self.scores_K != first_G[self.groups_K]).double(), self.groups_K)
         return torch.where(unlike_G[self.groups_K] > 0, self.scores_K - means_G[self.groups_K], 0.0)
 
-    def scaled(self, by: Literal["group", "batch", "none"]) -> Tensor:
+    def scale(self, by: Literal["group", "batch", "none"]) -> Tensor:
         """Less the mean of the group, divided by a standard deviation (n - 1): of the group or of all the scores."""
-        centred_K = self.centred()
+        centred_K = self.centre()
         match by:
             case "none":
                 return centred_K
@@ -71,7 +71,7 @@ class Scores(NamedTuple):
 def advantages(algorithm: AlgorithmSettings, calls: Calls, each_K: Tensor) -> Tensor:
     """A run's advantage at each token of all its calls, negative ones times `negative_scale`; of shape BR."""
     spread_BR = calls.spread(each_K.to(calls.rewards_C.dtype)[calls.runs_C])
-    return damped(spread_BR, algorithm.negative_scale)
+    return damp_negative(spread_BR, algorithm.negative_scale)
 
 
 def less_divergences(algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Tensor:

@@ -18,7 +18,7 @@ class Moments(NamedTuple):
 Baselines = Mapping[str, Moments]
 
 
-def updated(before: Moments | None, seen_C: Tensor, *, decay: float) -> Moments:
+def update_moments(before: Moments | None, seen_C: Tensor, *, decay: float) -> Moments:
     """The moments after another batch: exponentially weighted, and unbiased from the first one on (Adam's way)."""
     mean, square, weight = before or Moments(0.0, 0.0, 0.0)
     return Moments(

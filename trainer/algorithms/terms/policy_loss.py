@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, aggregate, kl, token_mean
-from tuneloop.trainer.algorithms.terms.targets import Loss, Targets, Totals, required
+from tuneloop.trainer.algorithms.terms.targets import Loss, Targets, Totals, require
 
 
-def clipped(
+def clipped_loss(
     log_ratio_BR: Tensor, advantages_BR: Tensor, *, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
     """Per token: the loss, and whether the clip to [1 - low, 1 + high] decided it."""
@@ -38,21 +38,21 @@ def surrogate(
     def mean(each_BR: Tensor) -> Tensor:
         return token_mean(each_BR, targets.mask_BR, totals.tokens)
 
-    def averaged(each_BR: Tensor) -> Tensor:
+    def average(each_BR: Tensor) -> Tensor:
         return aggregate(algorithm, each_BR, targets.mask_BR, totals)
 
     recomputed = algorithm.off_policy.proximal == "recomputed"
-    log_ratio_BR = logprobs_BR - (required(targets.start_BR) if recomputed else targets.sampled_BR)
+    log_ratio_BR = logprobs_BR - (require(targets.start_BR) if recomputed else targets.sampled_BR)
     high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
-    policy_BR, clipped_BR = clipped(
-        log_ratio_BR, required(targets.advantages_BR), low=algorithm.clip_range, high=high, dual=algorithm.dual_clip
+    policy_BR, clipped_BR = clipped_loss(
+        log_ratio_BR, require(targets.advantages_BR), low=algorithm.clip_range, high=high, dual=algorithm.dual_clip
     )
     if targets.weights_BR is not None:
         policy_BR = policy_BR * targets.weights_BR
-    loss = averaged(policy_BR) - algorithm.entropy_coef * averaged(entropy_BR)
+    loss = average(policy_BR) - algorithm.entropy_coef * average(entropy_BR)
     mismatch_BR = kl(targets.sampled_BR, logprobs_BR, "k3")
     metrics = {
-        "actor/pg_loss": averaged(policy_BR),
+        "actor/pg_loss": average(policy_BR),
         "actor/ppo_kl": mean(-log_ratio_BR),
         "actor/pg_clipfrac": mean(clipped_BR.float()),
         "actor/entropy": mean(entropy_BR),
@@ -64,7 +64,7 @@ def surrogate(
         divergence_BR = kl(logprobs_BR, targets.reference_BR, algorithm.kl_estimator)
         metrics["actor/kl_loss"] = mean(divergence_BR)
         if algorithm.kl_in == "loss":
-            loss = loss + algorithm.kl_coef * averaged(divergence_BR)
+            loss = loss + algorithm.kl_coef * average(divergence_BR)
     return Loss(loss, {name: value.detach() for name, value in metrics.items()})
 
 

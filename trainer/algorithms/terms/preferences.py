@@ -6,7 +6,7 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 import torch
 from torch import Tensor
 
-from tuneloop.trainer.algorithms.terms.targets import Targets, required
+from tuneloop.trainer.algorithms.terms.targets import Targets, require
 
 
 def sequence_sums(each_BR: Tensor, mask_BR: Tensor) -> Tensor:
@@ -16,4 +16,4 @@ def sequence_sums(each_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 def log_ratios(targets: Targets, logprobs_BR: Tensor) -> Tensor:
     """Of each sequence, log(policy / base model), of shape B in float64."""
-    return sequence_sums(logprobs_BR, targets.mask_BR) - sequence_sums(required(targets.reference_BR), targets.mask_BR)
+    return sequence_sums(logprobs_BR, targets.mask_BR) - sequence_sums(require(targets.reference_BR), targets.mask_BR)

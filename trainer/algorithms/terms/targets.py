@@ -108,7 +108,7 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Tensor]
 
 
-def required(each: _T | None) -> _T:
+def require(each: _T | None) -> _T:
     """What the algorithm asked for."""
     if each is None:
         raise LookupError("an algorithm looks at what it did not ask for")

@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionStoreMessage
 
 from tuneloop.shared.ledger.recording.completion_object import (
-    Spoken,
-    Stored,
+    StoredChoice,
+    StoredExchange,
     completion,
     messages,
     metadata_as_text,
@@ -21,20 +21,22 @@ from tuneloop.shared.ledger.recording.completion_object import (
 CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
 
 
-def spoken(**but: Any) -> Spoken:
+def spoken(**but: Any) -> StoredChoice:
     fields: dict[str, Any] = {"choice": 0, "text": "Hello.", "tool_calls": None, "finish_reason": "stop"}
-    return Spoken(**fields | {"prompt_tokens": 7, "completion_tokens": 3, "temperature": 0.5} | but)
+    return StoredChoice(**fields | {"prompt_tokens": 7, "completion_tokens": 3, "temperature": 0.5} | but)
 
 
-def stored(*choices: Spoken, metadata: str | None = None, request_metadata: object = None, **request: Any) -> Stored:
+def stored(
+    *choices: StoredChoice, metadata: str | None = None, request_metadata: object = None, **request: Any
+) -> StoredExchange:
     hello = {"messages": [{"role": "user", "content": "Hi"}], "metadata": request_metadata}
     said = json.dumps(hello | request).encode()
-    return Stored(
+    return StoredExchange(
         msg_id="chatcmpl-x", received_at=99.75, request=said, metadata=metadata, choices=choices or (spoken(),)
     )
 
 
-def told(kept: Stored) -> dict[str, Any]:
+def told(kept: StoredExchange) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(msgspec.json.encode(completion(kept, default_model="served")))
     return found
 
@@ -130,7 +132,7 @@ def test_messages_have_ids_and_keep_all_that_was_said() -> None:
 
 @pytest.mark.parametrize("request_", [b"", b"no json", b"[]", b"null", b'{"messages": 3}', b'{"messages": [1]}'])
 def test_a_request_that_is_none_has_no_messages(request_: bytes) -> None:
-    kept = Stored(msg_id="x", received_at=0, request=request_, metadata=None, choices=())
+    kept = StoredExchange(msg_id="x", received_at=0, request=request_, metadata=None, choices=())
     assert messages(kept) == []
     assert told(kept)["model"] == "served"
     assert tags_of("acme", request_) == set()

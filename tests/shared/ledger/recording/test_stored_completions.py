@@ -14,7 +14,7 @@ from tests.shared.retaining import EVERYTHING, column, everything, in_work, trai
 from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
-from tuneloop.shared.ledger.recording.completion_object import Spoken, completion, tag_of_model, tag_of_pair
+from tuneloop.shared.ledger.recording.completion_object import StoredChoice, completion, tag_of_model, tag_of_pair
 from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
 from tuneloop.shared.ledger.recording.tags import PageCursor
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
@@ -92,7 +92,7 @@ def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
     assert stored is not None
     assert (stored.received_at, stored.request, stored.metadata) == (12.5, said.request, None)
     assert stored.choices == tuple(
-        Spoken(
+        StoredChoice(
             choice=each.choice,
             text=each.text,
             tool_calls=each.tool_calls,

@@ -13,7 +13,7 @@ from tests.factories import exchange, experience, feedback, fill, ids, published
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.batches import next_groups, next_of, tenants, unsampled
+from tuneloop.shared.ledger.training.batches import next_groups, next_of, select_unsampled, tenants
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -269,7 +269,7 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine,
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "ANALYZE")
     assert "ix_experiences_committed" in plan_of(engine, tenants(engine.dialect.name))
-    assert "ix_experiences_unsampled" in plan_of(engine, unsampled(engine.dialect.name))
+    assert "ix_experiences_unsampled" in plan_of(engine, select_unsampled(engine.dialect.name))
     plan = plan_of(engine, query)
     assert index in plan
     assert "Sort" not in plan

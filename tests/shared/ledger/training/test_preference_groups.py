@@ -10,7 +10,7 @@ from tests.factories import exchange, experience, feedback, fill, ids, published
 from tuneloop.shared.experience import Feedback, Kind, Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.groups import _connected, _preferences
+from tuneloop.shared.ledger.training.groups import _connected_sets, _preferences
 
 Take = Callable[..., list[Sample]]
 
@@ -199,9 +199,9 @@ def test_a_retracted_reward_dissolves_the_group(ledger: Ledger, take: Take) -> N
 
 def test_what_is_connected_is_found_however_it_is_told() -> None:
     chain = [[number, number + 1] for number in range(0, 2000, 2)] + [[number, number + 3] for number in range(0, 1996)]
-    [one] = [each for each in _connected(range(3000), chain) if len(each) > 1]
+    [one] = [each for each in _connected_sets(range(3000), chain) if len(each) > 1]
     assert one == set(range(2000))
-    assert _connected([1, 2], [[1], []]) == [{1}, {2}]
+    assert _connected_sets([1, 2], [[1], []]) == [{1}, {2}]
 
 
 def test_what_preferences_there_are_is_looked_up_in_indexes(engine: Engine) -> None:

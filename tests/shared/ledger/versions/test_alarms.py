@@ -9,7 +9,7 @@ from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import AlarmState
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage.schema import alarms
-from tuneloop.shared.ledger.storage.transactions import translated
+from tuneloop.shared.ledger.storage.transactions import translating_errors
 
 
 @pytest.fixture
@@ -79,5 +79,5 @@ def test_an_alarm_without_a_proper_name_is_refused(clocked: Ledger, name: str) -
 def test_the_database_itself_holds_no_second_open_alarm_of_a_name(engine: Engine, clocked: Ledger) -> None:
     clocked.alarms.raise_alarm(Alarm("length", "once"))
     again = {"name": "length", "state": AlarmState.RAISED, "holds": False, "raised_at": 1.0, "reason": "twice"}
-    with pytest.raises(LedgerError), translated(), engine.begin() as connection:
+    with pytest.raises(LedgerError), translating_errors(), engine.begin() as connection:
         connection.execute(insert(alarms).values(again))

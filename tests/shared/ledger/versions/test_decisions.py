@@ -136,7 +136,7 @@ def test_a_pinned_version_stays_until_it_is_unpinned(made: Ledger) -> None:
     made.versions.begin_canary(3, by="explorer", reason="a tenth")
     made.versions.pin(1, instead_of=2, by="anna", reason="the release")
     assert states(made) == ["retired", "champion", "retired", "retired"]
-    assert (pinned := made.versions.pinned()) is not None
+    assert (pinned := made.versions.pinned_version()) is not None
     assert pinned.version == 1
     made.versions.pin(1, instead_of=1, by="anna", reason="again")
     for refused in (
@@ -147,7 +147,7 @@ def test_a_pinned_version_stays_until_it_is_unpinned(made: Ledger) -> None:
         with pytest.raises(VersionRefused, match="version 1 is pinned"):
             refused()
     assert made.versions.unpin(by="anna") == 1
-    assert made.versions.pinned() is None
+    assert made.versions.pinned_version() is None
     with pytest.raises(VersionRefused, match="no version is pinned"):
         made.versions.unpin(by="anna")
     assert [action for action, _, _ in story(made, 1)][-4:] == ["retired", "pinned", "promoted", "unpinned"]

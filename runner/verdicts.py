@@ -45,7 +45,7 @@ def words_in(answer: Mapping[str, Any], key: str) -> str:
 def _without_thought(text: str) -> str:
     """The text after the thought, which some chat templates open themselves. Raises JudgeFailed if it has no end.
 
-    >>> _said('Four? {"scores": 4}? No.</think>{"scores": {"tone": 5}}')
+    >>> _without_thought('Four? {"scores": 4}? No.</think>{"scores": {"tone": 5}}')
     '{"scores": {"tone": 5}}'
     """
     thought, closed, after = text.partition(_CLOSES)

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from pydantic import SecretStr
 
 from examples.sums.model import build, save, tokenizer
 from tests.loop.harness.oracle import Oracle
@@ -170,7 +171,7 @@ def test_its_replies_can_be_had_and_what_does_not_fit_is_refused(settings: Setti
 
 
 def test_a_wrong_key_is_refused_in_a_sentence(settings: Settings) -> None:
-    distill = settings.algorithm.distill.model_copy(update={"teacher_key": "wrong"})
+    distill = settings.algorithm.distill.model_copy(update={"teacher_key": SecretStr("wrong")})
     wrong = settings.model_copy(update={"algorithm": settings.algorithm.model_copy(update={"distill": distill})})
     with pytest.raises(EnvironmentRefused, match=r"teacher_url: .* answers 401: Unauthorized"):
         RemoteTeacher(wrong, Event()).check()

@@ -48,7 +48,7 @@ class Stage:
     def seconds_to_drain(self) -> float:
         """How long it takes until all that was acknowledged until now is in the database."""
         started, said, heard = time.monotonic(), set(self.book.replies), set(self.book.acknowledged)
-        wait_for(lambda: not said - set(self.stored()) and not heard - self.requests(), why="it is not drained")
+        wait_for(lambda: not said - set(self.stored()) and not heard - self.heard(), why="it is not drained")
         return time.monotonic() - started
 
     def stored(self) -> list[str]:
@@ -71,7 +71,7 @@ class Stage:
         place = {msg_id: number for number, msg_id in enumerate(stored)}
         assert len(place) == len(stored), "a reply is stored twice"
         assert self.book.replies - place.keys() == set()
-        assert self.book.acknowledged.keys() - self.requests() == set()
+        assert self.book.acknowledged.keys() - self.heard() == set()
         for lane in self.book.lanes.values():
             places = [place[msg_id] for msg_id in lane]
             assert places == sorted(places), "the order is not kept"

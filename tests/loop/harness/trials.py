@@ -52,7 +52,7 @@ class Stage:
         """Wait until a version answers users who ask from now on; since when it does."""
         now = time.time()
         wait_for(lambda: any(each.version == version for each in self.users.since(now)), why=f"{version} is silent")
-        return next(each.requests for each in self.users.since(now) if each.version == version)
+        return next(each.heard for each in self.users.since(now) if each.version == version)
 
     def until_it_alone_answers(self, version: int) -> None:
         """Wait until a version answers everybody."""
@@ -96,7 +96,7 @@ class Stage:
     def assert_it_got_its_share_and_no_more(self, version: int, began: float, ended: float) -> None:
         """From `began` to `ended` it answered the users whom the hash gives it, always, and nobody else."""
         split = TrafficSplit(version, share=self.service.settings.rollout.tried_share)
-        met = [each for each in self.users.since(began) if each.requests < ended]
+        met = [each for each in self.users.since(began) if each.heard < ended]
         assert [each for each in met if (each.version == version) != split.answers(f"default:{each.user}")] == []
         assert len(met) > len(USERS) / 2
         assert abs(sum(each.version == version for each in met) / len(met) - split.share) < 0.2

@@ -52,7 +52,7 @@ def test_replies_are_what_greedy_decoding_gives_however_they_are_padded(held_out
     ids = [asked._tokenizer(each)["input_ids"] for each in prompts]
     expected = [asked._words(greedy(actor, each, 6)) for each in ids]
     assert len(set(expected)) > 1
-    assert [asked._words(each) for each in asked._generated(actor, ids)] == expected
+    assert [asked._words(each) for each in asked._generate(actor, ids)] == expected
     _, alone = held_out(*({"prompt": each, "answer": "?"} for each in prompts), trainer={"micro_batch_tokens": 1})
     assert [len(part) for part in alone._batches()] == [1, 1, 1, 1]
     assert [len(part) for part in asked._batches()] == [2, 1, 1]
@@ -62,7 +62,7 @@ def test_the_score_is_the_share_of_right_answers_of_all_and_of_each_slice(held_o
     chosen, asked = held_out({"prompt": "a", "answer": "?"})
     actor = Actor.load(chosen, chosen.model.model_path)
     said = {
-        each: asked._words(asked._generated(actor, [asked._tokenizer(each)["input_ids"]])[0]) for each in ("a", "bc")
+        each: asked._words(asked._generate(actor, [asked._tokenizer(each)["input_ids"]])[0]) for each in ("a", "bc")
     }
     _, asked = held_out(
         {"prompt": "a", "answer": said["a"], "slice": "one"},
@@ -178,7 +178,7 @@ def test_an_evaluation_that_does_not_fit_is_skipped(settings, ledger, tmp_path, 
     def too_much(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(HeldOut, "_generated", too_much)
+    monkeypatch.setattr(HeldOut, "_generate", too_much)
     commit(ledger, [sample(i) for i in range(4)])
     chosen = settings(monitor={"evaluation": {"path": path, "every": 1}}, trainer={"total_steps": 1})
     with capture_logs() as said:

@@ -77,7 +77,7 @@ def test_a_version_that_does_worse_is_said_to(gated, ledger):
     ledger.versions.ensure_base(chosen.model.model_path)
     learner = snapshot.load(chosen, None)
     prompt = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
-    said = prompt._words(prompt._generated(learner.actor, [prompt._tokenizer("7+5=")["input_ids"]])[0])
+    said = prompt._words(prompt._generate(learner.actor, [prompt._tokenizer("7+5=")["input_ids"]])[0])
     task = TASKS[0] | {"answer": said}
     chosen.monitor.evaluation.path.write_text(json.dumps(task))
     commit(ledger, [sample(i) for i in range(4)])
@@ -121,7 +121,7 @@ def test_the_distance_is_none_from_itself_and_some_from_another(gated, opinionat
     ids = [held_out._tokenizer(task["prompt"])["input_ids"] for task in TASKS]
     by_hand = []
     for prompt in ids:
-        (reply,) = held_out._generated(one, [prompt])
+        (reply,) = held_out._generate(one, [prompt])
         with torch.no_grad():
             p, q = (each.network(torch.tensor([prompt + reply])).logits[0].softmax(1) for each in (one, other))
         rows = range(len(prompt) - 1, len(prompt) + len(reply) - 1)

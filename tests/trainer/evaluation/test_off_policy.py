@@ -175,6 +175,6 @@ def test_a_reply_that_is_cut_off_or_in_no_form_is_malformed(settings, tmp_path, 
     ids = held_out._tokenizer("a")["input_ids"]
     with torch.no_grad():
         # It ends after its seventh token.
-        held_out._ends = [held_out._generated(actor, [ids])[0][6]] if most > 7 else held_out._ends
+        held_out._ends = [held_out._generate(actor, [ids])[0][6]] if most > 7 else held_out._ends
     found = {each.metric: each.value for each in held_out.figures(actor)}
     assert found[MALFORMED] == share

@@ -38,7 +38,7 @@ def test_loss_and_gradient_and_each_micro_batchs_share_are_theirs(case):
 def _ours(learner, samples):
     """Loss and gradients of one mini-batch, cut into micro-batches."""
     sequences = assemble(samples, merge=False)
-    batch = learner._collated(sequences)
+    batch = learner._collate(sequences)
     targets, _ = learner._targets(sequences, batch)
     told = learner.forward_backward(batch, targets)
     return told["actor/sft_loss"], {name: each.grad for name, each in learner.actor.network.named_parameters()}

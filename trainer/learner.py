@@ -18,7 +18,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.off_policy import importance
+from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
@@ -174,7 +174,9 @@ class Learner:
             targets = replace(targets, reference_BR=self._score(self.reference, batch))
         if self._asks.start:
             start_BR = self._score(self.actor, batch)
-            weights_BR, weighed = importance(self._algorithm.off_policy, start_BR, batch.sampled_BR, batch.mask_BR)
+            weights_BR, weighed = importance_weights(
+                self._algorithm.off_policy, start_BR, batch.sampled_BR, batch.mask_BR
+            )
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             told.update(weighed)
         if self._asks.teacher:

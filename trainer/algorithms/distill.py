@@ -23,11 +23,11 @@ from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """Advantages depend on the policy of the moment: they are made in the loss."""
     return targets, baselines

@@ -21,11 +21,11 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """Signs and units of rows that come as chosen, rejected, chosen, rejected, …"""
     rows = torch.arange(len(targets.mask_BR))

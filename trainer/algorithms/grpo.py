@@ -18,14 +18,14 @@ DAPO's sampling of more groups in the place of constant ones.
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import Scores, advantages
+from tuneloop.trainer.algorithms.terms.groups import RunScores, advantages
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
-    each_K = Scores.of_means(algorithm, targets, calls).scale(algorithm.group.scale)
+    each_K = RunScores.of_means(algorithm, targets, calls).scale(algorithm.group.scale)
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

@@ -14,16 +14,16 @@ Left out: rewards of the calls before the last; `std_threshold` (`group.drop_con
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import Scores, advantages, counts
+from tuneloop.trainer.algorithms.terms.groups import RunScores, advantages, counts
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
-    each_K = Scores.of_last(algorithm, targets, calls).scale(algorithm.group.scale)
+    each_K = RunScores.of_last(algorithm, targets, calls).scale(algorithm.group.scale)
     if algorithm.group.step_norm:
         each_K = each_K / counts(calls.runs_C)
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import damp_negative, gae, token_mean, whiten
+from tuneloop.trainer.algorithms.terms.estimators import gae, scale_negative, token_mean, whiten
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """Advantages and returns of a whole batch."""
     advantages_BR, returns_BR = gae(
-        less_divergence(algorithm, targets, calls.paid_BR),
+        subtract_kl_penalty(algorithm, targets, calls.paid_BR),
         require(targets.values_BR),
         targets.mask_BR,
         calls.ends_BR,
@@ -37,13 +37,13 @@ def prepare(
     )
     if algorithm.whiten_advantages:
         advantages_BR = whiten(advantages_BR, targets.mask_BR)
-        if not _anything_better(algorithm, calls):
+        if not _rewards_differ(algorithm, calls):
             advantages_BR = torch.zeros_like(advantages_BR)
-    advantages_BR = damp_negative(advantages_BR, algorithm.negative_scale)
+    advantages_BR = scale_negative(advantages_BR, algorithm.negative_scale)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines
 
 
-def _anything_better(algorithm: AlgorithmSettings, calls: Calls) -> bool:
+def _rewards_differ(algorithm: AlgorithmSettings, calls: CallRewards) -> bool:
     """Whether some replies were rewarded better than others. If none was, what is left to whiten is the critic's error.
 
     It would be scaled up to variance 1, and the actor would follow it.

@@ -30,49 +30,49 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.algorithm import BaselineSettings as Options
-from tuneloop.trainer.algorithms.terms.estimators import damp_negative
-from tuneloop.trainer.algorithms.terms.groups import EPSILON, less_divergences
-from tuneloop.trainer.algorithms.terms.moments import Baselines, Moments, standard, update_moments
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.estimators import scale_negative
+from tuneloop.trainer.algorithms.terms.groups import EPSILON, kl_penalties
+from tuneloop.trainer.algorithms.terms.moments import Baselines, Moments, mean_and_std, update_moments
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
-MOST_TASKS = 10_000
+MAX_TASKS = 10_000
 
 _ALL = "reinforce"
 _TASK = "reinforce/"
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch, and what is remembered of it."""
     options = algorithm.baseline
-    scores_C = calls.rewards_C.double() + less_divergences(algorithm, targets, calls)
+    scores_C = calls.rewards_C.double() + kl_penalties(algorithm, targets, calls)
     tasks = [_key(task) for task in calls.tasks]
-    baseline_C = _expected_rewards(options, scores_C, tasks, baselines)
+    baseline_C = _baseline(options, scores_C, tasks, baselines)
     over_C = (scores_C - baseline_C).masked_fill(torch.isclose(scores_C, baseline_C, rtol=1e-9, atol=0), 0)
     baselines = _update_baselines(options, scores_C, tasks, baselines)
     over_C = over_C / _scale(options, over_C, baselines[_ALL])
-    advantages_BR = damp_negative(calls.spread(over_C.to(calls.rewards_C.dtype)), algorithm.negative_scale)
+    advantages_BR = scale_negative(calls.spread(over_C.to(calls.rewards_C.dtype)), algorithm.negative_scale)
     return replace(targets, advantages_BR=advantages_BR), baselines
 
 
-def _expected_rewards(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
+def _baseline(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
     """The reward to be expected of each call."""
     before = baselines.get(_ALL)
     if options.kind == "batch" or before is None:
         return scores_C.mean().expand_as(scores_C)
-    mean = standard(before)[0]
+    mean = mean_and_std(before)[0]
     if options.kind == "running":
         return torch.full_like(scores_C, mean)
-    return torch.tensor([_shrink(baselines.get(task), mean, options.decay) for task in tasks], dtype=torch.float64)
+    return torch.tensor([_shrunk_mean(baselines.get(task), mean, options.decay) for task in tasks], dtype=torch.float64)
 
 
-def _shrink(task: Moments | None, mean: float, decay: float) -> float:
+def _shrunk_mean(task: Moments | None, mean: float, decay: float) -> float:
     """A task's mean, drawn to that of all as if it had been in one batch more, with that mean."""
     if task is None:
         return mean
     batches = task.weight / (1 - decay)
-    return (batches * standard(task)[0] + mean) / (batches + 1)
+    return (batches * mean_and_std(task)[0] + mean) / (batches + 1)
 
 
 def _update_baselines(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Baselines:
@@ -87,7 +87,7 @@ def _update_baselines(options: Options, scores_C: Tensor, tasks: list[str], base
     for task, numbers in members.items():
         kept[task] = update_moments(kept.pop(task, None), scores_C[numbers], decay=options.decay)
     remembered = [name for name in kept if name.startswith(_TASK)]
-    for name in remembered[: max(len(remembered) - MOST_TASKS, 0)]:
+    for name in remembered[: max(len(remembered) - MAX_TASKS, 0)]:
         del kept[name]
     return kept
 
@@ -99,7 +99,7 @@ def _scale(options: Options, over_C: Tensor, moments: Moments) -> float:
         case "batch":
             return float(over_C.square().mean().sqrt()) + EPSILON
         case "running":
-            return standard(moments)[1] + EPSILON
+            return mean_and_std(moments)[1] + EPSILON
 
 
 def _key(task: str) -> str:

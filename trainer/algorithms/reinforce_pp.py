@@ -16,19 +16,19 @@ from dataclasses import replace
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import damp_negative, gae, whiten
+from tuneloop.trainer.algorithms.terms.estimators import gae, scale_negative, whiten
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """Advantages and returns of a whole batch: with values of 0 and lambda 1, GAE is the return."""
-    paid_BR = less_divergence(algorithm, targets, calls.paid_BR)
+    paid_BR = subtract_kl_penalty(algorithm, targets, calls.paid_BR)
     nothing_BR = torch.zeros_like(paid_BR)
     returns_BR, _ = gae(paid_BR, nothing_BR, targets.mask_BR, calls.ends_BR, gamma=algorithm.gamma, lam=1.0)
     advantages_BR = whiten(returns_BR, targets.mask_BR) if algorithm.whiten_advantages else returns_BR
-    advantages_BR = damp_negative(advantages_BR, algorithm.negative_scale)
+    advantages_BR = scale_negative(advantages_BR, algorithm.negative_scale)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines

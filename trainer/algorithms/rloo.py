@@ -16,16 +16,16 @@ deviation (`group.scale` is not looked at); whitening.
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import Scores, advantages
+from tuneloop.trainer.algorithms.terms.groups import RunScores, advantages
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
-    scores = Scores.of_means(algorithm, targets, calls)
+    scores = RunScores.of_means(algorithm, targets, calls)
     others_K = (scores.sizes_K - 1).clamp(min=1)
     each_K = scores.centre() * scores.sizes_K / others_K
     return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines

@@ -15,11 +15,11 @@ from torch import Tensor
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import aggregate, token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import Calls, Loss, Targets, Totals
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals
 
 
 def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: Calls, baselines: Baselines
+    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
 ) -> tuple[Targets, Baselines]:
     """There is nothing to prepare."""
     return targets, baselines

@@ -106,7 +106,7 @@ def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch
     return [torch.cat([(units_B == unit).nonzero()[:, 0] for unit in part]) for part in parts]
 
 
-def spread(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
+def scatter_tokens(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
     """One number per reply token, put back in its place; 0 in the padding."""
     return flat_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_N)
 

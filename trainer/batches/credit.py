@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.moments import Baselines, standard, update_moments
-from tuneloop.trainer.algorithms.terms.targets import Calls
+from tuneloop.trainer.algorithms.terms.moments import Baselines, mean_and_std, update_moments
+from tuneloop.trainer.algorithms.terms.targets import CallRewards
 from tuneloop.trainer.batches.batch import Batch
 from tuneloop.trainer.batches.sequences import TokenSequence, run_of, when_sampled
 
@@ -30,7 +30,7 @@ def calls_of(
     batch: Batch,
     baselines: Baselines,
     limit: int | None,
-) -> tuple[Calls, Baselines]:
+) -> tuple[CallRewards, Baselines]:
     """The calls of a batch: credited, then clipped, punished for their length, and shifted and scaled.
 
     `limit`: the most tokens that a reply may have, if known.
@@ -51,7 +51,7 @@ def calls_of(
     low, high = algorithm.reward_clip or (-np.inf, np.inf)
     judged = credited.clip(low, high) - [_overlong(algorithm, call, limit) for call in calls]
     rewards_C, baselines = _normalize(algorithm, torch.from_numpy(judged), baselines)
-    return Calls(
+    return CallRewards(
         rewards_C=rewards_C.float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
         runs_C=torch.from_numpy(run_numbers),
@@ -83,7 +83,7 @@ def _normalize(algorithm: AlgorithmSettings, rewards_C: Tensor, baselines: Basel
             return apart_C / (apart_C.square().mean().sqrt() + _LEAST), baselines
         case "running":
             seen = update_moments(baselines.get(_REWARDS), rewards_C, decay=algorithm.baseline.decay)
-            mean, deviation = standard(seen)
+            mean, deviation = mean_and_std(seen)
             return (rewards_C - mean) / (deviation + _LEAST), {**baselines, _REWARDS: seen}
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.batch import Batch, spread
+from tuneloop.trainer.batches.batch import Batch, scatter_tokens
 
 # Logits of so many reply tokens exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
 _CHUNK = 2048
@@ -72,7 +72,7 @@ class Actor:
             for i in starts
         ]
         logprobs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        return spread(logprobs_N, batch.mask_BR), spread(entropy_N, batch.mask_BR)
+        return scatter_tokens(logprobs_N, batch.mask_BR), scatter_tokens(entropy_N, batch.mask_BR)
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""
@@ -127,7 +127,7 @@ class Critic(nn.Module):
         """The value before each reply token, in float32, of shape BR."""
         features_ND = _run(self.body, batch.ids_BT).last_hidden_state[batch.predicts_BT]
         values_N1 = cast(Tensor, self.value_head(features_ND.float()))
-        return spread(values_N1[:, 0], batch.mask_BR)
+        return scatter_tokens(values_N1[:, 0], batch.mask_BR)
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""

@@ -9,7 +9,7 @@ from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import kto
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
@@ -64,7 +64,7 @@ def test_a_batch_of_one_kind_is_finite():
 
 def test_the_threshold_itself_is_desirable_and_the_divergence_never_negative():
     rewards = torch.tensor([0.5, 0.49, 1.0])
-    calls = Calls(
+    calls = CallRewards(
         rewards_C=rewards,
         rows_C=torch.tensor([2, 0, 1]),
         runs_C=torch.arange(3),

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from tests.trainer.calls import calls
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import ALGORITHMS
-from tuneloop.trainer.algorithms.terms.off_policy import importance
+from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
 
@@ -79,7 +79,7 @@ class Made:
     def targets(self, algorithm):
         mask_BR = self.calls.of_BR >= 0
         constants = {name: self.said[name] for name in ("sampled_BR", "start_BR", "reference_BR", "values_BR")}
-        weights, _ = importance(algorithm.off_policy, constants["start_BR"], constants["sampled_BR"], mask_BR)
+        weights, _ = importance_weights(algorithm.off_policy, constants["start_BR"], constants["sampled_BR"], mask_BR)
         targets = Targets(mask_BR=mask_BR, weights_BR=weights, **constants)
         return ALGORITHMS[algorithm.algorithm_type].prepare(algorithm, targets, self.calls, {})[0]
 

@@ -8,9 +8,9 @@ import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.ppo import critic_loss, prepare, value_loss
-from tuneloop.trainer.algorithms.terms.policy_loss import clipped_loss as policy_loss
+from tuneloop.trainer.algorithms.terms.policy_loss import clipped_policy_loss as policy_loss
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets, Totals
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets, Totals
 
 TOTALS = Totals(tokens=3, sequences=2, units=2)
 
@@ -144,7 +144,7 @@ def _rewarded(*rewards):
     """Sequences of one token, sampled with log-probability 0."""
     rows = torch.arange(len(rewards))
     mask = torch.ones(len(rewards), 1, dtype=torch.bool)
-    calls = Calls(
+    calls = CallRewards(
         rewards_C=torch.tensor(rewards),
         rows_C=rows,
         runs_C=rows,

@@ -57,7 +57,7 @@ def test_a_task_seen_more_often_is_believed_more():
 
 
 def test_tasks_are_remembered_by_digests_and_the_longest_unseen_is_forgotten(monkeypatch):
-    monkeypatch.setattr(reinforce, "MOST_TASKS", 2)
+    monkeypatch.setattr(reinforce, "MAX_TASKS", 2)
     _, after = _step([1.0, 2.0], tasks=["t/ann's secret", "t/b"], kind="task")
     assert not any("secret" in name for name in after)
     first, second = list(after)[1:]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.trainer.factories import sample
-from tuneloop.trainer.batches.batch import collate, micro_batches, mini_batches, spread
+from tuneloop.trainer.batches.batch import collate, micro_batches, mini_batches, scatter_tokens
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 
 
@@ -42,7 +42,7 @@ def test_chosen_rows_lose_the_padding_they_do_not_need():
 
 def test_numbers_per_token_return_to_their_places():
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert spread(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[1, 2, 0], [3, 0, 0]]
+    assert scatter_tokens(torch.tensor([1.0, 2.0, 3.0]), mask).tolist() == [[1, 2, 0], [3, 0, 0]]
 
 
 def test_micro_batches_hold_every_reply_once_and_keep_to_the_budget():

@@ -7,10 +7,10 @@ import torch
 
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.off_policy import importance, needs_start
+from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
-from tuneloop.trainer.batches.batch import spread
+from tuneloop.trainer.batches.batch import scatter_tokens
 from tuneloop.trainer.models.model import _logprobs
 
 OFF_POLICY = ("correction", "level", "low", "high")
@@ -34,7 +34,7 @@ def _targets(case, algorithm):
     )
     if not needs_start(algorithm.off_policy):
         return targets
-    weights_BR, _ = importance(algorithm.off_policy, x["start"], x["sampled"], x["mask"])
+    weights_BR, _ = importance_weights(algorithm.off_policy, x["start"], x["sampled"], x["mask"])
     return replace(targets, start_BR=x["start"], weights_BR=weights_BR)
 
 
@@ -79,7 +79,7 @@ def _of_the_model(case, logits_BRV):
     mask_BR = case.inputs["mask"]
     said_N, ones_N = case.inputs["said"][mask_BR], torch.ones(int(mask_BR.sum()))
     return tuple(
-        spread(each_N, mask_BR) for each_N in _logprobs(lambda each: each, logits_BRV[mask_BR], said_N, ones_N)
+        scatter_tokens(each_N, mask_BR) for each_N in _logprobs(lambda each: each, logits_BRV[mask_BR], said_N, ones_N)
     )
 
 

@@ -7,7 +7,7 @@ from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.ppo import critic_loss
 from tuneloop.trainer.algorithms.terms.estimators import kl
-from tuneloop.trainer.algorithms.terms.off_policy import importance
+from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
 
@@ -25,7 +25,7 @@ def _algorithm(case):
 
 def _targets(case, algorithm):
     x = case.inputs
-    weights, _ = importance(algorithm.off_policy, x["start"], x["sampled"], x["mask"])
+    weights, _ = importance_weights(algorithm.off_policy, x["start"], x["sampled"], x["mask"])
     return Targets(
         mask_BR=x["mask"],
         sampled_BR=x["sampled"],
@@ -81,7 +81,7 @@ def test_a_mean_per_micro_batch_is_not_theirs():
 @pytest.mark.parametrize("case", cases("off_policy"), ids=str)
 def test_the_importance_weights_are_theirs(case):
     x, algorithm = case.inputs, _algorithm(case)
-    weights, _ = importance(algorithm.off_policy, x["start"], x["sampled"], x["mask"])
+    weights, _ = importance_weights(algorithm.off_policy, x["start"], x["sampled"], x["mask"])
     case.outputs["weights"] = torch.where(x["mask"], case.outputs["weights"], 0.0)
     case.agrees(weights, "weights")
 

@@ -100,7 +100,7 @@ def kl(logprobs_BR: Tensor, reference_BR: Tensor, estimator: Literal["k1", "k2",
             assert_never(estimator)
 
 
-def damp_negative(advantages_BR: Tensor, negative_scale: float) -> Tensor:
+def scale_negative(advantages_BR: Tensor, negative_scale: float) -> Tensor:
     """Negative advantages times a factor: what to avoid is learnt less eagerly than what to repeat."""
     return torch.where(advantages_BR < 0, advantages_BR * negative_scale, advantages_BR)
 

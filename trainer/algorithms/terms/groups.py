@@ -9,36 +9,36 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import damp_negative
-from tuneloop.trainer.algorithms.terms.policy_loss import less_divergence
-from tuneloop.trainer.algorithms.terms.targets import Calls, Targets
+from tuneloop.trainer.algorithms.terms.estimators import scale_negative
+from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
+from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
 #: What is added to a standard deviation before anything is divided by it: verl's number; TRL's is 1e-4.
 EPSILON = 1e-6
 
 
-class Scores(NamedTuple):
+class RunScores(NamedTuple):
     """A score of each run, in float64, and the number of its group."""
 
     scores_K: Tensor
     groups_K: Tensor
 
     @classmethod
-    def of_means(cls, algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Self:
+    def of_means(cls, algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Self:
         """The mean of the rewards of a run's calls."""
         rewards_K = sums(calls.rewards_C, calls.runs_C) / counts(calls.runs_C)
         return cls._of(rewards_K, algorithm, targets, calls)
 
     @classmethod
-    def of_last(cls, algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Self:
+    def of_last(cls, algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Self:
         """The reward of a run's last call."""
         rewards_K = sums(torch.where(calls.last_C, calls.rewards_C, 0.0), calls.runs_C)
         return cls._of(rewards_K, algorithm, targets, calls)
 
     @classmethod
-    def _of(cls, rewards_K: Tensor, algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Self:
+    def _of(cls, rewards_K: Tensor, algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Self:
         """With `kl_in: reward` a run pays for the divergence of all its tokens."""
-        paid_K = sums(less_divergences(algorithm, targets, calls), calls.runs_C)
+        paid_K = sums(kl_penalties(algorithm, targets, calls), calls.runs_C)
         groups_K = torch.zeros(len(rewards_K), dtype=torch.long).index_copy(0, calls.runs_C, calls.groups_C)
         return cls(rewards_K + paid_K, groups_K)
 
@@ -68,15 +68,15 @@ class Scores(NamedTuple):
                 return centred_K / (variance_G.sqrt()[self.groups_K] + EPSILON)
 
 
-def advantages(algorithm: AlgorithmSettings, calls: Calls, each_K: Tensor) -> Tensor:
+def advantages(algorithm: AlgorithmSettings, calls: CallRewards, each_K: Tensor) -> Tensor:
     """A run's advantage at each token of all its calls, negative ones times `negative_scale`; of shape BR."""
     spread_BR = calls.spread(each_K.to(calls.rewards_C.dtype)[calls.runs_C])
-    return damp_negative(spread_BR, algorithm.negative_scale)
+    return scale_negative(spread_BR, algorithm.negative_scale)
 
 
-def less_divergences(algorithm: AlgorithmSettings, targets: Targets, calls: Calls) -> Tensor:
+def kl_penalties(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Tensor:
     """What each call pays, with `kl_in: reward`, for its tokens' divergence from the base model; of shape C, <= 0."""
-    paid_BR = less_divergence(algorithm, targets, torch.zeros_like(targets.sampled_BR))
+    paid_BR = subtract_kl_penalty(algorithm, targets, torch.zeros_like(targets.sampled_BR))
     inside_BR = calls.of_BR >= 0
     nothing_C = torch.zeros(len(calls.rewards_C), dtype=torch.float64)
     return nothing_C.index_add(0, calls.of_BR[inside_BR], paid_BR[inside_BR].double())

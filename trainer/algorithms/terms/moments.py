@@ -28,7 +28,7 @@ def update_moments(before: Moments | None, seen_C: Tensor, *, decay: float) -> M
     )
 
 
-def standard(moments: Moments) -> tuple[float, float]:
+def mean_and_std(moments: Moments) -> tuple[float, float]:
     """Mean and standard deviation."""
     mean, square = moments.mean / moments.weight, moments.square / moments.weight
     return mean, max(square - mean**2, 0.0) ** 0.5

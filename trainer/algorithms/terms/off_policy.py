@@ -25,7 +25,7 @@ def needs_start(options: OffPolicySettings) -> bool:
     return options.proximal == "recomputed" or options.correction == "mask"
 
 
-def importance(
+def importance_weights(
     options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor
 ) -> tuple[Tensor, Mapping[str, float]]:
     """The weight of each token, 0 outside the mask, and what can be said of them."""

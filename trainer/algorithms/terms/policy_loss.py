@@ -17,7 +17,7 @@ from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, aggregat
 from tuneloop.trainer.algorithms.terms.targets import Loss, Targets, Totals, require
 
 
-def clipped_loss(
+def clipped_policy_loss(
     log_ratio_BR: Tensor, advantages_BR: Tensor, *, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
     """Per token: the loss, and whether the clip to [1 - low, 1 + high] decided it."""
@@ -44,7 +44,7 @@ def surrogate(
     recomputed = algorithm.off_policy.proximal == "recomputed"
     log_ratio_BR = logprobs_BR - (require(targets.start_BR) if recomputed else targets.sampled_BR)
     high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
-    policy_BR, clipped_BR = clipped_loss(
+    policy_BR, clipped_BR = clipped_policy_loss(
         log_ratio_BR, require(targets.advantages_BR), low=algorithm.clip_range, high=high, dual=algorithm.dual_clip
     )
     if targets.weights_BR is not None:
@@ -68,7 +68,7 @@ def surrogate(
     return Loss(loss, {name: value.detach() for name, value in metrics.items()})
 
 
-def less_divergence(algorithm: AlgorithmSettings, targets: Targets, paid_BR: Tensor) -> Tensor:
+def subtract_kl_penalty(algorithm: AlgorithmSettings, targets: Targets, paid_BR: Tensor) -> Tensor:
     """The rewards, less `kl_coef` times each token's divergence from the base model if that counts in the reward."""
     if algorithm.kl_in != "reward" or targets.reference_BR is None:
         return paid_BR

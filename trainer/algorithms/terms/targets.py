@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
+class CallRewards:
     """The replies of a batch, C of them; a sequence of a trajectory has several.
 
     `rewards_C` are as the settings divide, clip and scale them. `rows_C`, `runs_C` and `groups_C` number a call's

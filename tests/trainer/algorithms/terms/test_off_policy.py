@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings, OffPolicySettings
-from tuneloop.trainer.algorithms.terms.off_policy import importance, needs_start
+from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
 
@@ -27,40 +27,40 @@ START = SAMPLED + torch.tensor([[math.log(4.0), math.log(0.25), 5.0], [math.log(
 )
 def test_weights_of_a_recomputed_start(correction, level, expected):
     options = OffPolicySettings(proximal="recomputed", correction=correction, level=level, low=0.5, high=2.0)
-    weights, _ = importance(options, START, SAMPLED, MASK)
+    weights, _ = importance_weights(options, START, SAMPLED, MASK)
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 def test_a_geometric_weight_is_of_the_mean_log_ratio():
     start = SAMPLED + torch.tensor([[math.log(4.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
     options = OffPolicySettings(proximal="recomputed", level="geometric", high=10.0)
-    weights, _ = importance(options, start, SAMPLED, MASK)
+    weights, _ = importance_weights(options, start, SAMPLED, MASK)
     torch.testing.assert_close(weights[0], torch.tensor([2.0, 2.0, 0.0]))
 
 
 def test_with_the_ratio_against_what_was_sampled_a_mask_counts_no_weight_twice():
-    weights, told = importance(OffPolicySettings(correction="mask", low=0.5, high=2.0), START, SAMPLED, MASK)
+    weights, told = importance_weights(OffPolicySettings(correction="mask", low=0.5, high=2.0), START, SAMPLED, MASK)
     assert weights.tolist() == [[0, 0, 0], [1, 0, 0]]
     assert told["off_policy/outside"] == pytest.approx(2 / 3)
 
 
 def test_weights_say_how_much_of_the_batch_counts():
-    _, even = importance(OffPolicySettings(proximal="recomputed"), SAMPLED, SAMPLED, MASK)
+    _, even = importance_weights(OffPolicySettings(proximal="recomputed"), SAMPLED, SAMPLED, MASK)
     assert (even["off_policy/weight_mean"], even["off_policy/effective_sample_size"]) == pytest.approx((1.0, 1.0))
-    _, uneven = importance(OffPolicySettings(proximal="recomputed"), START, SAMPLED, MASK)
+    _, uneven = importance_weights(OffPolicySettings(proximal="recomputed"), START, SAMPLED, MASK)
     assert uneven["off_policy/weight_max"] == pytest.approx(4.0)
     cut = (2 + 0.25 + 1.5) ** 2 / (4 + 0.0625 + 2.25) / 3
     assert uneven["off_policy/effective_sample_size"] == pytest.approx(cut)
-    _, masked = importance(OffPolicySettings(correction="mask"), START, SAMPLED, MASK)
+    _, masked = importance_weights(OffPolicySettings(correction="mask"), START, SAMPLED, MASK)
     assert masked["off_policy/effective_sample_size"] == pytest.approx(1 / 3)
-    _, nothing = importance(OffPolicySettings(correction="mask"), SAMPLED + 1.0, SAMPLED, MASK)
+    _, nothing = importance_weights(OffPolicySettings(correction="mask"), SAMPLED + 1.0, SAMPLED, MASK)
     assert (nothing["off_policy/outside"], nothing["off_policy/effective_sample_size"]) == (1.0, 0.0)
 
 
 def test_an_absurd_ratio_is_a_finite_weight():
     far = torch.full((1, 1), 3e5)
     for each in (far, -far):
-        weights, told = importance(
+        weights, told = importance_weights(
             OffPolicySettings(proximal="recomputed"), each, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
         )
         assert weights.isfinite().all()
@@ -93,7 +93,7 @@ def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
         sampled, mask = behaviour.log()[arms][:, None], torch.ones(256, 1, dtype=torch.bool)
         start = logits.detach().log_softmax(0)[arms][:, None]
         expected = (logits.detach().softmax(0) * rewards).sum()
-        weights, _ = importance(options, start, sampled, mask)
+        weights, _ = importance_weights(options, start, sampled, mask)
         targets = Targets(
             mask_BR=mask,
             sampled_BR=sampled,

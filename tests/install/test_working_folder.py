@@ -125,6 +125,7 @@ def _use(service: Service) -> None:
     wait_for(lambda: httpx.post(f"{service.url}/commit", timeout=60).status_code == 200)
 
 
+@pytest.mark.soak
 @pytest.mark.vllm
 def test_an_engine_imports_nothing_from_it(
     foreign: Foreign, model: Path, tmp_path: Path, environment: dict[str, str]

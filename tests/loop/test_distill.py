@@ -1,8 +1,5 @@
 """A student of a real vLLM: the teacher's numbers are transformers', and the student comes nearer to it."""
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from threading import Event
@@ -14,10 +11,10 @@ import torch
 from pydantic import SecretStr
 
 from examples.sums.model import build, save, tokenizer
+from tests.loop.harness.bare_engine import KEY, MODEL, put_weights, url_of
 from tests.loop.harness.oracle import Oracle
-from tests.loop.harness.services import free_port, make_model, wait_for, write_settings
+from tests.loop.harness.services import make_model, write_settings
 from tests.trainer.factories import sample
-from tuneloop.explorer.engines import vllm
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.loader import load_settings
@@ -44,58 +41,14 @@ def opinionated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def teacher_url(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """vLLM as its users start it, on a port, but for our log-probabilities' dtype and a small memory."""
-    folder = tmp_path_factory.mktemp("teacher")
-    settings, port = load_settings(write_settings(folder, opinionated)), free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "tuneloop.explorer.engines.guard",
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-    ]
-    options = [
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--distributed-executor-backend",
-        "uni",
-        "--kv-cache-memory-bytes",
-        str(64 << 20),
-    ]
-    place = ["--host", "127.0.0.1", "--port", str(port), "--api-key", "secret", "--max-model-len", "512"]
-    name = ["--model", str(opinionated), "--served-model-name", "big"]
-    said = folder / "engine.log"
-    with said.open("wb") as log:
-        engine = subprocess.Popen(
-            [*command, *name, *options, *place],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=vllm.environment(settings, 0),
-        )
-    assert engine.stdin is not None
-
-    def ready() -> bool:
-        assert engine.poll() is None, said.read_text()
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_for(ready, timeout_s=240, why=f"the engine did not start: {said}")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        engine.stdin.close()
-        engine.wait(30)
+def teacher_url(bare_engine: httpx.Client, as_it_was: None, opinionated: Path) -> str:
+    put_weights(bare_engine, opinionated)
+    return url_of(bare_engine)
 
 
 @pytest.fixture
 def settings(teacher_url: str, tmp_path: Path) -> Settings:
-    distill = {"teacher_url": teacher_url, "teacher_model": "big", "teacher_key": "secret"}
+    distill = {"teacher_url": teacher_url, "teacher_model": MODEL, "teacher_key": KEY}
     algorithm = {"algorithm_type": "distill", "distill": distill, "kl_coef": 0.0, "optimizer": {"lr": 3e-3}}
     model = make_model(tmp_path / "student")
     return load_settings(write_settings(tmp_path, model, mode="train", algorithm=algorithm))
@@ -159,13 +112,13 @@ def test_its_replies_can_be_had_and_what_does_not_fit_is_refused(settings: Setti
             reasons |= error.refused.keys()
     assert reasons <= {"the teacher's reply was cut off at 16 tokens"}
     assert all(each.completion_ids[-1] == tokenizer().eos_token_id for each in taught)
-    long = sample(9, prompt_ids=np.resize(PROMPT, 600))
+    long = sample(9, prompt_ids=np.resize(PROMPT, 5_000))
     with pytest.raises(
-        SamplesRefused, match="the teacher refuses it: This model's maximum context length is 512 tokens"
+        SamplesRefused, match="the teacher refuses it: This model's maximum context length is 4096 tokens"
     ):
         teacher.reply([long])
     with pytest.raises(
-        SamplesRefused, match="the teacher refuses it: This model's maximum context length is 512 tokens"
+        SamplesRefused, match="the teacher refuses it: This model's maximum context length is 4096 tokens"
     ):
         teacher.score([TokenSequence.alone(long)])
 

@@ -23,7 +23,7 @@ def assert_nothing_is_lost_nor_twice(folder: Path, *, kills: int, exchanges: int
 def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twice(
     tmp_path: Path, postgres: bool
 ) -> None:
-    assert_nothing_is_lost_nor_twice(tmp_path, kills=10, exchanges=200, postgres=postgres)
+    assert_nothing_is_lost_nor_twice(tmp_path, kills=5, exchanges=100, postgres=postgres)
 
 
 @pytest.mark.soak

@@ -9,6 +9,8 @@ from sqlalchemy import Engine, make_url, select
 from sqlalchemy import create_engine as engine_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.install.foreign import Foreign
+from tests.install.foreign import foreign as foreign
 from tests.loop.harness.agent import Agent
 from tests.loop.harness.services import (
     Service,
@@ -45,9 +47,66 @@ def stored_rewards(engine: Engine) -> dict[str, float]:
         }
 
 
-def test_one_command_runs_the_whole_loop_and_the_reward_rises(model: Path, tmp_path: Path) -> None:
-    config = in_several_processes(write_settings(tmp_path, model))
-    both = Service(config, "both")
+def settings_on_postgres(folder: Path, model: Path, postgres_url: str, database: str) -> tuple[Path, str]:
+    """Settings of both services on a database of their own, and its URL."""
+    admin = engine_of(make_url(postgres_url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {database}")
+    admin.dispose()
+    url = make_url(postgres_url).set(database=database).render_as_string(hide_password=False)
+    buffer = {"train_batch_size": 16, "trainer_input": {"experience_buffer": {"name": "ledger", "path": url}}}
+    return in_several_processes(write_settings(folder, model, buffer=buffer)), url
+
+
+def test_one_command_runs_the_whole_loop_and_the_next_goes_on_after_sigkill(
+    model: Path, tmp_path: Path, postgres_url: str, foreign: Foreign
+) -> None:
+    config, url = settings_on_postgres(tmp_path, model, postgres_url, "killed")
+    both = Service(config, "both", cwd=foreign.folder)
+    both.wait_until_ready()
+    agent = Agent(both.url, both.settings.served_model_name)
+    agent.work(48)
+    ledger = ledger_of(both.settings)
+    wait_for(lambda: ledger.versions.champion().version >= 1, timeout_s=60)
+    delays = ledger.reports.feedback_to_served()
+    assert delays
+    assert all(0 < delay < 60 for delay in delays)
+    brood = descendants(both.process.pid)
+    assert len(brood) >= 4
+    both.kill()
+    wait_for(lambda: not any(alive(pid) for pid in brood), timeout_s=20, why=f"still alive: {brood}")
+
+    again = Service(config, "both", cwd=foreign.folder)
+    try:
+        again.wait_until_ready()
+        champion = ledger.versions.champion().version
+        reply = httpx.post(
+            f"{again.url}/v1/chat/completions",
+            json={"model": again.settings.served_model_name, "messages": [{"role": "user", "content": "hi"}]},
+            timeout=60,
+        )
+        assert int(reply.headers["x-tuneloop-version"]) >= champion >= 1
+        engine = connect(url, schema="ledger")
+        assert agent.acknowledged.items() <= stored_rewards(engine).items()
+        engine.dispose()
+        before = ledger.versions.newest().version
+        agent.work(48)
+        wait_for(lambda: ledger.versions.champion().version > before, timeout_s=60)
+        assert agent.failures == []
+        assert ledger.reports.imbalance() == []
+    finally:
+        assert again.stop() == 0
+        ledger.close()
+    assert {"critic/rewards/mean", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "critic/vf_loss"} <= tags(
+        both.settings.tensorboard_dir / "trainer"
+    )
+    assert {"served/requests", "served/reward_mean"} <= tags(both.settings.tensorboard_dir / "explorer")
+    assert foreign.imported() == []
+
+
+@pytest.mark.soak
+def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
+    both = Service(in_several_processes(write_settings(tmp_path, model)), "both")
     try:
         both.wait_until_ready()
         agent = Agent(both.url, both.settings.served_model_name)
@@ -60,63 +119,9 @@ def test_one_command_runs_the_whole_loop_and_the_reward_rises(model: Path, tmp_p
         assert ledger.reports.imbalance() == []
         assert ledger.versions.champion().version >= 8
         assert mean(agent.rewards[-160:]) > mean(agent.rewards[:160]) + 0.1
-        delays = ledger.reports.feedback_to_served()
-        assert delays
-        assert all(0 < delay < 60 for delay in delays)
         ledger.close()
     finally:
         assert both.stop() == 0
-    assert {"critic/rewards/mean", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy", "critic/vf_loss"} <= tags(
-        both.settings.tensorboard_dir / "trainer"
-    )
-    assert {"served/requests", "served/reward_mean"} <= tags(both.settings.tensorboard_dir / "explorer")
-
-
-def test_after_sigkill_nothing_is_orphaned_and_nothing_acknowledged_is_lost(
-    model: Path, tmp_path: Path, postgres_url: str
-) -> None:
-    database = make_url(postgres_url).set(database="killed")
-    admin = engine_of(make_url(postgres_url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.exec_driver_sql("CREATE DATABASE killed")
-    admin.dispose()
-    url = database.render_as_string(hide_password=False)
-    buffer = {"train_batch_size": 16, "trainer_input": {"experience_buffer": {"name": "ledger", "path": url}}}
-    config = in_several_processes(write_settings(tmp_path, model, buffer=buffer))
-    explorer, trainer = Service(config, "explorer"), Service(config, "trainer")
-    explorer.wait_until_ready()
-    agent = Agent(explorer.url, explorer.settings.served_model_name)
-    agent.work(160)
-    ledger = ledger_of(explorer.settings)
-    wait_for(lambda: ledger.versions.champion().version >= 1, timeout_s=60)
-    brood = descendants(explorer.process.pid)
-    assert len(brood) >= 2
-
-    explorer.kill()
-    trainer.kill()
-    wait_for(lambda: not any(alive(pid) for pid in brood), timeout_s=20, why=f"still alive: {brood}")
-
-    restarted, trainer = Service(config, "explorer"), Service(config, "trainer")
-    restarted.wait_until_ready()
-    try:
-        champion = ledger.versions.champion().version
-        said = httpx.post(
-            f"{restarted.url}/v1/chat/completions",
-            json={"model": restarted.settings.served_model_name, "messages": [{"role": "user", "content": "hi"}]},
-            timeout=60,
-        )
-        assert int(said.headers["x-tuneloop-version"]) >= champion >= 1
-        engine = connect(url, schema="ledger")
-        assert agent.acknowledged.items() <= stored_rewards(engine).items()
-        engine.dispose()
-        before = ledger.versions.newest().version
-        agent.work(160)
-        wait_for(lambda: ledger.versions.champion().version > before, timeout_s=60)
-        assert agent.failures == []
-        assert ledger.reports.imbalance() == []
-    finally:
-        assert (restarted.stop(), trainer.stop()) == (0, 0)
-        ledger.close()
 
 
 def test_a_supervisor_that_is_killed_takes_everything_with_it(model: Path, tmp_path: Path) -> None:

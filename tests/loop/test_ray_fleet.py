@@ -34,6 +34,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ray")]
 
 NAME = "on-ray"
 
+#: As many as leave two cores time to start an engine meanwhile.
+CLIENTS = 2
+
 ASKED = {"messages": [{"role": "user", "content": "3+4="}], "max_tokens": 16}
 
 
@@ -128,7 +131,7 @@ async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_c
         openai.AsyncOpenAI(base_url=f"{explorer.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client,
         asyncio.TaskGroup() as group,
     ):
-        for _ in range(6):
+        for _ in range(CLIENTS):
             group.create_task(_ask(client, told, over))
         await asyncio.to_thread(wait_for, lambda: told["well"] > 20, timeout_s=120)
         actor = next(pid for pid in descendants(cluster.pid) if "EngineActor" in " ".join(command_of(pid)))
@@ -138,7 +141,7 @@ async def test_an_engine_killed_with_its_actor_under_load_fails_no_request_and_c
         await asyncio.to_thread(wait_for, lambda: told["well"] > so_far + 20, timeout_s=120)
         over.set()
     assert set(told) <= {"well", "broken_stream"}, told
-    assert told["broken_stream"] <= 6
+    assert told["broken_stream"] <= CLIENTS
     assert len(after) == 2
     assert len(before.keys() & after) == 1
     assert explorer.stop() == 0

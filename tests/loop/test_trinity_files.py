@@ -17,16 +17,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("two-engines")]
 FILES = Path(__file__).parents[1] / "fixtures" / "trinity"
 
 
-def filled_in(name: str, folder: Path, model: Path) -> Path:
+def filled_in(name: str, folder: Path, model: Path, *, compiled: bool = True) -> Path:
     text = (FILES / name).read_text()
+    if not compiled:
+        text = text.replace("  rollout_model:\n", "  rollout_model:\n    enforce_eager: true\n")
     path = folder / name
     path.write_text(text.replace("CHECKPOINT_ROOT_DIR", str(folder), 1).replace("/path/to/your/model", str(model)))
     return path
 
 
-def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "compiled",
+    # What the files ask for by default takes two engines minutes on two cores.
+    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.soak)],
+)
+def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_path: Path, compiled: bool) -> None:
     model = make_model(tmp_path / "model")
-    explorer = Service(filled_in("explorer.yaml", tmp_path, model), "explorer")
+    explorer = Service(filled_in("explorer.yaml", tmp_path, model, compiled=compiled), "explorer")
     trainer = Service(filled_in("trainer.yaml", tmp_path, model), "trainer")
     try:
         explorer.wait_until_ready()
@@ -34,7 +41,7 @@ def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_pat
         assert httpx.get(f"{explorer.url}/v1/models", timeout=60).json()["data"][0]["id"] == str(model)
         long = Agent(explorer.url, str(model), lanes=2)
         long.work(2)  # as long as the files let them be
-        agent = Agent(explorer.url, str(model), lanes=32, asked={"max_tokens": 64})
+        agent = Agent(explorer.url, str(model), lanes=32, asked={"max_tokens": 16})
         agent.work(18 * 32)  # a few more than 16 steps need: a reply may be dropped
         ledger = ledger_of(explorer.settings)
         wait_for(lambda: ledger.versions.champion().version == 1, timeout_s=120, why=trainer.log.read_text())

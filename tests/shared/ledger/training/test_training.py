@@ -23,6 +23,9 @@ from tuneloop.shared.experience import State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import LEASE_S, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 
+#: More than one statement of ours has parameters; the soak has more than either database would take in one.
+MANY = pytest.mark.parametrize("count", [10_500, pytest.param(66_000, marks=pytest.mark.soak)])
+
 
 def rows(engine: Engine) -> list[Any]:
     with engine.connect() as connection:
@@ -269,15 +272,15 @@ def test_an_epoch_and_a_sha_are_needed_for_a_version(ledger: Ledger) -> None:
     assert ledger.versions.all() == []
 
 
-def test_more_experiences_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine) -> None:
-    """More than either database takes parameters in a statement."""
-    fill(engine, 66_000)
+@MANY
+def test_more_experiences_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine, count: int) -> None:
+    fill(engine, count)
     epoch = ledger.training.take_epoch("trainer")
-    samples = ledger.training.lease(epoch, 66_000, BatchPolicy())
-    assert ids(samples) == list(range(1, 66_001))
+    samples = ledger.training.lease(epoch, count, BatchPolicy())
+    assert ids(samples) == list(range(1, count + 1))
     ledger.training.drop(epoch, ids(samples)[:1_000], "bad")
     ledger.training.register(epoch, ids(samples)[1_000:], step=1, publish=published)
-    assert ledger.reports.counts() == only(dropped=1_000, trained=65_000)
+    assert ledger.reports.counts() == only(dropped=1_000, trained=count - 1_000)
 
 
 def test_a_sample_says_which_reply_it_is(ledger: Ledger) -> None:

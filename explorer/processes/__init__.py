@@ -1,0 +1,1 @@
+"""The processes of the service: control process and workers, the channel between them, engines kept running."""

@@ -1,0 +1,1 @@
+"""Versions: how they are loaded, evaluated, compared, promoted, attested and taken back."""

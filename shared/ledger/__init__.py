@@ -1,0 +1,1 @@
+"""The ledger: every exchange, feedback, batch and version in SQL."""

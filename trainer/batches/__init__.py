@@ -1,0 +1,1 @@
+"""From leased experiences to batches: selection, sequences, credit, tensors."""

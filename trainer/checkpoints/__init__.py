@@ -1,0 +1,1 @@
+"""Checkpoints: what a learner is restored from, how a version is published."""

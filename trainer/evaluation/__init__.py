@@ -1,0 +1,1 @@
+"""Held-out evaluation of a version, and what is kept of it."""

@@ -1,0 +1,1 @@
+"""Actor, critic, reference and adapters over transformers."""

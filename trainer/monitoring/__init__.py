@@ -1,0 +1,1 @@
+"""Monitors over steps and replies, which raise alarms."""

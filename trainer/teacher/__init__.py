@@ -1,0 +1,1 @@
+"""The teacher of distill: here or behind an endpoint."""

@@ -1,0 +1,1 @@
+"""What the spool brings: exchanges, experiences, feedback, and how feedback becomes a reward."""

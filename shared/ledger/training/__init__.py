@@ -1,0 +1,1 @@
+"""The trainer's part: batches that are leased, returned, trained on."""

@@ -1,0 +1,1 @@
+"""Versions in the ledger: states, decisions, events, comparisons, alarms."""

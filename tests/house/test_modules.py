@@ -119,7 +119,8 @@ def test_no_modules_import_each_other() -> None:
     graph = grimp.build_graph(
         *(f"tuneloop.{package}" for package in PACKAGES), exclude_type_checking_imports=False, cache_dir=None
     )
-    assert len(graph.modules) >= len([source for source in SOURCES if source.text.strip()])
+    # What migrates is no package: Alembic reads the files.
+    assert len(graph.modules) >= len([each for each in SOURCES if each.path.parts[:2] != ("migrations", "versions")])
     assert circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
 
 

@@ -79,7 +79,7 @@ def run(config: ConfigOption, set_: SetOption = None) -> None:
         case "train":
             _replace_process(service("trainer", config, overrides))
         case "both":
-            raise typer.Exit(supervise([service(name, config, overrides) for name in ("explorer", "trainer")]))
+            raise typer.Exit(supervise({name: service(name, config, overrides) for name in ("explorer", "trainer")}))
         case never:
             assert_never(never)
 

@@ -3,14 +3,25 @@
     {job_dir}/global_step_{version}/
       manifest.json    what is in the other folders, with sizes and sha256
       actor/           a Hugging Face folder that any tool can load, or an adapter in peft's format
-      critic/          trainer_state/     what only the trainer reads
+      critic/          trainer_state/     what only the trainer reads; an older version is rid of most of it
+      .weights-only    it is
+    {job_dir}/.staging-{epoch}/           a checkpoint in the making
+    {job_dir}/.garbage-*/                 what is being deleted
 
 This is the only module that knows these names. A folder is visible under its name only when it is complete and on disk;
 it is a version only when the ledger has registered it.
+
+A trainer may stand still anywhere, and wake up when a newer one has taken over. So nothing is ever put in the place of
+something else: a name that is taken is left alone, and the next free one is used (global_step_7-1). A name is free
+again only once its version is registered, and then nobody wants it. A newer trainer moves the stagings of older epochs
+away, in one step, and with them their way to a name.
 """
 
+import errno
 import hashlib
+import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -28,10 +39,17 @@ ACTOR, CRITIC, TRAINER_STATE = "actor", "critic", "trainer_state"
 #: What the actor's folder holds where only an adapter is trained; peft's own names.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+#: The small files of the trainer's state: its counters, and the state of its random generator.
+COUNTERS, RANDOM = "state.json", "random.safetensors"
+
 _MANIFEST = "manifest.json"
+_WEIGHTS_ONLY = ".weights-only"
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
 _SEALERS = 8
 _VERSION = "global_step_"
+_VERSION_FOLDER = re.compile(rf"{_VERSION}(\d+)(?:-\d+)?")
+#: What a rename onto a folder that is not empty is refused with.
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 _STAGING = ".staging-"
 _GARBAGE = ".garbage-"
 
@@ -91,17 +109,15 @@ class CheckpointStore:
         self._root = job_dir
 
     def path(self, version: int) -> Path:
-        """Where `version` lies, or would."""
+        """Where `version` lies, unless something was in its way."""
         return self._root / f"{_VERSION}{version}"
 
     def stage(self, epoch: int) -> Path:
-        """An empty folder to write the next checkpoint into; leftovers of this epoch or an older one are deleted."""
+        """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted."""
         self._root.mkdir(parents=True, exist_ok=True)
-        for leftover in self._root.glob(f"{_STAGING}*"):
-            epoch_of_it = leftover.name.removeprefix(_STAGING)
-            if epoch_of_it.isdecimal() and int(epoch_of_it) <= epoch:
-                shutil.rmtree(leftover, ignore_errors=True)
         staging = self._root / f"{_STAGING}{epoch}"
+        if staging.exists():
+            self._bin(staging)
         staging.mkdir()
         return staging
 
@@ -113,35 +129,72 @@ class CheckpointStore:
             sync_folder(folder)
         return files
 
-    def publish(self, staging: Path, manifest: Manifest) -> tuple[Path, str]:
-        """Put the sealed folder in its place; returns the path and the manifest's sha256.
-
-        A folder of that name that no version claims is moved away: its trainer died before registering it.
-        """
+    def describe(self, staging: Path, manifest: Manifest) -> str:
+        """Write the manifest into a sealed folder, and bring it to disk; returns its sha256."""
         data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         with (staging / _MANIFEST).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(staging)
-        target = self.path(manifest.version)
-        if target.exists():
-            self._bin(target)
-        staging.rename(target)
-        sync_folder(self._root)
-        return target, hashlib.sha256(data).hexdigest()
+        return hashlib.sha256(data).hexdigest()
 
-    def prune(self, keep: Collection[int]) -> list[int]:
-        """Delete all versions but `keep`, and what dead trainers left; returns the versions deleted."""
+    def publish(self, staging: Path, manifest: Manifest) -> tuple[Path, str]:
+        """Describe a sealed folder and put it in its place; returns the path and the manifest's sha256."""
+        sha256 = self.describe(staging, manifest)
+        return self.put(staging, manifest.version), sha256
+
+    def put(self, staging: Path, version: int) -> Path:
+        """Give a described folder its name, the first that is free; returns where it is.
+
+        What has the name already is left alone: it may be the checkpoint of a newer trainer.
+        """
+        for number in itertools.count():
+            target = self._root / (f"{_VERSION}{version}-{number}" if number else f"{_VERSION}{version}")
+            try:
+                staging.rename(target)
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+            else:
+                sync_folder(self._root)
+                return target
+        raise AssertionError("there is always a free name")
+
+    def prune(self, spared: Collection[Path], *, newest: int) -> list[Path]:
+        """Delete all folders of versions up to `newest` but the `spared`, all of them registered; returns the deleted.
+
+        What comes after `newest` may be a checkpoint that a newer trainer is just registering.
+        """
+        names = {path.name for path in spared}
         deleted = []
-        for path in self._root.glob(f"{_VERSION}*"):
-            number = path.name.removeprefix(_VERSION)
-            if number.isdecimal() and int(number) not in keep:
+        for path in sorted(self._root.glob(f"{_VERSION}*")):
+            version = _version_in(path.name)
+            if version is not None and version <= newest and path.name not in names:
                 self._bin(path)
-                deleted.append(int(number))
+                deleted.append(path)
+        return deleted
+
+    def strip(self, path: Path) -> None:
+        """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser."""
+        if not path.exists() or _is_stripped(path):
+            return
+        (path / _WEIGHTS_ONLY).touch()
+        sync_folder(path)  # Should it die in between: what is marked is not loaded, whether it is there or not.
+        for each in _for_going_on(path):
+            self._bin(each)
+
+    def clear(self, epoch: int) -> None:
+        """Delete what trainers of epochs before `epoch` were writing, and what was being deleted when one died.
+
+        One of them that is still at it finds nothing any more that it could give a name.
+        """
+        for path in self._root.glob(f"{_STAGING}*"):
+            epoch_of_it = path.name.removeprefix(_STAGING)
+            if epoch_of_it.isdecimal() and int(epoch_of_it) < epoch:
+                self._bin(path)
         for path in self._root.glob(f"{_GARBAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
-        return sorted(deleted)
 
     def _bin(self, path: Path) -> None:
         """Make `path` invisible in one step, then delete it: a reader never meets half a folder."""
@@ -162,7 +215,7 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:
         raise CheckpointRejected(f"{path.name}: its manifest is damaged: {error}") from None
-    if path.name != f"{_VERSION}{manifest.version}":
+    if _version_in(path.name) != manifest.version:
         raise CheckpointRejected(f"{path.name}: its manifest is that of version {manifest.version}")
     for file in manifest.files:
         if not _is_below(file.path):
@@ -172,10 +225,41 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     return manifest
 
 
+def size_of(manifest: Manifest) -> int:
+    """Bytes of all its files."""
+    return sum(file.size for file in manifest.files)
+
+
+def size_without_weights(path: Path) -> int:
+    """Bytes that `CheckpointStore.strip` would make free."""
+    files = (leaf for each in _for_going_on(path) for leaf in ([each] if each.is_file() else each.rglob("*")))
+    return sum(file.stat().st_size for file in files)
+
+
+def is_weights_only(path: Path) -> bool:
+    """Whether critic and optimiser of the version in `path` are deleted, or about to be."""
+    return (path / _WEIGHTS_ONLY).exists()
+
+
+def _is_stripped(path: Path) -> bool:
+    return is_weights_only(path) and not _for_going_on(path)
+
+
+def _for_going_on(path: Path) -> list[Path]:
+    """What of a version only going on from it to the bit needs."""
+    state = [each for each in (path / TRAINER_STATE).glob("*") if each.name not in {COUNTERS, RANDOM}]
+    return [path / CRITIC, *state] if (path / CRITIC).exists() else state
+
+
 def check_files(path: Path, manifest: Manifest, *, folder: str | None = None) -> None:
-    """Raise CheckpointRejected unless the files are exactly those of the manifest, below `folder` if given."""
+    """Raise CheckpointRejected unless the files are exactly those of the manifest, below `folder` if given.
+
+    Those that an older version is rid of need not be there.
+    """
     top = path if folder is None else path / folder
     wanted = [file for file in manifest.files if folder is None or file.path.startswith(f"{folder}/")]
+    if is_weights_only(path):
+        wanted = [file for file in wanted if _stays(file.path)]
     if not wanted:
         raise CheckpointRejected(f"{top.name} of {path.name}: the manifest names no file of it")
     for file in wanted:
@@ -198,6 +282,18 @@ def _check(path: Path, file: File) -> None:
         raise CheckpointRejected(f"{path.name}/{file.path}: {status.st_size} bytes, the manifest says {file.size}")
     if _sha256(place) != file.sha256:
         raise CheckpointRejected(f"{path.name}/{file.path}: its sha256 is not the manifest's")
+
+
+def _version_in(name: str) -> int | None:
+    """The version whose folder has this name, if it is one's."""
+    found = _VERSION_FOLDER.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def _stays(name: str) -> bool:
+    """Whether an older version keeps this file."""
+    folder, _, rest = name.partition("/")
+    return folder == ACTOR or (folder == TRAINER_STATE and rest in {COUNTERS, RANDOM})
 
 
 def _leaves(top: Path) -> list[Path]:

@@ -18,6 +18,7 @@ TuneloopError
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
+├── DiskFull                a checkpoint does not fit on the disk at the moment; it is waited for
 ├── NotEvaluated            a version cannot be evaluated at the moment
 ├── NotFinite               a training step has a loss or gradient that is not finite; no weight has changed
 ├── TeacherAway             the teacher of `distill` does not answer at the moment
@@ -125,6 +126,10 @@ class CheckpointRejected(TuneloopError):
 
 class CheckpointUnreadable(CheckpointRejected):
     """A checkpoint whose files cannot be read at the moment; a shared file system may come back."""
+
+
+class DiskFull(TuneloopError):
+    """A checkpoint does not fit on the disk at the moment; nothing of it is left there. The message is the reason."""
 
 
 class NotEvaluated(TuneloopError):

@@ -35,12 +35,13 @@ class Learner:
     """Actor, critic and reference, their optimizers, and the random numbers that shuffle mini-batches.
 
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
-    does not look at them. `teacher` is set by who has one, before the first step of an algorithm that asks for it.
+    does not look at them; `critic_since` is the number of steps after which the critic was begun. `teacher` is set by
+    who has one, before the first step of an algorithm that asks for it.
     `baselines` is what the algorithm remembers from step to step.
     """
 
     def __init__(self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None) -> None:
-        self.steps = 0
+        self.steps = self.critic_since = 0
         self.actor, self.critic, self.reference = actor, critic, reference
         self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
@@ -51,14 +52,15 @@ class Learner:
         self._algorithm = settings.algorithm
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]
         self._asks = self._page.asks(settings.algorithm)
-        self._budget = settings.trainer.micro_batch_tokens
+        #: Tokens that go through the model at once.
+        self.micro_batch_tokens = settings.trainer.micro_batch_tokens
         self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
         """Learn from a batch: epochs x mini-batches updates. `version` is the one that the actor is, if it is any.
 
-        Raises NotFinite, or what the teacher raises, and then nothing has changed.
+        Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed.
         """
         started = time.perf_counter()
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
@@ -67,7 +69,7 @@ class Learner:
         try:
             targets, told = self._targets(sequences, batch, version)
             metrics = self._learn(batch, targets)
-        except TuneloopError:
+        except (TuneloopError, torch.OutOfMemoryError):
             go_back()
             raise
         self.steps += 1
@@ -81,7 +83,7 @@ class Learner:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-        for index_B in micro_batches(batch.lengths_B, self._budget, targets.units_B):
+        for index_B in micro_batches(batch.lengths_B, self.micro_batch_tokens, targets.units_B):
             part = batch.rows(index_B).to(self._device)
             for name, value in self._backward(part, targets.rows(index_B, part.mask_BR), totals).items():
                 sums[name] += value
@@ -126,7 +128,7 @@ class Learner:
 
     @property
     def _warming_up(self) -> bool:
-        return self.critic is not None and self.steps < self._algorithm.critic_warmup_steps
+        return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
 
     def _collate(self, sequences: Sequence[TokenSequence]) -> Batch:
         batch = collate(sequences)
@@ -206,7 +208,7 @@ class Learner:
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:
         """What `each` says of the batch, micro-batch by micro-batch."""
         all_BR = torch.zeros_like(batch.sampled_BR)
-        for index_B in micro_batches(batch.lengths_B, self._budget):
+        for index_B in micro_batches(batch.lengths_B, self.micro_batch_tokens):
             part_BR = each(batch.rows(index_B).to(self._device)).cpu()
             all_BR[index_B, : part_BR.shape[1]] = part_BR
         return all_BR

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import structlog
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.checkpoint import CheckpointStore, check_files, read_manifest
@@ -37,10 +36,11 @@ from tuneloop.shared.tensorboard import Curves
 from tuneloop.trainer.batches import metrics
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.publication import Publication, prune
+from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.stop import Stop
@@ -102,6 +102,7 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop = settings, ledger, stop
         self._beat_s = beat_s
         self._store = CheckpointStore(settings.job_dir)
+        self._micro_batch = MicroBatch(settings)
         self._monitors = Monitors(settings, ledger)
         self._examination = Examination(settings, ledger)
         self._held: list[Sample] = []
@@ -115,6 +116,8 @@ class TrainingLoop:
         """Take the next epoch and train under it."""
         self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
+        self._store.clear(self._epoch)
+        self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch)
         with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat:
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
@@ -139,17 +142,15 @@ class TrainingLoop:
             self._alarm()
             self._stop.wait(self._settings.trainer.poll_interval)
             return
+        if self._unpublished_steps and self._due:  # There was no room for a version.
+            return self._publish()
         batch = self._next_batch()
         if batch is None:
             if not self._unpublished_steps:
                 self._examination.examine(self._learner, self._version)
             self._stop.wait(self._settings.trainer.poll_interval)
         elif self._learn(batch) and self._due:
-            try:
-                self._publish()
-            except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
-                _log.warning("leases_lost", reason=str(error))
-                self._settle()
+            self._publish()
 
     # In doubt.
 
@@ -178,6 +179,7 @@ class TrainingLoop:
             _require_whole(newest)
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
         self._learner.teacher = self._teacher.teacher
+        self._learner.micro_batch_tokens = self._micro_batch.tokens
         snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
         self._unpublished.clear()
@@ -216,7 +218,7 @@ class TrainingLoop:
         waited = time.perf_counter() - self._waiting_since
         try:
             version = None if self._unpublished_steps else self._version
-            learnt = self._learner.step(self._teacher.label(batch), version=version)
+            learnt = self._micro_batch.step(self._learner, self._teacher.label(batch), version=version)
         except (TeacherAway, SamplesRefused) as error:
             self._held = self._teacher.requeue(batch, error, drop=self._drop)
             return False
@@ -224,8 +226,6 @@ class TrainingLoop:
             self._drop(batch, f"the step was not finite: {error}")
             self._skipped, self._why_skipped = self._skipped + 1, str(error)
             return False
-        except torch.OutOfMemoryError:
-            raise _no_room(self._settings.trainer.micro_batch_tokens) from None
         finally:
             self._waiting_since = time.perf_counter()
         self._unpublished += [sample.id for sample in batch]
@@ -277,17 +277,18 @@ class TrainingLoop:
     # A version.
 
     def _publish(self) -> None:
-        started = time.perf_counter()
-        publication = Publication(self._settings, self._store, self._learner, epoch=self._epoch, parent=self._version)
-        self._version = publication.register(self._ledger.training, self._unpublished)
+        try:
+            version = self._publisher.publish(self._learner, self._unpublished, parent=self._version)
+        except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
+            _log.warning("leases_lost", reason=str(error))
+            return self._settle()
+        if version is None:
+            self._stop.wait(self._settings.trainer.poll_interval)
+            return
+        self._version = version
         self._unpublished.clear()
         self._unpublished_steps = 0
-        prune(self._store, self._ledger.versions, keep=self._settings.trainer.max_checkpoints_to_keep)
-        took = time.perf_counter() - started
-        self._curves.add(self._learner.steps, {"time/save_checkpoint": took})
-        _log.info("version_published", version=self._version, step=self._learner.steps, seconds=round(took, 3))
-        for sentence in self._ledger.reports.imbalance():
-            _log.error("ledger_out_of_balance", reason=sentence, version=self._version)
+        self._curves.add(self._learner.steps, {"time/save_checkpoint": self._publisher.took_s})
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
 
@@ -299,13 +300,6 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     finally:
         with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
             ledger.training.end(epoch)
-
-
-def _no_room(budget: int) -> EnvironmentRefused:
-    return EnvironmentRefused(
-        f"trainer.micro_batch_tokens: {budget} at once do not fit into the GPU's memory; lower it, or choose a smaller "
-        "model"
-    )
 
 
 def _require_whole(version: Version) -> None:

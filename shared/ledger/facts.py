@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+from tuneloop.shared.disk_space import DiskSpace
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.settings.settings import Settings
@@ -126,10 +127,14 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything at the moment `now`; without a ledger, `away` says why there is none."""
+    """Everything at the moment `now`; without a ledger, `away` says why there is none.
+
+    `disk`: what the next checkpoint needs and finds, once a version tells how large it is and its folder can be seen.
+    """
 
     now: float
     rules: Rules
     spool: SpoolStatus
     ledger: LedgerFacts | None
     away: str = ""
+    disk: DiskSpace | None = None

@@ -17,6 +17,9 @@ SPOOL_WAITS_S = 60.0
 #: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
 
+#: The alarm while a version waits for room on the disk.
+DISK_FULL = "disk_full"
+
 #: The states before training, in their order.
 WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
@@ -27,6 +30,7 @@ class Code(StrEnum):
     DATABASE_AWAY = "database_away"
     STEPS_DONE = "steps_done"
     NO_TRAINER = "no_trainer"
+    DISK_FULL = "disk_full"
     LEASED = "leased"
     SPOOL_NOT_FLUSHED = "spool_not_flushed"
     NOTHING_RECORDED = "nothing_recorded"
@@ -55,6 +59,7 @@ def diagnose(facts: Facts) -> list[Reason]:
         away = "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool"
         return [Reason(Code.DATABASE_AWAY, away), *reasons]
     reasons += _of_the_trainer(facts, facts.ledger)
+    reasons += _of_the_disk(facts, facts.ledger)
     if not _busy(facts, facts.ledger) or facts.rules.save_interval > 1:
         reasons += _of_the_batch(facts, facts.ledger)
     reasons += _of_the_versions(facts.ledger)
@@ -121,6 +126,18 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
         count = number(ledger.count(State.LEASED).rows, "experience")
         yield Reason(Code.LEASED, f"{count} in training{since}: wait, or see what the trainer logs")
+
+
+def _of_the_disk(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
+    said = next((alarm.reason for alarm in ledger.alarms if alarm.name == DISK_FULL), None)
+    if facts.disk is not None:
+        said = facts.disk.sentence if facts.disk.missing else None
+    if said is not None:
+        yield Reason(
+            Code.DISK_FULL,
+            f"{said}: make room, or lower trainer.max_checkpoints_to_keep; the trainer waits for it and goes on by"
+            " itself",
+        )
 
 
 def _busy(facts: Facts, ledger: LedgerFacts) -> bool:

@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from tuneloop.shared.errors import EnvironmentRefused, LedgerError
+from tuneloop.shared.checkpoint import read_manifest, size_of, size_without_weights
+from tuneloop.shared.disk_space import DiskSpace, measure_space
+from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
@@ -40,24 +42,31 @@ class DoctorReport(NamedTuple):
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
     """Look at the ledger and the spool; nothing is changed."""
-    ledger, imbalance, open_versions, away = None, list[str](), tuple[OpenVersion, ...](), ""
+    ledger, imbalance, open_versions, away, disk = None, list[str](), tuple[OpenVersion, ...](), "", None
     try:
-        ledger, imbalance, open_versions = _read_ledger(settings)
+        ledger, imbalance, open_versions, disk = _read_ledger(settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {without_password(settings.database_url)}: {error}"
     facts = Facts(
-        now=clock(), rules=Rules.of(settings), spool=spool_status(settings.spool_dir), ledger=ledger, away=away
+        now=clock(),
+        rules=Rules.of(settings),
+        spool=spool_status(settings.spool_dir),
+        ledger=ledger,
+        away=away,
+        disk=disk,
     )
     return DoctorReport(facts, imbalance, diagnose(facts), open_versions)
 
 
-def _read_ledger(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[OpenVersion, ...]]:
+def _read_ledger(
+    settings: Settings,
+) -> tuple[LedgerFacts, list[str], tuple[OpenVersion, ...], DiskSpace | None]:
     schema = settings.buffer.trainer_input.experience_buffer.name
     present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
     if present is None:  # nothing has run yet
-        return LedgerFacts(states={}), [], ()
+        return LedgerFacts(states={}), [], (), None
     if present != newest:
         raise EnvironmentRefused(
             f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
@@ -68,9 +77,24 @@ def _read_ledger(settings: Settings) -> tuple[LedgerFacts, list[str], tuple[Open
             ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS),
             ledger.reports.audit(),
             find_open_versions(ledger, settings),
+            _space(ledger, settings),
         )
     finally:
         ledger.close()
+
+
+def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
+    """What the next checkpoint needs: as much as the newest, less what the trainer deletes before it writes."""
+    versions = ledger.versions.all()
+    if not versions or not versions[-1].version:
+        return None
+    gone_on_from = ledger.versions.newest().version
+    older = [each.path for each in versions if each.version not in {0, gone_on_from} and each.path.exists()]
+    try:
+        needed = size_of(read_manifest(versions[-1].path)) - sum(map(size_without_weights, older))
+        return measure_space(settings.job_dir, needed=max(0, needed))
+    except (CheckpointRejected, OSError):  # Deleted just now, or not to be seen from this machine.
+        return None
 
 
 def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
@@ -87,6 +111,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+    if facts.disk is not None:
+        sections["Disk"] = [facts.disk.sentence]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
     for title, lines in sections.items():
@@ -153,6 +179,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "holds": None if ledger is None else not report.imbalance,
         "imbalance": report.imbalance,
         "spool": facts.spool._asdict(),
+        "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
     }
     if ledger is not None:

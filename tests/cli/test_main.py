@@ -180,17 +180,54 @@ def test_run_both_passes_a_signal_on_and_ends_with_0(tmp_path, services, number)
     assert process.returncode == 0
 
 
-def test_run_both_stops_the_other_when_one_fails_and_ends_with_its_code(tmp_path, services):
-    process = start("run", "-c", settings_file(tmp_path), path=services, TRAINER_DOES="7")
-    children = pids(process)
-    process.communicate(timeout=60)
-    assert process.returncode == 7
-    assert ended(children["explorer"])
+def starts_of(process: subprocess.Popen[str], name: str, count: int) -> list[float]:
+    """When so many starts of the service were told of, by the monotonic clock."""
+    found: list[float] = []
+    while len(found) < count:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        who, _, word = line.strip().partition(" ")
+        if who == name and word.isdigit():
+            found.append(time.monotonic())
+    return found
 
 
-def test_run_both_ends_as_a_shell_would_when_one_is_killed(tmp_path, services):
-    code, _, _ = tuneloop("run", "-c", settings_file(tmp_path), path=services, EXPLORER_DOES="die")
-    assert code == 128 + signal.SIGKILL
+@pytest.mark.parametrize(
+    ("name", "other", "does"),
+    [("trainer", "explorer", "3"), ("explorer", "trainer", "7"), ("trainer", "explorer", "die")],
+)
+def test_run_both_starts_a_service_that_fails_again_and_the_other_goes_on(tmp_path, services, name, other, does):
+    process = start("run", "-c", settings_file(tmp_path), path=services, **{f"{name.upper()}_DOES": does})
+    running = pids(process)[other]
+    first, second, third = starts_of(process, name, 3)
+    assert third - second > second - first, "the pauses grow"
+    assert Path(f"/proc/{running}").exists()
+    process.terminate()
+    out, error = process.communicate(timeout=10)
+    assert f"{other} SIGTERM" in out.splitlines()
+    code = 128 + signal.SIGKILL if does == "die" else int(does)
+    assert f"tuneloop run: the {name} has ended with code {code}; it is started again in 1 s" in error.splitlines()
+    assert process.returncode in {0, code}, "it may be just failing again"
+
+
+@pytest.mark.parametrize("does", ["2", "4"])
+def test_run_both_serves_on_when_starting_the_trainer_again_would_cure_nothing(tmp_path, services, does):
+    process = start("run", "-c", settings_file(tmp_path), path=services, TRAINER_DOES=does)
+    found = pids(process)
+    assert ended(found["trainer"])
+    time.sleep(1.5)
+    assert Path(f"/proc/{found['explorer']}").exists()
+    process.terminate()
+    out, error = process.communicate(timeout=10)
+    assert error == f"tuneloop run: the trainer has ended with code {does}, which starting again does not cure\n"
+    assert out.count("trainer") == 0
+    assert process.returncode == int(does)
+
+
+def test_run_both_ends_when_neither_gets_through_its_first_start(tmp_path, services):
+    code, out, _ = tuneloop("run", "-c", settings_file(tmp_path), path=services, EXPLORER_DOES="3", TRAINER_DOES="3")
+    assert code == 3
+    assert out.count("trainer [") <= 2
 
 
 def test_run_both_serves_on_when_the_trainer_has_done_its_steps(tmp_path, services):

@@ -71,23 +71,41 @@ def test_publishing_leaves_nothing_else_behind(store: CheckpointStore) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_leftover_that_no_version_claims_is_replaced(store: CheckpointStore) -> None:
-    publish(store, weights=b"of a dead trainer")
-    path, sha256 = publish(store, weights=b"new")
-    check_files(path, read_manifest(path, sha256=sha256))
-    assert (path / "actor" / "config.json").read_bytes() == b"new"
-    assert list(path.parent.iterdir()) == [path]
+def test_a_name_that_is_taken_is_left_alone(store: CheckpointStore) -> None:
+    """It may be of a trainer that died before registering it, or of one that has taken over."""
+    paths = []
+    for weights in (b"first", b"second", b"third"):
+        path, sha256 = publish(store, weights=weights)
+        paths.append(path)
+        check_files(path, read_manifest(path, sha256=sha256))
+    assert [path.name for path in paths] == ["global_step_1", "global_step_1-1", "global_step_1-2"]
+    assert [(path / "actor" / "config.json").read_bytes() for path in paths] == [b"first", b"second", b"third"]
+    assert sorted(paths[0].parent.iterdir()) == paths
+    assert store.prune([paths[1]], newest=1) == [paths[0], paths[2]]
 
 
-def test_staging_clears_what_older_epochs_left_but_not_newer_ones(store: CheckpointStore) -> None:
+def test_staging_touches_nothing_of_another_epoch(store: CheckpointStore) -> None:
     for epoch in (1, 2, 3):
         write(store.stage(epoch))
     second = store.stage(2)
     assert list(second.iterdir()) == []
-    assert sorted(path.name for path in second.parent.iterdir()) == [".staging-2", ".staging-3"]
+    for epoch in (1, 3):
+        assert list((second.parent / f".staging-{epoch}").iterdir())
 
 
-STEPS = ["staged", "half written", "written", "sealed", "first rename", "second rename", "published"]
+def test_a_new_epoch_takes_the_older_ones_their_way_to_a_name(store: CheckpointStore) -> None:
+    stale = store.stage(1)
+    write(stale)
+    sealed = manifest(files=store.seal(stale))
+    for epoch in (2, 3):
+        store.stage(epoch)
+    store.clear(2)
+    with pytest.raises(FileNotFoundError):
+        store.publish(stale, sealed)
+    assert sorted(path.name for path in stale.parent.iterdir()) == [".staging-2", ".staging-3"]
+
+
+STEPS = ["staged", "half written", "written", "sealed", "rename", "published"]
 
 
 def _live_until(folder: Path, last: int) -> None:
@@ -108,16 +126,10 @@ def _live_until(folder: Path, last: int) -> None:
     survive()
     files = store.seal(staging)
     survive()
-    if STEPS[last].endswith("rename"):
-        _die_at_rename(1 if STEPS[last] == "first rename" else 2)
+    if STEPS[last] == "rename":
+        sys.addaudithook(lambda name, _: os._exit(9) if name == "os.rename" else None)
     store.publish(staging, manifest(files=files))
     os._exit(9)
-
-
-def _die_at_rename(last: int) -> None:
-    """Die just before the folder is put in its place, or before the one that lay there is moved away."""
-    renames = iter(range(1, 9))
-    sys.addaudithook(lambda name, _: os._exit(9) if name == "os.rename" and next(renames) == last else None)
 
 
 @pytest.mark.parametrize("last", range(len(STEPS)), ids=STEPS)
@@ -133,9 +145,11 @@ def test_a_publisher_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path
     assert child.exitcode == 9
     for path in tmp_path.glob("global_step_*"):
         check_files(path, read_manifest(path))
-    check_files(*_published_by_a_successor(store))
-    assert store.prune([1, 7]) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_7"]
+    store.clear(3)
+    path, found = _published_by_a_successor(store)
+    check_files(path, found)
+    store.prune([path, store.path(7)], newest=7)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([path.name, "global_step_7"])
 
 
 def _published_by_a_successor(store: CheckpointStore) -> tuple[Path, Manifest]:
@@ -151,7 +165,8 @@ def test_pruning_keeps_what_it_is_told_to_keep(store: CheckpointStore) -> None:
     write(store.stage(1))
     (store.path(1).parent / "monitor").mkdir()
     (store.path(1).parent / "global_step_best").mkdir()
-    assert store.prune({2, 5, 9}) == [1, 3, 4]
+    gone = store.prune([store.path(2), Path("/mounted/elsewhere/global_step_5")], newest=5)
+    assert gone == [store.path(version) for version in (1, 3, 4)]
     assert {path.name for path in store.path(1).parent.iterdir()} == {
         "global_step_2",
         "global_step_5",
@@ -164,14 +179,21 @@ def test_pruning_keeps_what_it_is_told_to_keep(store: CheckpointStore) -> None:
 
 
 def test_pruning_where_nothing_is_does_nothing(store: CheckpointStore) -> None:
-    assert store.prune([]) == []
+    assert store.prune([], newest=9) == []
 
 
-def test_pruning_takes_what_a_killed_prune_left(store: CheckpointStore) -> None:
+def test_pruning_leaves_alone_what_comes_after_the_newest(store: CheckpointStore) -> None:
+    """A newer trainer may be registering it just now."""
+    publish(store, 1), publish(store, 2)
+    assert store.prune([], newest=1) == [store.path(1)]
+    assert store.path(2).exists()
+
+
+def test_what_a_killed_prune_left_is_cleared(store: CheckpointStore) -> None:
     path, _ = publish(store)
     left = path.with_name(".garbage-killed") / "global_step_3"
     left.mkdir(parents=True)
-    store.prune([1])
+    store.clear(2)
     assert list(path.parent.iterdir()) == [path]
 
 

@@ -8,7 +8,9 @@
       random.safetensors                       the state of the generator that shuffles mini-batches
       state.json                               counters, and what the algorithm remembers of rewards
 
-The reference is not here: it is always the base model.
+The reference is not here: it is always the base model. Of an older version the critic and the first line of the
+trainer's state are deleted: who goes on from it has its weights and counters, and begins AdamW's memory and the critic
+anew.
 """
 
 import json
@@ -16,10 +18,22 @@ import shutil
 from pathlib import Path
 
 import msgspec
+import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from tuneloop.shared.checkpoint import ACTOR, ADAPTER_CONFIG, CRITIC, PROBE_LENGTH, PROBE_ROOM, TRAINER_STATE, Probe
+from tuneloop.shared.checkpoint import (
+    ACTOR,
+    ADAPTER_CONFIG,
+    COUNTERS,
+    CRITIC,
+    PROBE_LENGTH,
+    PROBE_ROOM,
+    RANDOM,
+    TRAINER_STATE,
+    Probe,
+    is_weights_only,
+)
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -28,6 +42,8 @@ from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
+
+_log = structlog.get_logger()
 
 _PROBE_SEED = 1729
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -40,6 +56,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     actor_updates: int
     critic_updates: int = 0
+    critic_since: int = 0
     baselines: dict[str, Moments] = {}
 
 
@@ -49,8 +66,7 @@ def load(settings: Settings, folder: Path | None) -> Learner:
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
     if page.critic_loss is not None:
-        # A version that another method trained has none: it is learnt anew.
-        saved = folder is not None and (folder / CRITIC).exists()
+        saved = folder is not None and _has_critic(folder)
         start = folder / CRITIC if folder and saved else settings.model.critic_model_path or base
         critic = Critic.load(settings, start)
     actor = actor_in(settings, folder / ACTOR if folder else base)
@@ -58,8 +74,13 @@ def load(settings: Settings, folder: Path | None) -> Learner:
         reference = actor.reference(settings)
     learner = Learner(settings, actor=actor, critic=critic, reference=reference)
     if folder:
-        _restore(learner, folder / TRAINER_STATE)
+        _restore(learner, folder)
     return learner
+
+
+def _has_critic(folder: Path) -> bool:
+    """Whether there is one to go on with. A version that another method trained has none: it is learnt anew."""
+    return (folder / CRITIC).exists() and not is_weights_only(folder)
 
 
 def save(learner: Learner, folder: Path, *, base: Path) -> None:
@@ -75,10 +96,12 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
     state.mkdir()
     for name, optimizer in learner.optimizers.items():
         save_file(_optimizer_tensors(optimizer), state / f"{name}.safetensors")
-    save_file({"generator": learner.generator.get_state()}, state / "random.safetensors")
+    save_file({"generator": learner.generator.get_state()}, state / RANDOM)
     updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
-    counters = Counters(steps=learner.steps, **updates, baselines=dict(learner.baselines))
-    (state / "state.json").write_bytes(msgspec.json.encode(counters))
+    counters = Counters(
+        steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
+    )
+    (state / COUNTERS).write_bytes(msgspec.json.encode(counters))
 
 
 def size(learner: Learner) -> int:
@@ -149,14 +172,18 @@ def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in (masters | optimizer.moments()).items()}
 
 
-def _restore(learner: Learner, state: Path) -> None:
-    counters = msgspec.json.decode((state / "state.json").read_bytes(), type=Counters)
+def _restore(learner: Learner, folder: Path) -> None:
+    state, whole = folder / TRAINER_STATE, not is_weights_only(folder)
+    counters = msgspec.json.decode((state / COUNTERS).read_bytes(), type=Counters)
     learner.steps = counters.steps
+    learner.critic_since = counters.critic_since if _has_critic(folder) else counters.steps
+    if not whole:
+        _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
     learner.baselines = counters.baselines
-    learner.generator.set_state(load_file(state / "random.safetensors")["generator"])
+    learner.generator.set_state(load_file(state / RANDOM)["generator"])
     updates = {"actor": counters.actor_updates, "critic": counters.critic_updates}
     for name, optimizer in learner.optimizers.items():
-        if (state / f"{name}.safetensors").exists():
+        if whole and (state / f"{name}.safetensors").exists():
             tensors = load_file(state / f"{name}.safetensors")
             masters = {key.removeprefix("master."): each for key, each in tensors.items() if key.startswith("master.")}
             optimizer.restore(updates=updates[name], weights=masters, moments=tensors)

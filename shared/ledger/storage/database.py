@@ -25,6 +25,19 @@ _POSTGRES_OPTIONS = {
     "tcp_user_timeout": 60_000,
 }
 
+#: Seconds after which the server ends a transaction whose process says nothing: it is dead, cut off or stands still,
+#: and others wait for its locks.
+SILENCE_S = 8
+
+# The same for a process that does not take what the server sends. On a Unix socket they mean nothing.
+_SERVER_SETTINGS = {
+    "idle_in_transaction_session_timeout": f"{SILENCE_S}s",
+    "tcp_keepalives_idle": "5",
+    "tcp_keepalives_interval": "2",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": f"{SILENCE_S}s",
+}
+
 
 def connect(url: str, *, schema: str | None = None) -> Engine:
     """An engine for `url`. On PostgreSQL the tables live in the schema named `schema`, made if need be by `upgrade`."""
@@ -33,9 +46,10 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
         engine = create_engine(parsed, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True)
         _let_us_begin(engine)
         return engine
-    options: dict[str, object] = dict(_POSTGRES_OPTIONS)
+    server = dict(_SERVER_SETTINGS)
     if schema is not None:
-        options["options"] = f"-csearch_path={_escape(_quote(schema))}"
+        server["search_path"] = _quote(schema)
+    options = _POSTGRES_OPTIONS | {"options": " ".join(f"-c{name}={_escape(each)}" for name, each in server.items())}
     # What a user wrote is a parameter: it must not get into our logs with an error.
     return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
 
@@ -114,7 +128,8 @@ def _only_one(engine: Engine) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
         return
-    with engine.connect() as connection:
+    # In no transaction: the server would end one in which nothing is said for as long as a migration takes.
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _LOCK_KEY})
         try:
             yield

@@ -103,6 +103,10 @@ class Training(LedgerPart):
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
 
+    def next_version(self) -> int:
+        """The number that the next version gets, unless another trainer registers one before."""
+        return 1 + (self._read(_newest_number())[0][0] or 0)
+
     def register(
         self, epoch: int, ids: Collection[int], *, step: int, publish: Callable[[int], tuple[Path, str]]
     ) -> int:
@@ -114,7 +118,7 @@ class Training(LedgerPart):
         """
         with self._write() as connection:
             _fence(connection, epoch)
-            version = 1 + (connection.execute(select(func.max(versions.c.version))).scalar() or 0)
+            version = 1 + (connection.execute(_newest_number()).scalar() or 0)
             leased = 0
             for portion in portions(ids):
                 held = select(experiences.c.id).where(_leased_rows(epoch, portion)).with_for_update()
@@ -167,6 +171,10 @@ def _fence(connection: Connection, epoch: int) -> None:
     current = _current_epoch(connection)
     if current != epoch:
         raise StaleEpoch(f"this trainer holds epoch {epoch}, but epoch {current} has taken over")
+
+
+def _newest_number() -> Select[Any]:
+    return select(func.max(versions.c.version))
 
 
 def _newest_version(connection: Connection) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoint import CheckpointStore
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication, prune
@@ -28,15 +28,21 @@ class NotWritable(CheckpointStore):
         return staging
 
 
-@pytest.mark.parametrize("store", [FullDisk, NotWritable])
-def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, store):
+@pytest.mark.parametrize(
+    ("store", "refusal"),
+    [
+        (FullDisk, pytest.raises(DiskFull, match=r"No space left on device; the next checkpoint needs \d")),
+        (NotWritable, pytest.raises(EnvironmentRefused, match=r"^checkpoint_root_dir: cannot write a checkpoint")),
+    ],
+)
+def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, store, refusal):
     chosen = settings()
     ledger.versions.ensure_base(chosen.model.model_path)
     epoch = ledger.training.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
     rows = ledger.training.lease(epoch, 4, BatchPolicy())
     publication = Publication(chosen, store(chosen.job_dir), snapshot.load(chosen, None), epoch=epoch, parent=0)
-    with pytest.raises(EnvironmentRefused, match=r"^checkpoint_root_dir: cannot write a checkpoint"):
+    with refusal:
         publication.register(ledger.training, [row.id for row in rows])
     assert [each.version for each in ledger.versions.all()] == [0]
     assert not list(chosen.job_dir.glob(".staging*"))
@@ -112,6 +118,34 @@ def test_the_champion_and_the_candidates_stay_however_old(settings, ledger):
         ledger.versions.reject(version, "its probe differs")
     prune(store, ledger.versions, keep=1)
     assert _there(store) == [2, 3, 4, 6]
+
+
+def _whole(store, version):
+    path = store.path(version)
+    for name in ("actor/model", "critic/model", "trainer_state/actor", "trainer_state/critic", "trainer_state/random"):
+        (path / f"{name}.safetensors").parent.mkdir(exist_ok=True)
+        (path / f"{name}.safetensors").touch()
+    (path / "trainer_state" / "state.json").touch()
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_only_what_training_goes_on_from_keeps_critic_and_optimiser(settings, ledger, keep):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 4)
+    for version in range(1, 5):
+        _whole(store, version)
+    ledger.versions.promote(2)
+    ledger.versions.reject(4, "its probe differs")
+    prune(store, ledger.versions, keep=keep)
+    sizes = {version: sum(path.is_file() for path in store.path(version).rglob("[!.]*")) for version in (2, 3, 4)}
+    assert sizes == {2: 3, 3: 6, 4: 3}
+    assert sorted(path.name for path in store.path(2).rglob("*.*")) == [
+        ".weights-only",
+        "model.safetensors",
+        "random.safetensors",
+        "state.json",
+    ]
 
 
 def test_keeping_0_keeps_all(settings, ledger):

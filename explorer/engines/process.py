@@ -28,6 +28,7 @@ class EngineProcess:
         self._engine = engine
         self._socket = socket
         self._log = settings.job_dir / "logs" / f"engine-{engine.number}.log"
+        self._log_start = 0
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, model: Path) -> None:
@@ -36,6 +37,7 @@ class EngineProcess:
         self._socket.unlink(missing_ok=True)
         command, environment = self.command(model)
         with self._log.open("ab") as output:
+            self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
@@ -81,9 +83,10 @@ class EngineProcess:
         assert self._process is not None
         while not await self._engine.control.healthy():
             if self._process.returncode is not None:
+                said = _last_error(self._log, self._log_start)
                 raise EnvironmentRefused(
                     f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
-                    f"{self._process.returncode}): {_last_error(self._log)} - the full log is {self._log}"
+                    f"{self._process.returncode}): {said} - the full log is {self._log}"
                 )
             await asyncio.sleep(0.25)
 
@@ -105,8 +108,10 @@ class EngineProcess:
             await self._process.wait()
 
 
-def _last_error(path: Path) -> str:
-    """The line of an engine's log that most likely says why it died."""
-    lines = path.read_text(errors="replace").splitlines()[-200:]
+def _last_error(path: Path, start: int) -> str:
+    """The line of an engine's log, from the byte `start` on, that most likely says why it died."""
+    with path.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()[-200:]
     errors = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
     return errors[-1].strip()[-300:]

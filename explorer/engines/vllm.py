@@ -8,19 +8,19 @@ import asyncio
 import importlib.metadata
 import json
 import os
-import random
+import re
 import ssl
-import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import orjson
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
+from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.vllm_plugin import SLEEPS
 from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
@@ -38,6 +38,11 @@ NEUTRAL_SAMPLING: dict[str, object] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "
 _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
 #: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was measured on an H200.
 _TF32_TOLERANCE = 1e-2
+
+#: The metric that says when the process began that answers, in seconds since 1970.
+_START_TIME = "process_start_time_seconds"
+#: How long an engine may take to say which life of it this is, in seconds: the id's route looks at the machine first.
+_ASK_S = 30.0
 
 #: How long an engine may take to swap its weights, in seconds.
 _TIMEOUT_S = 600.0
@@ -186,28 +191,6 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> htt
     )
 
 
-class ProbeFindings(NamedTuple):
-    """How far an engine's log-probabilities are from what they should be (mean absolute difference, nats).
-
-    `weights`: from those of the probe. `cache`: those with its prefix cache from those without.
-    """
-
-    weights: float
-    cache: float
-    allowed: float
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong, None if nothing is."""
-        if not self.weights <= self.allowed:
-            off = f"{self.weights:.2g} nats from the trainer's"
-        elif not self.cache <= self.allowed:
-            off = f"{self.cache:.2g} nats apart with and without its prefix cache"
-        else:
-            return None
-        return f"the engine's log-probabilities are {off}; allowed: {self.allowed:.2g}"
-
-
 class EngineControl:
     """The weight routes of one engine, over a session of its own."""
 
@@ -228,6 +211,19 @@ class EngineControl:
                 return (await self._session.get("/health")).status_code == 200
         except (httpx.HTTPError, TimeoutError):
             return False
+
+    async def life(self) -> str | None:
+        """What differs between any two starts of the engine: when it began, or an id. Raises EngineError.
+
+        None if it does not say: the start time is missing where several API servers share a port, and the id comes from
+        a development route.
+        """
+        # With the slash at the end vLLM answers with the metric that was asked for, without it with all of them.
+        metrics = await self._get("/metrics/", **{"name[]": _START_TIME})
+        if found := re.search(rf"^{_START_TIME} (\S+)$", metrics, re.MULTILINE):
+            return found[1]
+        found = re.search(r'"instance_id": ?"([^"]+)"', await self._get("/server_info", config_format="json"))
+        return found and found[1]
 
     async def pause(self, mode: str) -> None:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
@@ -269,7 +265,7 @@ class EngineControl:
         try:
             logprobs = await self._logprobs(list(probe.prompt_ids))
             return ProbeFindings(
-                weights=_mean_distance(logprobs, probe.logprobs),
+                weights=mean_distance(logprobs, probe.logprobs),
                 cache=await self._distance_by_cache(list(probe.prompt_ids)),
                 allowed=max(probe.tolerance, self._tolerance),
             )
@@ -284,9 +280,7 @@ class EngineControl:
     async def create_probe(self) -> Probe:
         """A probe from this engine: others of the same weights, and itself later, must match it."""
         try:
-            body = orjson.loads(
-                await self._post("/tokenize", json={"model": self._model_name, "prompt": _probe_text()})
-            )
+            body = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": probe_text()}))
             ids = body["tokens"][: min(PROBE_LENGTH, body["max_model_len"] - PROBE_ROOM)]
             return Probe(prompt_ids=tuple(ids), logprobs=tuple(await self._logprobs(ids)), tolerance=0.0)
         except (LookupError, TypeError, ValueError) as error:
@@ -336,7 +330,7 @@ class EngineControl:
         choice = await self._complete(prompt=prompt_ids, max_tokens=_PROBE_TOKENS, ignore_eos=True, **CAPTURE_TEXT)
         ids, with_cache = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         without_cache = await self._logprobs([*prompt_ids, *ids])
-        return _mean_distance(with_cache, without_cache[-len(ids) :])
+        return mean_distance(with_cache, without_cache[-len(ids) :])
 
     async def _complete(self, **fields: object) -> dict[str, Any]:
         body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL_SAMPLING, **fields}
@@ -350,6 +344,15 @@ class EngineControl:
         except ValueError as error:
             raise EngineError(f"{path}: its answer is not JSON") from error
         return reply
+
+    async def _get(self, path: str, **params: str) -> str:
+        """The text of an answer, empty where the engine has no such route."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                reply = await self._session.get(path, params=params)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise EngineError(f"{path}: {str(error) or type(error).__name__}") from error
+        return reply.text if reply.status_code == 200 else ""
 
     async def _post(
         self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
@@ -368,13 +371,3 @@ class EngineControl:
 def _encode_json(body: Mapping[str, object]) -> bytes:
     """As ASCII: a prompt may contain a lone surrogate, which has no UTF-8."""
     return json.dumps(body).encode()
-
-
-def _mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
-
-
-def _probe_text() -> str:
-    """Random words, always the same: what a model expects after them depends on its weights alone."""
-    chance = random.Random(PROBE_LENGTH)
-    return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))

@@ -60,6 +60,10 @@ _STOP_S = 45.0
 #: How long a worker may take from its last word to its end.
 _EXIT_S = 5.0
 
+#: How often a worker that has never served may be killed in a row: then something kills them all, such as a limit on
+#: memory.
+_KILLED_STARTS = 5
+
 #: Between a worker's end and its next start; twice as long each time, unless it lived for _LIVED_S.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _LIVED_S = 60.0
@@ -137,8 +141,11 @@ class Workers:
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
-        """Run one worker for ever, until `stop`. Raises TuneloopError if it never serves in the first place."""
-        pause, has_served, loop = _PAUSE_S, False, asyncio.get_running_loop()
+        """Run one worker for ever, until `stop`. Raises TuneloopError if it never serves in the first place.
+
+        One that is killed has failed at nothing, unless it is killed again and again.
+        """
+        pause, has_served, killed, loop = _PAUSE_S, False, 0, asyncio.get_running_loop()
         while not self._stopping.is_set():
             started = loop.time()
             self._running[number] = worker = WorkerProcess(next(self._serials), number)
@@ -147,7 +154,8 @@ class Workers:
             self._leave(worker)
             if self._stopping.is_set():
                 return
-            if not has_served:
+            killed = killed + 1 if code < 0 and not worker.reason else 0
+            if not has_served and not 0 < killed < _KILLED_STARTS:
                 raise EnvironmentRefused(worker.reason or f"explorer.workers: a worker died at start ({code})")
             log.error("worker_down", worker=number, exit_code=code, reason=worker.reason)
             await self._share_out()

@@ -25,7 +25,7 @@ from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
-from tuneloop.explorer.processes.engine_supervisor import keep_running, stay_attached
+from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, keep_running
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
@@ -98,7 +98,7 @@ async def open_control_services(
     watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s)
     stack.callback(watch.close)
     forgetting = SpoolRetention(settings, ledger.retention, slots, metrics=metrics, interval_s=interval_s)
-    fleet, addresses, runs = await _open_fleet(settings, ledger, stack, audience=audience, metrics=metrics)
+    fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
@@ -123,7 +123,7 @@ async def open_control_services(
         canary_controller.run(),
         attestation.run(),
         *judging,
-        *runs,
+        *_supervision(services, ledger, sockets, attestation),
     ]
 
 
@@ -150,9 +150,10 @@ def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLo
 
 
 async def _open_fleet(
-    settings: Settings, ledger: Ledger, stack: AsyncExitStack, *, audience: FleetReplicas | None, metrics: Metrics
-) -> tuple[Fleet, list[Address], list[Task]]:
-    explorer, base = settings.explorer, settings.model.model_path.absolute()
+    settings: Settings, stack: AsyncExitStack, *, audience: FleetReplicas | None
+) -> tuple[Fleet, list[Address], list[Path]]:
+    """The engines, where each answers, and the sockets of those that are our own, which come first."""
+    explorer = settings.explorer
     urls = explorer.rollout_model.engine_urls
     sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
     own = [sockets / f"{number}.sock" for number in range(0 if urls else explorer.rollout_model.engine_num)]
@@ -160,18 +161,30 @@ async def _open_fleet(
     # One that holds two adapters is two engines at one address.
     addresses += addresses * (settings.engine_places - len(addresses))
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
-    fleet = Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience)
-    timeout_s = explorer.rollout_model.health_timeout
+    return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own
+
+
+def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation) -> list[Task]:
+    """What keeps the engines in use: our own on these sockets, and those of others."""
+    settings, fleet = services.settings, services.fleet
+    base, timeout_s = settings.model.model_path.absolute(), settings.explorer.rollout_model.health_timeout
     runs: list[Task] = []
-    for engine, socket in zip(engines, own, strict=False):
+    for engine, socket in zip(fleet.engines, own, strict=False):
         process = EngineProcess(settings, engine, socket=socket)
         run = keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
         runs.append(run)
-    host = engines[0] if own else None
-    for engine in engines[len(own) :]:
-        run = stay_attached(engine, fleet=fleet, ledger=ledger, metrics=metrics, health_timeout_s=timeout_s, host=host)
-        runs.append(run)
-    return fleet, addresses, runs
+    champions = Champions(ledger, base, attestation.probes)
+    for engine in fleet.engines[len(own) :]:
+        attachment = Attachment(
+            engine,
+            fleet=fleet,
+            champions=champions,
+            health_timeout_s=timeout_s,
+            doubt_restarted=attestation.doubt_restarted,
+            host=fleet.engines[0] if own else None,
+        )
+        runs.append(attachment.run(services.metrics))
+    return runs
 
 
 async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:

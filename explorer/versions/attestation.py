@@ -17,7 +17,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
-from tuneloop.shared.checkpoint import Probe, read_manifest
+from tuneloop.shared.checkpoint import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.ledger.recording.attestation import Mismatch
@@ -73,8 +73,7 @@ class Attestation:
         self._reloader = reloader
         self._began = time.time()
         self._proofs: dict[int, _Proof] = {}
-        self._known: dict[int, tuple[Version, Probe]] = {}
-        self._describing = asyncio.Lock()
+        self.probes = reloader.probes
         self._untold: list[Mismatch] = []
 
     async def run(self) -> None:
@@ -101,7 +100,7 @@ class Attestation:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
         loads, proof = engine.loads, _Proof(time.time(), time.monotonic(), engine.loads)
         try:
-            version, probe = await self._of(engine)
+            version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
             fault = await _fault_of(engine, probe) and await _fault_of(engine, probe)
         except (EngineError, CheckpointRejected, LedgerError) as error:
@@ -115,17 +114,6 @@ class Attestation:
             self._note(engine, proof)
         else:
             await self._set_right(engine, version, probe, fault)
-
-    async def _of(self, engine: Engine) -> tuple[Version, Probe]:
-        """The version that an engine should have, and what it is known by."""
-        number = engine.version
-        async with self._describing:
-            if number not in self._known:
-                version = await asyncio.to_thread(self._ledger.versions.get, number)
-                if version is None:
-                    raise LedgerError(f"version {number} is unknown")
-                self._known[number] = version, await _probe_of(version, engine)
-            return self._known[number]
 
     def _note(self, engine: Engine, proof: _Proof) -> None:
         self._proofs[engine.number] = proof
@@ -148,15 +136,26 @@ class Attestation:
             await self._fleet.set_state(engine, EngineState.DOWN)  # its supervisor starts it anew
             await self._doubt(engine, version, again)
 
+    async def doubt_restarted(self, engine: Engine, since: float) -> None:
+        """Take out of training what an engine has sampled since a time after which it was started anew, unproven.
+
+        The engine must be out of rotation. `since` is in seconds since 1970.
+        """
+        self._proofs.pop(engine.number, None)
+        reason = "it was started anew, and answered before it was given these weights again"
+        await self._distrust(Mismatch(engine.number, engine.version, since, time.time(), reason, {}))
+
     async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
         proof = self._proofs.get(engine.number)
         since = proof.at if proof else self._began
         alone = not (self._of_others and proof and proof.loads == engine.loads and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
-        log.error("engine_mismatch", engine=engine.number, version=version.version, reason=reason, since=since)
+        await self._distrust(Mismatch(engine.number, version.version, since, time.time(), reason, fault.figures))
+
+    async def _distrust(self, found: Mismatch) -> None:
+        log.error("engine_mismatch", engine=found.engine, version=found.version, reason=found.reason, since=found.since)
         self._metrics.probes.labels("mismatched").inc()
-        found = Mismatch(engine.number, version.version, since, time.time(), reason, fault.figures)
         self._untold.append(found)
         try:
             await self._tell()
@@ -173,13 +172,6 @@ class Attestation:
             log.warning("experiences_distrusted", engine=found.engine, dropped=done.dropped, trained=done.trained)
             if found in self._untold:
                 self._untold.remove(found)
-
-
-async def _probe_of(version: Version, engine: Engine) -> Probe:
-    if not version.version:
-        return await engine.control.create_probe()
-    manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
-    return manifest.probe
 
 
 async def _fault_of(engine: Engine, probe: Probe) -> _Fault | None:

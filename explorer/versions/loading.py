@@ -2,17 +2,65 @@
 
 import asyncio
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import structlog
 
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.shared.checkpoint import ACTOR, Probe, read_manifest
-from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
-from tuneloop.shared.ledger.ledger import Version
+from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, LedgerError, VersionRefused
+from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
+
+log = structlog.get_logger()
+
+DAMAGED = "champion_damaged"
+
+#: How often a champion that cannot be read is looked at before another version stands in, and how many seconds apart: a
+#: shared file system may come back.
+_LOOKS, _LOOK_S = 5, 1.0
 
 
 def actor_of(version: Version) -> Path:
     """The Hugging Face folder of a version; the base model is one itself."""
     return version.path / ACTOR if version.version else version.path
+
+
+class KnownProbes:
+    """What versions are known by: the trainer's probes; for the base model what the first engine said that has it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._known: dict[int, tuple[Version, Probe]] = {}
+        self._describing = asyncio.Lock()
+
+    async def of(self, engine: Engine) -> tuple[Version, Probe]:
+        """The version that an engine should have, and what it is known by."""
+        number = engine.version
+        async with self._describing:
+            if number not in self._known:
+                version = await asyncio.to_thread(self._ledger.versions.get, number)
+                if version is None:
+                    raise LedgerError(f"version {number} is unknown")
+                self._known[number] = version, await _probe_of(version, engine)
+            return self._known[number]
+
+    async def prove(self, engine: Engine, version: Version) -> None:
+        """Raise CheckpointRejected unless an engine has the weights of a version, as far as that is known by anything.
+
+        Nothing is known of the base model before an engine has been asked that was started with it.
+        """
+        if version.version:
+            await engine.control.prove(read_manifest(version.path, sha256=version.manifest_sha256).probe)
+        elif version.version in self._known:
+            await engine.control.prove(self._known[version.version][1])
+
+
+async def _probe_of(version: Version, engine: Engine) -> Probe:
+    if not version.version:
+        return await engine.control.create_probe()
+    manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
+    return manifest.probe
 
 
 async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
@@ -32,6 +80,11 @@ async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
 
 async def verify_in_process(version: Version, base: Path) -> Probe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
+    await _verify(version, base)
+    return read_manifest(version.path, sha256=version.manifest_sha256).probe
+
+
+async def _verify(version: Version, base: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -53,4 +106,54 @@ async def verify_in_process(version: Version, base: Path) -> Probe:
         raise CheckpointRejected(said.decode(errors="replace"))
     if process.returncode != 0:
         raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
-    return read_manifest(version.path, sha256=version.manifest_sha256).probe
+
+
+async def servable_champion(ledger: Ledger, base: Path) -> tuple[Version, Probe | None]:
+    """The champion, whose files have been verified, and its probe; None for the base model.
+
+    Where the champion's files are damaged, the last champion whose files are whole becomes the champion again. Raises
+    CheckpointRejected if there is none, and LedgerUnavailable if that cannot be written down.
+    """
+    while True:
+        champion = await asyncio.to_thread(ledger.versions.champion)
+        if not champion.version:
+            return champion, None
+        try:
+            return champion, await _verify_patiently(champion, base)
+        except CheckpointRejected as error:
+            if not await _replace(champion, ledger, base, reason=str(error)):
+                raise
+
+
+async def _verify_patiently(version: Version, base: Path) -> Probe:
+    for _ in range(_LOOKS - 1):
+        with suppress(CheckpointUnreadable):
+            return await verify_in_process(version, base)
+        await asyncio.sleep(_LOOK_S)
+    return await verify_in_process(version, base)
+
+
+async def _replace(champion: Version, ledger: Ledger, base: Path, *, reason: str) -> bool:
+    """Whether there is another champion now than this one, which is damaged."""
+    log.error("champion_damaged", version=champion.version, reason=reason)
+    for number in await asyncio.to_thread(ledger.versions.champions_before):
+        version = await asyncio.to_thread(ledger.versions.get, number)
+        if version is None or not await _is_whole(version, base):
+            continue
+        damaged = f"version {champion.version}, the champion, is damaged: {reason}"
+        with suppress(VersionRefused):  # another supervisor, or an administrator, was faster
+            await asyncio.to_thread(ledger.versions.stand_in, number, instead_of=champion.version, reason=damaged)
+            log.warning("champion_replaced", version=number, instead_of=champion.version)
+            alarm = Alarm(DAMAGED, f"{damaged}; version {number} answers in its place", version=champion.version)
+            await asyncio.to_thread(ledger.alarms.raise_alarm, alarm)
+        return True
+    return False
+
+
+async def _is_whole(version: Version, base: Path) -> bool:
+    try:
+        await _verify(version, base)
+    except CheckpointRejected as error:
+        log.warning("version_damaged", version=version.version, reason=str(error))
+        return False
+    return True

@@ -19,8 +19,8 @@ from tuneloop.explorer.engines.version_routing import split_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
-from tuneloop.explorer.versions.loading import _load_paused, load, verify_in_process
-from tuneloop.shared.checkpoint import Probe, read_manifest
+from tuneloop.explorer.versions.loading import KnownProbes, _load_paused, load, servable_champion, verify_in_process
+from tuneloop.shared.checkpoint import Probe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,
@@ -41,11 +41,14 @@ _DEATHS, _UNREADABLE = 2, 5
 class WeightSwapper:
     """Swaps the weights of one engine at a time."""
 
-    def __init__(self, fleet: Fleet, *, metrics: Metrics, drain_s: float, least_running: int) -> None:
+    def __init__(
+        self, fleet: Fleet, probes: KnownProbes, *, metrics: Metrics, drain_s: float, least_running: int
+    ) -> None:
         """An engine is waited for at most `drain_s` to end what it has in flight, where that is wanted.
 
         `least_running` others must be ready before one leaves the rotation, where there are so many.
         """
+        self.probes = probes
         self._fleet = fleet
         self._metrics = metrics
         self._drain_s = drain_s
@@ -100,8 +103,7 @@ class WeightSwapper:
         """
         try:
             await load(engine, champion, fleet=self._fleet)
-            if champion.version:
-                await engine.control.prove(read_manifest(champion.path, sha256=champion.manifest_sha256).probe)
+            await self.probes.prove(engine, champion)
         except (EngineError, CheckpointRejected) as error:
             log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
             await self._fleet.set_state(engine, EngineState.DOWN)
@@ -133,6 +135,7 @@ class Reloader(WeightSwapper):
         least = settings.explorer.min_running_model_num
         super().__init__(
             fleet,
+            KnownProbes(ledger),
             metrics=metrics,
             drain_s=settings.explorer.request_timeout,
             least_running=int(settings.rollout.mode == "rolling") if least is None else least,
@@ -231,12 +234,13 @@ class Reloader(WeightSwapper):
                 await self._try_on(engine, trial.version, champion)
 
     async def _is_whole(self, champion: Version) -> bool:
-        """Whether the champion's files are still as they were: a damaged one would end the engine that reads it."""
-        if champion.version and champion.version != self._whole:
+        """Whether the champion's files are as they were; if not, another one is the champion from the next turn on."""
+        if champion.version not in {0, self._whole}:
             try:
-                await verify_in_process(champion, self._base)
-            except CheckpointRejected as error:
-                log.error("champion_damaged", version=champion.version, reason=str(error))
+                whole, _ = await servable_champion(self._ledger, self._base)
+            except CheckpointRejected:
+                return False
+            if whole.version != champion.version:
                 return False
         self._whole = champion.version
         return True

@@ -45,7 +45,14 @@ _MAY_COME = ("generation_config.json", ".py")
 
 
 def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> None:
-    """Raise CheckpointRejected unless the actor in `checkpoint` may be served in place of `base`."""
+    """Raise CheckpointRejected unless the actor in `checkpoint` may be served in place of `base`.
+
+    Version 0 is the base model itself, of which nothing is registered: it can be read, or not.
+    """
+    if not version:
+        _of_base(_config, base)
+        _of_base(tensors, base)
+        return
     manifest = read_manifest(checkpoint, sha256=manifest_sha256)
     if manifest.version != version:
         raise CheckpointRejected(f"its manifest is of version {manifest.version}")

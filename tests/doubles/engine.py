@@ -6,6 +6,7 @@ that a test sets.
 """
 
 import asyncio
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -23,6 +24,7 @@ CHAT = "/v1/chat/completions"
 PASSED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 _RECORDED = Path(__file__).parent / "recorded"
+_starts = itertools.count(1_700_000_000.25)
 _LOAD = "/collective_rpc"
 _LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -73,7 +75,7 @@ class EngineDouble:
     silent: bool = False  # hangs, and does not say either that it is healthy
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
-    answer_to_probe: bytes | None = None
+    answer_to_probe: bytes | None = None  # while it has the weights of a checkpoint
     no_token_ids: bool = False
     resets: bool = False
     resets_next: int = 0  # so many requests lose their connection before anything is answered
@@ -99,6 +101,16 @@ class EngineDouble:
     left: int = 0  # clients that went before their reply had ended
     loading: int = 0
     paused: bool = False
+    began_at: float = field(default_factory=lambda: next(_starts))  # seconds since 1970, as a real engine's metrics say
+    answers_metrics: bool = True
+    metrics_asked: int = 0
+    answers_server_info: bool = True
+
+    def start_again(self) -> None:
+        """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
+        self.weights, self.began_at, self.paused = type(self).weights, next(_starts), False
+        self.adapters.clear()
+        self.prefixes.clear()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -142,6 +154,14 @@ class EngineDouble:
         if path == "/health":
             await _until(lambda: not self.silent)
             return await _send_reply(send, 200, b"")
+        self.metrics_asked += path == "/metrics/"
+        if path == "/metrics/" and self.answers_metrics:
+            said = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
+            return await _send_reply(send, 200, said.encode())
+        if path == "/server_info" and self.answers_server_info:
+            return await _send_reply(send, 200, b'{"vllm_config":{"instance_id":"%.0f"}}' % self.began_at)
+        if path in {"/metrics/", "/server_info"}:
+            return await _send_reply(send, 404, b'{"detail":"Not Found"}')
         if path == "/v1/models":
             return await _send_reply(send, 200, self._models())
         query = {key: values[0] for key, values in parse_qs(scope["query_string"].decode()).items()}
@@ -233,7 +253,8 @@ class EngineDouble:
                 weights = self.prefixes.setdefault(tuple(request["prompt"]), weights)
             answer = self._logprobs(weights, [*request["prompt"], *ids])[-len(ids) :]
             choice |= {"token_ids": ids, "logprobs": {"token_logprobs": answer}}
-        await _send_reply(send, 200, self.answer_to_probe or json.dumps(reply).encode())
+        published = self._weights_of(request).parent.name.startswith("global_step_")
+        await _send_reply(send, 200, (published and self.answer_to_probe) or json.dumps(reply).encode())
 
     def _logprobs(self, weights: Path, ids: list[int]) -> list[float]:
         found = logprobs_of(weights, ids)

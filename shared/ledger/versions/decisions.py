@@ -67,10 +67,28 @@ class Versions(VersionStates):
                 appoint(connection, before, decision.because(f"version {version} was rolled back"))
             return _champion(connection)
 
+    def stand_in(self, version: int, *, instead_of: int, reason: str) -> None:
+        """Make a former champion the champion because the files of the champion `instead_of` are damaged.
+
+        That one retires, for nothing is wrong with its training, and a pin goes over to the one in its place. Raises
+        VersionRefused, and changes nothing, if `instead_of` is not the champion or `version` cannot be served.
+        """
+        with self._write() as connection:
+            alone(connection, "promote")
+            _expect_champion(connection, instead_of)
+            _require_servable(connection, version)
+            decision = Decision("explorer", self._clock(), reason)
+            if _pinned_version(connection) == instead_of:
+                _move_pin(connection, instead_of, version, decision)
+            appoint(connection, version, decision)
+
+    def champions_before(self) -> list[int]:
+        """The versions that were the champion before and could be again, the last one first."""
+        return [row.version for row in self._read(_champions_before())]
+
     def champion_before(self) -> int | None:
         """Which version would be served if the champion were rolled back now; None if there is none to go back to."""
-        rows = self._read(_champions_before())
-        return rows[0].version if rows else None
+        return next(iter(self.champions_before()), None)
 
     def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
         """Serve this version and no other until it is unpinned; a canary retires.
@@ -142,8 +160,14 @@ def _champion_before(connection: Connection) -> int | None:
     return found
 
 
+def _move_pin(connection: Connection, pinned: int, version: int, decision: Decision) -> None:
+    for number, is_pinned, action in ((pinned, False, VersionAction.UNPINNED), (version, True, VersionAction.PINNED)):
+        connection.execute(update(versions).where(versions.c.version == number).values(pinned=is_pinned))
+        note(connection, number, action, decision)
+
+
 def _champions_before() -> Select[Any]:
-    """Which retired version was the champion last. A canary that retired never was one."""
+    """The retired versions that were the champion, the last one first. A canary that retired never was one."""
 
     def last(action: VersionAction) -> Any:
         same = (version_events.c.version == versions.c.version, version_events.c.action == action)
@@ -155,7 +179,7 @@ def _champions_before() -> Select[Any]:
     retired = select(versions.c.version).where(
         versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
     )
-    return retired.order_by(crowned.desc(), versions.c.version.desc()).limit(1)
+    return retired.order_by(crowned.desc(), versions.c.version.desc())
 
 
 def _end_descendants(connection: Connection, version: int, decision: Decision) -> None:

@@ -18,7 +18,8 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.engine_supervisor import stay_attached
+from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions
+from tuneloop.explorer.versions.loading import KnownProbes
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
@@ -118,12 +119,22 @@ def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(
 async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, double: EngineDouble) -> None:
     settings = settings_for(tmp_path)
     ledger, host = open_ledger(settings), Engine(0, EngineHttp())
+
+    async def doubt(engine: Engine, since: float) -> None:
+        pytest.fail(f"engine {engine.number} was not started anew since {since}")
+
     async with vllm.open_session(url=double.url, socket=None, key=None) as session:
         second = Engine(1, EngineHttp(), vllm.EngineControl(session, model_name=MODEL))
         fleet = Fleet([host, second], wait_timeout_s=60)
-        staying = asyncio.ensure_future(
-            stay_attached(second, fleet=fleet, ledger=ledger, metrics=Metrics(), health_timeout_s=1.0, host=host)
+        attachment = Attachment(
+            second,
+            fleet=fleet,
+            champions=Champions(ledger, settings.model.model_path, KnownProbes(ledger)),
+            health_timeout_s=1.0,
+            doubt_restarted=doubt,
+            host=host,
         )
+        staying = asyncio.ensure_future(attachment.run(Metrics()))
         try:
             for state, then in (
                 (EngineState.STARTING, EngineState.STARTING),

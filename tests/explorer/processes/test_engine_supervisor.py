@@ -1,6 +1,8 @@
 """Engines that hang or die: they get no more requests, are started again, and come back with the champion."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,8 +18,10 @@ from tests.explorer.running import RunningExplorer, eventually, open_ledger, set
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes import engine_supervisor
 from tuneloop.explorer.processes.engine_supervisor import keep_running
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import VersionState
 
 
@@ -178,3 +182,50 @@ async def test_nobody_waits_for_another_engine_that_is_not_about_to_be_ready() -
     assert not waiting.done()
     await fleet.set_state(other, EngineState.READY)
     assert await waiting is other
+
+
+async def test_an_engine_of_ours_starts_with_the_champion_before_one_that_is_damaged(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    settings = settings_for(tmp_path)
+    ledger = open_ledger(settings)
+    for _ in range(2):
+        ledger.versions.promote(register(ledger, settings.job_dir))
+    actors = [ledger.versions.all()[number].path / "actor" for number in (1, 2)]
+    (actors[1] / "config.json").write_text("{}")
+
+    async def look(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        assert [each.version for each in fleet.engines] == [1, 1]
+        assert [each.started for each in processes] == [[actors[0]]] * 2
+
+    await running(doubles, tmp_path, look)
+    assert ledger.versions.champion().version == 1
+    assert [each.name for each in ledger.alarms.all()] == ["champion_damaged"]
+    ledger.close()
+
+
+class DyingProcess(EngineProcess):
+    """An engine that says one line and dies."""
+
+    def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-c", f"raise SystemExit('ValueError: {model}')"], {**os.environ}
+
+
+async def test_why_an_engine_died_is_read_in_the_log_of_this_start(tmp_path: Path, double: EngineDouble) -> None:
+    double.silent, settings = True, settings_for(tmp_path)
+    async with vllm.open_session(url=double.url, socket=None, key=None) as session:
+        engine = Engine(0, EngineHttp(), vllm.EngineControl(session, model_name=MODEL))
+        process = DyingProcess(settings, engine, socket=tmp_path / "socket")
+        for model in ("first", "second"):
+            with pytest.raises(EnvironmentRefused, match=f"ValueError: {model}"):
+                await process.start(Path(model))
+        quiet = QuietProcess(settings, engine, socket=tmp_path / "socket")
+        with pytest.raises(EnvironmentRefused, match=r"\(exit code 3\): no output"):
+            await quiet.start(Path("third"))
+
+
+class QuietProcess(EngineProcess):
+    """An engine that dies without a word."""
+
+    def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
+        return [sys.executable, "-c", "raise SystemExit(3)"], {**os.environ}

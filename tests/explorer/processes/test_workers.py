@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -273,3 +274,19 @@ def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_
         assert not any(map(alive, pids))
         assert {state for state, count in ledger.reports.counts().items() if count} == {State.RECORDED, State.TRAINED}
         ledger.close()
+
+
+def test_a_worker_that_is_killed_at_its_first_start_is_started_again(tmp_path: Path, double: EngineDouble) -> None:
+    settings = write_settings(tmp_path, explorer__workers=2, **attached_to(double))
+    command = [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        staff = Staff(tmp_path, process, httpx.Client(), double)
+        try:
+            eventually(lambda: len(staff.pids()) == 2)
+            victim = staff.pids()[0]
+            os.kill(victim, signal.SIGKILL)
+            eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+            assert victim not in staff.pids()
+            assert process.poll() is None
+        finally:
+            process.kill()

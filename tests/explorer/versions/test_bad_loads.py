@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-from structlog.testing import capture_logs
-
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually
@@ -71,20 +69,47 @@ def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_we
     assert explorer.ledger.versions.newest().version == 0
 
 
-def test_a_damaged_version_is_not_gone_back_to(explorer: RunningExplorer, double: EngineDouble) -> None:
+def damage(explorer: RunningExplorer, number: int) -> None:
+    """Cut the last byte of a version's weights off."""
+    weights = next(actor(explorer, number).glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def test_a_damaged_version_is_not_gone_back_to_but_the_newest_whole_one(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    for number in (1, 2, 3):
+        candidate(explorer)
+        until(explorer, number, VersionState.CHAMPION)
+    damage(explorer, 2)
+    explorer.ledger.versions.roll_back(3, by="anna", reason="it swears")
+    eventually(lambda: double.weights == actor(explorer, 1) and explorer.version() == 1)
+    assert version(explorer, 2).state == VersionState.RETIRED
+    event = explorer.ledger.versions.events(1)[-1]
+    assert (event.action, event.actor) == (VersionAction.PROMOTED, "explorer")
+    assert "version 2, the champion, is damaged: global_step_2/actor/model.safetensors" in (event.reason or "")
+    [alarm] = explorer.ledger.alarms.all()
+    assert (alarm.name, alarm.version, alarm.holds) == ("champion_damaged", 2, False)
+    assert "version 1 answers in its place" in alarm.reason
+    candidate(explorer)
+    until(explorer, 4, VersionState.CHAMPION)
+    assert double.weights == actor(explorer, 4)
+
+
+def test_an_explorer_that_starts_with_a_damaged_champion_serves_the_one_before(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
     for number in (1, 2):
         candidate(explorer)
         until(explorer, number, VersionState.CHAMPION)
-    weights = next(actor(explorer, 1).glob("*.safetensors"))
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    with capture_logs() as logs:
-        explorer.ledger.versions.roll_back(2, by="anna", reason="it swears")
-        eventually(lambda: any(entry["event"] == "champion_damaged" for entry in logs))
-    assert (double.weights, explorer.version()) == (actor(explorer, 2), 2)
-    weights.write_bytes(whole)
-    eventually(lambda: explorer.version() == 1)
-    assert double.weights == actor(explorer, 1)
+    shutil.rmtree(actor(explorer, 1))
+    damage(explorer, 2)
+    double.resets = True
+    eventually(lambda: explorer.services.fleet.engines[0].state == EngineState.DOWN)
+    double.resets = False
+    until_ready(explorer, 1)
+    assert (explorer.version(), double.weights) == (0, model(explorer))
+    assert [each.name for each in explorer.ledger.alarms.all()] == ["champion_damaged"]
 
 
 def test_what_is_rejected_meanwhile_gets_no_further_engine(running_explorer: Run, doubles: list[EngineDouble]) -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.loop.harness.bare_engine import MODEL, session_of
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import make_model
-from tuneloop.explorer.engines.vllm import EngineControl, ProbeFindings
+from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]

@@ -167,3 +167,18 @@ def test_while_a_version_is_pinned_no_other_comes_into_service(made: Ledger) -> 
         made.versions.begin_canary(3, by="explorer", reason="")
     assert made.versions.champion().version == 2
     made.versions.promote(2)
+
+
+def test_a_former_champion_stands_in_for_a_damaged_one_and_takes_its_pin(made: Ledger) -> None:
+    made.versions.pin(2, instead_of=2, by="anna", reason="the demo")
+    assert made.versions.champions_before() == [1, 0]
+    made.versions.stand_in(1, instead_of=2, reason="version 2 is damaged")
+    assert states(made) == ["retired", "champion", "retired", "candidate"]
+    assert (pinned := made.versions.pinned_version()) is not None
+    assert pinned.version == 1
+    assert story(made, 1)[-2:] == [
+        ("pinned", "explorer", "version 2 is damaged"),
+        ("promoted", "explorer", "version 2 is damaged"),
+    ]
+    with pytest.raises(VersionRefused, match="version 1 is the champion, not version 2"):
+        made.versions.stand_in(0, instead_of=2, reason="again")

@@ -1,0 +1,1 @@
+"""What an engine proves its weights by, whichever engine it is."""

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import structlog
 
 from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.intake import Intake, Patience
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Slot, Slots
-from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
-from tuneloop.shared.experience import Record, decode
+from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.spool_format import Position, segments, slots
 
@@ -22,21 +21,13 @@ log = structlog.get_logger()
 
 #: Records that go into the database in one transaction.
 GROUP = 512
-#: How often a record is offered to the database before it goes to quarantine.
-TRIES = 5
-
 #: How often we look for what processes that died meanwhile have left.
 ADOPT_S = 2.0
 
 #: How often we look whether our writers have written: what comes meanwhile goes into the database together. Who waits
 #: for it is not kept waiting.
 _LOOK_S = 0.1
-_SHORTEST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
 _DISK_PAUSE_S = 0.5
-
-#: The database refuses a record, or it cannot even be made a row.
-_REFUSED = (LedgerError, ValueError, OverflowError)
 
 
 class _Waiter(NamedTuple):
@@ -51,8 +42,8 @@ class _Waiter(NamedTuple):
 class Flusher:
     """One thread that reads the slots behind their writers, in this process or in others of ours.
 
-    `quarantined` is called once for each record that the database refuses again and again, `failed` if the thread
-    cannot go on.
+    While the database is away, or forbids it, all waits. A record that is refused by itself is offered as long as
+    `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread cannot go on.
     """
 
     def __init__(
@@ -62,13 +53,20 @@ class Flusher:
         *,
         quarantined: Callable[[], None],
         failed: Callable[[TuneloopError], None],
+        patience: Patience | None = None,
     ) -> None:
         self._slots = slots
-        self._recording = recording
-        self._quarantined = quarantined
         self._failed = failed
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._intake = Intake(
+            recording,
+            slots.root,
+            stop=self._stop,
+            patience=patience or Patience(),
+            quarantined=quarantined,
+            say_away=self._say_away,
+        )
         self._moved = threading.Lock()
         self._adopted_once = False
         self._waiting: list[_Waiter] = []
@@ -121,6 +119,7 @@ class Flusher:
             self._failed(LedgerError(f"the spool cannot be moved into the database: {error!r}"))
 
     def _follow(self) -> None:
+        self._intake.note(None)  # what a process that was killed had noted
         adopt_at = time.monotonic()
         while True:
             stopping = self._stop.is_set()
@@ -178,11 +177,11 @@ class Flusher:
             for payload, position in spool.read(folder, start, end):
                 group.append(payload)
                 if len(group) == GROUP:
-                    if not self._move(folder, group):
+                    if not self._intake.move(folder, group):
                         return False
                     self._mark(folder, mark, position)
                     group = []
-        if group and not self._move(folder, group):
+        if group and not self._intake.move(folder, group):
             return False
         # What lies between the last record and the end was torn by a crash, or is a segment still empty.
         self._mark(folder, mark, max(end or start, position))
@@ -196,63 +195,10 @@ class Flusher:
             self._tell()
         spool.forget(folder, position)
 
-    def _move(self, folder: Path, payloads: Sequence[bytes]) -> bool:
-        """Put the group into the database; False if we were told to stop while it was away."""
-        records: list[Record] = []
-        for payload in payloads:
-            try:
-                records.append(decode(payload))
-            except msgspec.MsgspecError as error:
-                self._set_aside(folder, payload, error)
-        try:
-            return not records or self._record(records)
-        except _REFUSED as error:
-            log.warning("group_refused", records=len(records), reason=_reason(error))
-        return all(self._one(folder, payload) for payload in payloads)
-
-    def _record(self, records: Sequence[Record]) -> bool:
-        pause = _SHORTEST_PAUSE_S
-        while True:
-            try:
-                self._recording.record(records)
-            except LedgerUnavailable as error:
-                if pause == _SHORTEST_PAUSE_S:
-                    log.warning("database_away", reason=_reason(error))
-                else:
-                    self._say(away=True)  # not at the first failure, which may be no more than a broken connection
-                if self._stop.wait(pause):
-                    return False
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            else:
-                self._say(away=False)
-                return True
-
-    def _say(self, *, away: bool) -> None:
+    def _say_away(self, away: bool) -> None:
         with self._moved:
             self._away = away
             self._tell()
-
-    def _one(self, folder: Path, payload: bytes) -> bool:
-        """Find the one record that the database refuses, and keep it from blocking the others."""
-        for tries in range(1, TRIES + 1):
-            try:
-                return self._record([decode(payload)])
-            except msgspec.MsgspecError:
-                return True  # already set aside
-            except _REFUSED as error:
-                if tries == TRIES:
-                    self._set_aside(folder, payload, error)
-        return True
-
-    def _set_aside(self, folder: Path, payload: bytes, error: Exception) -> None:
-        log.error("record_quarantined", folder=str(folder), reason=_reason(error))
-        spool.quarantine(folder, payload)
-        self._quarantined()
-
-
-def _reason(error: Exception) -> str:
-    """In one line: the next ones may quote what a user wrote."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _settle(told: "asyncio.Future[None]") -> None:

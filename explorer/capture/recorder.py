@@ -14,7 +14,7 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, encode
-from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, slots
+from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, refusal_of, slots
 
 log = structlog.get_logger()
 
@@ -68,6 +68,7 @@ class SpoolLimits:
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""
         found = slots(self._root)
+        self._refusal = refusal_of(self._root)
         self._elsewhere = sum(backlog_of(slot) for slot in found if slot != self._own.folder)
         waits = {slot: waits for slot in found if (waits := self._oldest_of(slot))}
         self._waits = waits
@@ -95,6 +96,11 @@ class SpoolLimits:
             raise SpoolFull(f"the database has not taken what the spool has held for {self._max_age_s:g} seconds")
         if oldest_s + 2 * _LOOK_S < self._max_age_s:
             self._fine_until = min(self._own.written + left, self._written + self._free - self._reserve)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the database refuses what it is given, though it answers; None if it does not."""
+        return self._refusal.reason if self._refusal else None
 
     def bytes(self) -> int:
         """Bytes that wait for the database."""

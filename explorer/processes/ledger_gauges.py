@@ -7,6 +7,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.spool_alarms import SpoolAlarms
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
@@ -34,6 +35,7 @@ class LedgerGauges:
         self.reached = True
         self._written: dict[int, tuple[int, int, float]] = {}
         self._alarmed: set[str] = set()
+        self._spool_alarms = SpoolAlarms(settings.spool_dir, ledger.alarms, metrics)
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -71,8 +73,10 @@ class LedgerGauges:
         holds = {reason.code for reason in diagnose(facts)}
         for code in Code:
             metrics.no_step.labels(code.value).set(code in holds)
+        self._spool_alarms.show(spool)
         if ledger is None:
             return
+        self._spool_alarms.update(spool)
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:
@@ -84,6 +88,7 @@ class LedgerGauges:
         self._alarmed |= open_
         for name in self._alarmed:
             metrics.alarm.labels(name).set(name in open_)
+        self._spool_alarms.show(spool)
 
     def close(self) -> None:
         """Close the curves."""

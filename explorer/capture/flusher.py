@@ -1,7 +1,8 @@
-"""Moves what the spool holds into the ledger, in order, as soon as the database takes it."""
+"""Moves what the spool holds into the ledger, in the order in which it was said, as soon as the database takes it."""
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import structlog
 
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.intake import Intake, Patience
+from tuneloop.explorer.capture.merge import Source, in_order
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Slot, Slots
 from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -124,76 +126,88 @@ class Flusher:
         while True:
             stopping = self._stop.is_set()
             self._wake.clear()
-            if stopping or time.monotonic() >= adopt_at:
-                self._adopt_all()
+            adopts_all = stopping or time.monotonic() >= adopt_at
+            all_moved = self._move(self._left_behind(everywhere=adopts_all and not self._stop.is_set()))
+            if adopts_all:
+                self._say_adopted()
                 adopt_at = time.monotonic() + ADOPT_S
-            all_moved = all([self._drained_ours(slot) for slot in self._slots.ours])
             if stopping or (self._stop.is_set() and not all_moved):
                 return
             self._wake.wait(_LOOK_S)
 
-    def _drained_ours(self, slot: Slot) -> bool:
-        adopted = not self._slots.lives(slot.folder) and self._adopt(slot.folder)
-        return adopted or self._drained(slot.folder, slot.flushed, slot.end)
+    def _left_behind(self, *, everywhere: bool) -> list[Path]:
+        """The folders of writers of ours that died, and `everywhere` those of all processes that are no more."""
+        found = [slot.folder for slot in self._slots.ours]
+        found += [each for each in slots(self._slots.root) if segments(each)] if everywhere else []
+        return [folder for folder in dict.fromkeys(found) if not self._slots.lives(folder)]
 
-    def _drained(self, folder: Path, mark: FlushedMark, end: Position | None) -> bool:
-        try:
-            return self._drain(folder, mark, end)
-        except OSError as error:  # such as no place for the quarantine: what is not marked is read again
-            log.error("spool_not_drained", folder=str(folder), reason=str(error))
-            self._stop.wait(_DISK_PAUSE_S)
-            return False
-
-    def _adopt_all(self) -> None:
-        for folder in slots(self._slots.root):
-            if not self._slots.lives(folder) and not self._stop.is_set() and segments(folder):
-                self._adopt(folder)
+    def _say_adopted(self) -> None:
         with self._moved:
             self._adopted_once = True
             self._tell()
 
-    def _adopt(self, folder: Path) -> bool:
-        """Drain the slot of a process that is no more, and leave no segment of it. False if that cannot be yet."""
+    def _move(self, left_behind: Sequence[Path]) -> bool:
+        """Drain our slots together with those that can be taken of `left_behind`, and leave no segment of the latter.
+
+        False if something could not be drained yet.
+        """
+        with contextlib.ExitStack() as stack:
+            taken = [source for folder in left_behind if (source := self._take(folder, stack)) is not None]
+            folders = {source.folder for source in taken}
+            ours = [
+                Source(slot.folder, slot.flushed, slot.end) for slot in self._slots.ours if slot.folder not in folders
+            ]
+            moved = self._drained([*taken, *ours])
+            if moved:
+                for source in taken:
+                    if source.segments:
+                        self._mark(source, Position(source.segments[-1] + 1, 0))
+                    self._slots.mark_adopted(source.folder)
+        return moved
+
+    def _take(self, folder: Path, stack: contextlib.ExitStack) -> Source | None:
         try:
-            with spool.take_slot(folder), contextlib.closing(FlushedMark(folder / "flushed")) as mark:
-                left = segments(folder)
-                if not self._drained(folder, mark, None):
-                    return False
-                if left:
-                    self._mark(folder, mark, Position(left[-1] + 1, 0))
-                self._slots.mark_adopted(folder)
-                return True
+            stack.enter_context(spool.take_slot(folder))
+            mark = stack.enter_context(contextlib.closing(FlushedMark(folder / "flushed")))
+            return Source(folder, mark, None, segments(folder))
         except BlockingIOError:  # somebody writes there again
-            return False
+            return None
         except OSError as error:
             log.error("spool_not_adopted", folder=str(folder), reason=str(error))
+            return None
+
+    def _drained(self, sources: Sequence[Source]) -> bool:
+        try:
+            return self._drain(sources)
+        except OSError as error:  # such as no place for the quarantine: what is not marked is read again
+            if len(sources) > 1:  # one that cannot be read must not keep the others
+                return all([self._drained([source]) for source in sources])
+            log.error("spool_not_drained", folder=str(sources[0].folder), reason=str(error))
+            self._stop.wait(_DISK_PAUSE_S)
             return False
 
-    def _drain(self, folder: Path, mark: FlushedMark, end: Position | None) -> bool:
-        """Move what there is before `end` (None: all); False if we were told to stop while the database was away."""
-        group: list[bytes] = []
-        start = position = mark.position
-        if end is None or end > start:
-            for payload, position in spool.read(folder, start, end):
-                group.append(payload)
-                if len(group) == GROUP:
-                    if not self._intake.move(folder, group):
-                        return False
-                    self._mark(folder, mark, position)
-                    group = []
-        if group and not self._intake.move(folder, group):
-            return False
-        # What lies between the last record and the end was torn by a crash, or is a segment still empty.
-        self._mark(folder, mark, max(end or start, position))
+    def _drain(self, sources: Sequence[Source]) -> bool:
+        """Move what there is before each one's end; False if we were told to stop while the database was away."""
+        reached = {source.folder: source.mark.position for source in sources}
+        entries = in_order(sources)
+        while group := list(itertools.islice(entries, GROUP)):
+            if not self._intake.move([(entry.source.folder, entry.payload) for entry in group]):
+                return False
+            reached |= {entry.source.folder: entry.position for entry in group}
+            for source in {entry.source.folder: entry.source for entry in group}.values():
+                self._mark(source, reached[source.folder])
+        for source in sources:
+            # What lies between the last record and the end was torn by a crash, or is a segment still empty.
+            self._mark(source, max(source.end or reached[source.folder], reached[source.folder]))
         return True
 
-    def _mark(self, folder: Path, mark: FlushedMark, position: Position) -> None:
-        if position <= mark.position:
+    def _mark(self, source: Source, position: Position) -> None:
+        if position <= source.mark.position:
             return
         with self._moved:
-            mark.move(position)
+            source.mark.move(position)
             self._tell()
-        spool.forget(folder, position)
+        spool.forget(source.folder, position)
 
     def _say_away(self, away: bool) -> None:
         with self._moved:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.experience import Record, decode
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -82,10 +83,10 @@ class Intake:
         self._say_away = say_away
         self._refusal: Refusal | None = None
 
-    def move(self, folder: Path, payloads: Sequence[bytes]) -> bool:
-        """Put the group into the database; False if we were told to stop while it was away."""
+    def move(self, group: Sequence[tuple[Path, bytes]]) -> bool:
+        """Put records, each with its slot, into the database; False if we were told to stop while it was away."""
         records: list[Record] = []
-        for payload in payloads:
+        for folder, payload in group:
             try:
                 records.append(decode(payload))
             except msgspec.MsgspecError as error:
@@ -94,7 +95,7 @@ class Intake:
             return not records or self._record(records)
         except (LedgerError, *_NO_ROW) as error:
             log.warning("group_refused", records=len(records), reason=_reason(error))
-        return all(self._one(folder, payload) for payload in payloads)
+        return all(self._one(folder, payload) for folder, payload in group)
 
     def note(self, refusal: Refusal | None) -> None:
         """Let everybody see whether, and why, the database refuses."""
@@ -155,7 +156,7 @@ class Intake:
     def _refuse(self, reason: str | None) -> None:
         """Note a reason that is another than before; None: the database takes what it is given."""
         if (self._refusal.reason if self._refusal else None) != reason:
-            since = self._refusal.since if self._refusal else time.time()
+            since = self._refusal.since if self._refusal else steady_time.now()
             self.note(None if reason is None else Refusal(reason, since))
 
     def _set_aside(self, folder: Path, payload: bytes, error: Exception) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, encode
 from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, refusal_of, slots
@@ -110,7 +110,7 @@ class SpoolLimits:
         """How long the oldest record has waited for the database; 0 if none waits."""
         if not self.bytes():
             return 0.0
-        return max((time.time() - waits.since for waits in self._waits.values()), default=0.0)
+        return max((steady_time.now() - waits.since for waits in self._waits.values()), default=0.0)
 
     def _disk_is_full(self) -> bool:
         return self._free - (self._own.written - self._written) < self._reserve

@@ -1,13 +1,13 @@
 """Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
 
 import asyncio
-import time
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.spool_alarms import SpoolAlarms
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
@@ -55,6 +55,7 @@ class LedgerGauges:
             raise
 
     def _update(self) -> None:
+        self._ledger.recording.end_silent_leases()
         self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings)))
         imbalance = self._ledger.reports.imbalance()
         for sentence in imbalance:
@@ -67,7 +68,7 @@ class LedgerGauges:
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
-        now, metrics = time.time(), self._metrics
+        now, metrics = steady_time.now(), self._metrics
         spool = spool_status(self._settings.spool_dir)
         facts = Facts(now=now, rules=Rules.of(self._settings), spool=spool, ledger=ledger, away=away)
         holds = {reason.code for reason in diagnose(facts)}

@@ -17,6 +17,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoint import Probe, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
@@ -71,7 +72,7 @@ class Attestation:
         self._ledger = ledger
         self._metrics = metrics
         self._reloader = reloader
-        self._began = time.time()
+        self._began = steady_time.now()
         self._proofs: dict[int, _Proof] = {}
         self._known: dict[int, tuple[Version, Probe]] = {}
         self._describing = asyncio.Lock()
@@ -99,7 +100,7 @@ class Attestation:
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
-        loads, proof = engine.loads, _Proof(time.time(), time.monotonic(), engine.loads)
+        loads, proof = engine.loads, _Proof(steady_time.now(), time.monotonic(), engine.loads)
         try:
             version, probe = await self._of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -139,7 +140,7 @@ class Attestation:
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
             return
-        proof, again = _Proof(time.time(), time.monotonic(), engine.loads), None
+        proof, again = _Proof(steady_time.now(), time.monotonic(), engine.loads), None
         with suppress(EngineError):
             again = await _fault_of(engine, probe)
             if again is None:
@@ -156,7 +157,7 @@ class Attestation:
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
         log.error("engine_mismatch", engine=engine.number, version=version.version, reason=reason, since=since)
         self._metrics.probes.labels("mismatched").inc()
-        found = Mismatch(engine.number, version.version, since, time.time(), reason, fault.figures)
+        found = Mismatch(engine.number, version.version, since, steady_time.now(), reason, fault.figures)
         self._untold.append(found)
         try:
             await self._tell()

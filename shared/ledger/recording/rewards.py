@@ -194,9 +194,10 @@ def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
             yield from (each.id for each in preferences[thing] if event.choice in (None, each.choice))
 
 
-def event_order(event: Any) -> tuple[float, int]:
-    """The order in which events count."""
-    return event.received_at, event.id
+def event_order(event: Any) -> int:
+    """The order in which events count: that in which they came into the ledger, which no clock can change."""
+    number: int = event.id
+    return number
 
 
 def _targets(event: Any) -> Iterator[object]:

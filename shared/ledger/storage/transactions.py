@@ -1,6 +1,5 @@
 """What every verb of the ledger stands on: one transaction each, errors translated into ours."""
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -27,6 +26,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolExhausted
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.schema_types import Words
@@ -74,7 +74,7 @@ _T = TypeVar("_T")
 class Transactions:
     """Reads and writes of one database; the parts of a ledger share one of these."""
 
-    def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] = steady_time.now) -> None:
         self.engine = engine
         #: The time of now, in seconds since 1970.
         self.clock = clock

@@ -16,7 +16,7 @@ from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
-from tuneloop.shared import spool_format
+from tuneloop.shared import spool_format, steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Record, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
@@ -331,6 +331,61 @@ async def test_all_our_writers_are_followed_and_waited_for(own: Spool, remote: S
         assert await flusher.wait_until_flushed(60)
         eventually(lambda: spool_format.segments(other.folder) == [2])
     other.close()
+
+
+async def test_what_was_said_to_several_writers_comes_in_the_order_in_which_it_was_said(
+    tmp_path: Path, engine: Engine
+) -> None:
+    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
+    said = [exchange() for _ in range(60)]
+    for number, each in enumerate(said):
+        await append(first, each)
+        for turn, value in enumerate((1.0, 0.0, 1.0)):
+            stamp, writer = steady_time.stamp(), (second, first)[(number + turn) % 2]
+            await append(writer, feedback(msg_id=each.msg_id, value=value, stamp=stamp, received_at=1e9 - turn))
+    slots = slots_of(first)
+    slots.add(second)
+    ledger = Ledger(engine)
+    with flushing(first, ledger.recording, slots) as (flusher, _):
+        assert await flusher.wait_until_flushed(60)
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [60.0]
+    first.close()
+    second.close()
+
+
+async def test_the_first_use_of_a_key_counts_whichever_writer_heard_it(tmp_path: Path, engine: Engine) -> None:
+    writers = [Spool.open(tmp_path, sync=False) for _ in range(2)]
+    said = [exchange() for _ in range(20)]
+    for number, each in enumerate(said):
+        await append(writers[0], each)
+        for turn, value in enumerate((1.0, 0.0)):
+            same = {"event_id": f"key-{number}", "call_id": f"call-{turn}", "stamp": steady_time.stamp()}
+            await append(writers[(number + turn) % 2], feedback(msg_id=each.msg_id, value=value, **same))
+    slots = slots_of(writers[0])
+    slots.add(writers[1])
+    ledger = Ledger(engine)
+    with flushing(writers[0], ledger.recording, slots) as (flusher, _):
+        assert await flusher.wait_until_flushed(60)
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [20.0]
+    for each in writers:
+        each.close()
+
+
+async def test_what_several_dead_writers_left_comes_in_the_order_in_which_it_was_said(tmp_path: Path) -> None:
+    writers = [Spool.open(tmp_path, sync=False) for _ in range(3)]
+    now = steady_time.stamp()
+    said = [feedback(stamp=now._replace(seconds=now.seconds + number)) for number in range(30)]
+    before = feedback(stamp=steady_time.Stamp("another start", 1e12))
+    for number, each in enumerate(said):
+        await append(writers[number % 3], each)
+    await append(late := Spool.open(tmp_path, sync=False), before)
+    for each in (*writers, late):
+        each.close()
+    notebook, own = Notebook(), Spool.open(tmp_path / "own", sync=False)
+    with flushing(own, notebook, Slots(tmp_path)):
+        eventually(lambda: len(notebook.records) == 31)
+    assert notebook.records == [before, *said]
+    own.close()
 
 
 async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool, remote: See) -> None:

@@ -9,7 +9,9 @@ from sqlalchemy import Connection, and_, select, true, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.recording.erasures import not_erased
+from tuneloop.shared.ledger.recording.outcomes import outcomes_apart, rows_about
 from tuneloop.shared.ledger.recording.rewards import (
+    RewardRow,
     Trajectory,
     event_order,
     plan,
@@ -94,6 +96,12 @@ class Recording(LedgerPart):
             for row in self._read(query.where(feedback.c.event_id.in_(portion))):
                 found[row.event_id] = Outcome(row.outcome) if row.call_id == call_id else Outcome.DUPLICATE
         return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
+
+    def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
+        """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
+        if event.choice is not None:
+            return {}
+        return outcomes_apart(self._settlement.rule, event, [RewardRow(*row) for row in self._read(rows_about(event))])
 
     def commit(
         self,

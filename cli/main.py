@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn, assert_never
 import typer
 import yaml
 
-from tuneloop.cli import alarms, doctor, export, rewards, versions
+from tuneloop.cli import alarms, doctor, export, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.options import ConfigOption, SetOption
 from tuneloop.cli.package_names import refuse_foreign_packages
@@ -39,6 +39,7 @@ export.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
 app.add_typer(versions.app, name="versions")
+app.add_typer(refused_records.app, name="spool")
 add_retention(app)
 app.command()(doctor.doctor)
 

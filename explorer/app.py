@@ -147,6 +147,8 @@ def _why_not_ready(services: Services) -> str | None:
         services.limits.admit()
     except SpoolFull as error:
         return str(error)
+    if (reason := services.limits.refusal) is not None:
+        return f"the database refuses what is recorded, which waits in the spool: {reason}"
     return None
 
 

@@ -15,7 +15,9 @@ TuneloopError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop (exit code 4)
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
 │   ├── VersionRefused      a decision about a version is refused
+│   ├── RecordRefused       the database will never take what a record holds
 │   └── LedgerUnavailable   the database cannot be reached at the moment
+│       └── LedgerForbidden     it answers, but does not let us; somebody must change that
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
 ├── DiskFull                a checkpoint does not fit on the disk at the moment; it is waited for
@@ -116,8 +118,16 @@ class VersionRefused(LedgerError):
     """A version cannot be promoted, rolled back or pinned as asked; nothing has changed."""
 
 
+class RecordRefused(LedgerError):
+    """The database will never take what a record holds: a value that has no column's type, or breaks a CHECK."""
+
+
 class LedgerUnavailable(LedgerError):
     """The database cannot be reached at the moment."""
+
+
+class LedgerForbidden(LedgerUnavailable):
+    """The database answers, but does not let us do it: a right, a table or its disk is missing until somebody acts."""
 
 
 class CheckpointRejected(TuneloopError):

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tuneloop.shared.steady_time import Stamp
+
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
@@ -154,7 +156,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
     `other_choice`. With a `msg_id`, `task_id` and `run_id` name the reply's own where its request did not.
 
     Of two events with one `event_id` the first is stored: `call_id` names the request that brought it. `occurred_at` is
-    when it happened, by the client's clock.
+    when it happened, by the client's clock. Its `stamp` is for the order in which it was said.
     """
 
     event_id: str
@@ -173,6 +175,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
     run_id: str | None = None
     source: str | None = None
     occurred_at: float | None = None
+    stamp: Stamp | None = None
 
 
 Record = Exchange | Feedback

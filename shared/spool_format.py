@@ -7,6 +7,7 @@ Each process has a slot:
     {spool_dir}/{slot}/end            how far its process has written: one such position, valid while the process lives
     {spool_dir}/{slot}/lock           held by the process that owns the slot
     {spool_dir}/{slot}/quarantine.seg records that the database refused repeatedly
+    {spool_dir}/refused               why the database refuses what it is given, while it does, as JSON
     {spool_dir}/{slot}/00000001.torn  a segment that could not be read to its end
 """
 
@@ -26,6 +27,7 @@ HEAD = struct.Struct("<II")
 POSITION = struct.Struct("<QII")  # offset, segment, crc32 of the two
 
 QUARANTINE = "quarantine.seg"
+REFUSAL = "refused"
 
 
 class Position(NamedTuple):
@@ -42,6 +44,32 @@ class SpoolStatus(NamedTuple):
     bytes: int
     since: float | None
     quarantined_bytes: int
+    refused: str | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why the database refuses records now, in its own words, and since when (seconds since 1970)."""
+
+    reason: str
+    since: float
+
+
+def refusal_of(root: Path) -> Refusal | None:
+    """Why the database refuses what the spool below `root` holds; None while it takes it, or is merely away."""
+    try:
+        return msgspec.json.decode((root / REFUSAL).read_bytes(), type=Refusal)
+    except (FileNotFoundError, msgspec.MsgspecError):  # being written just now: the next look tells
+        return None
+
+
+def note_refusal(root: Path, refusal: Refusal | None) -> None:
+    """Write down for all processes why the database refuses, or that it does not any more."""
+    if refusal is None:
+        (root / REFUSAL).unlink(missing_ok=True)
+        return
+    draft = root / f"{REFUSAL}.partial"
+    draft.write_bytes(msgspec.json.encode(refusal))
+    draft.replace(root / REFUSAL)
 
 
 def spool_status(root: Path) -> SpoolStatus:
@@ -49,7 +77,11 @@ def spool_status(root: Path) -> SpoolStatus:
     folders = slots(root)
     waits = [recorded_at(*found) for slot in folders if (found := next_after(slot, flushed_of(slot)))]
     quarantined = sum(size_of(slot / QUARANTINE) for slot in folders)
-    return SpoolStatus(len(folders), sum(map(backlog_of, folders)), min(waits, default=None), quarantined)
+    refusal = refusal_of(root)
+    backlog = sum(map(backlog_of, folders))
+    return SpoolStatus(
+        len(folders), backlog, min(waits, default=None), quarantined, refusal.reason if refusal else None
+    )
 
 
 def slots(root: Path) -> list[Path]:
@@ -129,6 +161,11 @@ def recorded_at(segment: Path, payload: bytes | None) -> float:
         return segment.stat().st_mtime
     except FileNotFoundError:  # the flusher was faster
         return time.time()
+
+
+def frame(payload: bytes) -> bytes:
+    """A record as it lies on disk."""
+    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def next_payload(file: BinaryIO) -> bytes | None:

@@ -131,7 +131,7 @@ def current_preferences(reply: ExportedReply) -> Iterator[Any]:
 def preference_between(one: ExportedReply, other: ExportedReply) -> Any | None:
     """The last event that prefers either of the two to the other."""
     events = [event for a, b in ((one, other), (other, one)) for event in current_preferences(a) if _is_other(event, b)]
-    return max(events, key=lambda event: (event.received_at, event.id), default=None)
+    return max(events, key=lambda event: event.id, default=None)
 
 
 def digest(prompt_ids: bytes) -> int | None:

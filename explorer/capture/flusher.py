@@ -1,20 +1,21 @@
-"""Moves what the spool holds into the ledger, in order, as soon as the database takes it."""
+"""Moves what the spool holds into the ledger, in the order in which it was said, as soon as the database takes it."""
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import structlog
 
 from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.intake import Intake, Patience
+from tuneloop.explorer.capture.merge import Source, in_order
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Slot, Slots
-from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
-from tuneloop.shared.experience import Record, decode
+from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.spool_format import Position, segments, slots
 
@@ -22,21 +23,13 @@ log = structlog.get_logger()
 
 #: Records that go into the database in one transaction.
 GROUP = 512
-#: How often a record is offered to the database before it goes to quarantine.
-TRIES = 5
-
 #: How often we look for what processes that died meanwhile have left.
 ADOPT_S = 2.0
 
 #: How often we look whether our writers have written: what comes meanwhile goes into the database together. Who waits
 #: for it is not kept waiting.
 _LOOK_S = 0.1
-_SHORTEST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
 _DISK_PAUSE_S = 0.5
-
-#: The database refuses a record, or it cannot even be made a row.
-_REFUSED = (LedgerError, ValueError, OverflowError)
 
 
 class _Waiter(NamedTuple):
@@ -51,8 +44,8 @@ class _Waiter(NamedTuple):
 class Flusher:
     """One thread that reads the slots behind their writers, in this process or in others of ours.
 
-    `quarantined` is called once for each record that the database refuses again and again, `failed` if the thread
-    cannot go on.
+    While the database is away, or forbids it, all waits. A record that is refused by itself is offered as long as
+    `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread cannot go on.
     """
 
     def __init__(
@@ -62,13 +55,20 @@ class Flusher:
         *,
         quarantined: Callable[[], None],
         failed: Callable[[TuneloopError], None],
+        patience: Patience | None = None,
     ) -> None:
         self._slots = slots
-        self._recording = recording
-        self._quarantined = quarantined
         self._failed = failed
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._intake = Intake(
+            recording,
+            slots.root,
+            stop=self._stop,
+            patience=patience or Patience(),
+            quarantined=quarantined,
+            say_away=self._say_away,
+        )
         self._moved = threading.Lock()
         self._adopted_once = False
         self._waiting: list[_Waiter] = []
@@ -121,138 +121,98 @@ class Flusher:
             self._failed(LedgerError(f"the spool cannot be moved into the database: {error!r}"))
 
     def _follow(self) -> None:
+        self._intake.note(None)  # what a process that was killed had noted
         adopt_at = time.monotonic()
         while True:
             stopping = self._stop.is_set()
             self._wake.clear()
-            if stopping or time.monotonic() >= adopt_at:
-                self._adopt_all()
+            adopts_all = stopping or time.monotonic() >= adopt_at
+            all_moved = self._move(self._left_behind(everywhere=adopts_all and not self._stop.is_set()))
+            if adopts_all:
+                self._say_adopted()
                 adopt_at = time.monotonic() + ADOPT_S
-            all_moved = all([self._drained_ours(slot) for slot in self._slots.ours])
             if stopping or (self._stop.is_set() and not all_moved):
                 return
             self._wake.wait(_LOOK_S)
 
-    def _drained_ours(self, slot: Slot) -> bool:
-        adopted = not self._slots.lives(slot.folder) and self._adopt(slot.folder)
-        return adopted or self._drained(slot.folder, slot.flushed, slot.end)
+    def _left_behind(self, *, everywhere: bool) -> list[Path]:
+        """The folders of writers of ours that died, and `everywhere` those of all processes that are no more."""
+        found = [slot.folder for slot in self._slots.ours]
+        found += [each for each in slots(self._slots.root) if segments(each)] if everywhere else []
+        return [folder for folder in dict.fromkeys(found) if not self._slots.lives(folder)]
 
-    def _drained(self, folder: Path, mark: FlushedMark, end: Position | None) -> bool:
-        try:
-            return self._drain(folder, mark, end)
-        except OSError as error:  # such as no place for the quarantine: what is not marked is read again
-            log.error("spool_not_drained", folder=str(folder), reason=str(error))
-            self._stop.wait(_DISK_PAUSE_S)
-            return False
-
-    def _adopt_all(self) -> None:
-        for folder in slots(self._slots.root):
-            if not self._slots.lives(folder) and not self._stop.is_set() and segments(folder):
-                self._adopt(folder)
+    def _say_adopted(self) -> None:
         with self._moved:
             self._adopted_once = True
             self._tell()
 
-    def _adopt(self, folder: Path) -> bool:
-        """Drain the slot of a process that is no more, and leave no segment of it. False if that cannot be yet."""
+    def _move(self, left_behind: Sequence[Path]) -> bool:
+        """Drain our slots together with those that can be taken of `left_behind`, and leave no segment of the latter.
+
+        False if something could not be drained yet.
+        """
+        with contextlib.ExitStack() as stack:
+            taken = [source for folder in left_behind if (source := self._take(folder, stack)) is not None]
+            folders = {source.folder for source in taken}
+            ours = [
+                Source(slot.folder, slot.flushed, slot.end) for slot in self._slots.ours if slot.folder not in folders
+            ]
+            moved = self._drained([*taken, *ours])
+            if moved:
+                for source in taken:
+                    if source.segments:
+                        self._mark(source, Position(source.segments[-1] + 1, 0))
+                    self._slots.mark_adopted(source.folder)
+        return moved
+
+    def _take(self, folder: Path, stack: contextlib.ExitStack) -> Source | None:
         try:
-            with spool.take_slot(folder), contextlib.closing(FlushedMark(folder / "flushed")) as mark:
-                left = segments(folder)
-                if not self._drained(folder, mark, None):
-                    return False
-                if left:
-                    self._mark(folder, mark, Position(left[-1] + 1, 0))
-                self._slots.mark_adopted(folder)
-                return True
+            stack.enter_context(spool.take_slot(folder))
+            mark = stack.enter_context(contextlib.closing(FlushedMark(folder / "flushed")))
+            return Source(folder, mark, None, segments(folder))
         except BlockingIOError:  # somebody writes there again
-            return False
+            return None
         except OSError as error:
             log.error("spool_not_adopted", folder=str(folder), reason=str(error))
+            return None
+
+    def _drained(self, sources: Sequence[Source]) -> bool:
+        try:
+            return self._drain(sources)
+        except OSError as error:  # such as no place for the quarantine: what is not marked is read again
+            if len(sources) > 1:  # one that cannot be read must not keep the others
+                return all([self._drained([source]) for source in sources])
+            log.error("spool_not_drained", folder=str(sources[0].folder), reason=str(error))
+            self._stop.wait(_DISK_PAUSE_S)
             return False
 
-    def _drain(self, folder: Path, mark: FlushedMark, end: Position | None) -> bool:
-        """Move what there is before `end` (None: all); False if we were told to stop while the database was away."""
-        group: list[bytes] = []
-        start = position = mark.position
-        if end is None or end > start:
-            for payload, position in spool.read(folder, start, end):
-                group.append(payload)
-                if len(group) == GROUP:
-                    if not self._move(folder, group):
-                        return False
-                    self._mark(folder, mark, position)
-                    group = []
-        if group and not self._move(folder, group):
-            return False
-        # What lies between the last record and the end was torn by a crash, or is a segment still empty.
-        self._mark(folder, mark, max(end or start, position))
+    def _drain(self, sources: Sequence[Source]) -> bool:
+        """Move what there is before each one's end; False if we were told to stop while the database was away."""
+        reached = {source.folder: source.mark.position for source in sources}
+        entries = in_order(sources)
+        while group := list(itertools.islice(entries, GROUP)):
+            if not self._intake.move([(entry.source.folder, entry.payload) for entry in group]):
+                return False
+            reached |= {entry.source.folder: entry.position for entry in group}
+            for source in {entry.source.folder: entry.source for entry in group}.values():
+                self._mark(source, reached[source.folder])
+        for source in sources:
+            # What lies between the last record and the end was torn by a crash, or is a segment still empty.
+            self._mark(source, max(source.end or reached[source.folder], reached[source.folder]))
         return True
 
-    def _mark(self, folder: Path, mark: FlushedMark, position: Position) -> None:
-        if position <= mark.position:
+    def _mark(self, source: Source, position: Position) -> None:
+        if position <= source.mark.position:
             return
         with self._moved:
-            mark.move(position)
+            source.mark.move(position)
             self._tell()
-        spool.forget(folder, position)
+        spool.forget(source.folder, position)
 
-    def _move(self, folder: Path, payloads: Sequence[bytes]) -> bool:
-        """Put the group into the database; False if we were told to stop while it was away."""
-        records: list[Record] = []
-        for payload in payloads:
-            try:
-                records.append(decode(payload))
-            except msgspec.MsgspecError as error:
-                self._set_aside(folder, payload, error)
-        try:
-            return not records or self._record(records)
-        except _REFUSED as error:
-            log.warning("group_refused", records=len(records), reason=_reason(error))
-        return all(self._one(folder, payload) for payload in payloads)
-
-    def _record(self, records: Sequence[Record]) -> bool:
-        pause = _SHORTEST_PAUSE_S
-        while True:
-            try:
-                self._recording.record(records)
-            except LedgerUnavailable as error:
-                if pause == _SHORTEST_PAUSE_S:
-                    log.warning("database_away", reason=_reason(error))
-                else:
-                    self._say(away=True)  # not at the first failure, which may be no more than a broken connection
-                if self._stop.wait(pause):
-                    return False
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            else:
-                self._say(away=False)
-                return True
-
-    def _say(self, *, away: bool) -> None:
+    def _say_away(self, away: bool) -> None:
         with self._moved:
             self._away = away
             self._tell()
-
-    def _one(self, folder: Path, payload: bytes) -> bool:
-        """Find the one record that the database refuses, and keep it from blocking the others."""
-        for tries in range(1, TRIES + 1):
-            try:
-                return self._record([decode(payload)])
-            except msgspec.MsgspecError:
-                return True  # already set aside
-            except _REFUSED as error:
-                if tries == TRIES:
-                    self._set_aside(folder, payload, error)
-        return True
-
-    def _set_aside(self, folder: Path, payload: bytes, error: Exception) -> None:
-        log.error("record_quarantined", folder=str(folder), reason=_reason(error))
-        spool.quarantine(folder, payload)
-        self._quarantined()
-
-
-def _reason(error: Exception) -> str:
-    """In one line: the next ones may quote what a user wrote."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _settle(told: "asyncio.Future[None]") -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +11,10 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, encode
-from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, slots
+from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, refusal_of, slots
 
 log = structlog.get_logger()
 
@@ -68,6 +68,7 @@ class SpoolLimits:
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""
         found = slots(self._root)
+        self._refusal = refusal_of(self._root)
         self._elsewhere = sum(backlog_of(slot) for slot in found if slot != self._own.folder)
         waits = {slot: waits for slot in found if (waits := self._oldest_of(slot))}
         self._waits = waits
@@ -96,6 +97,11 @@ class SpoolLimits:
         if oldest_s + 2 * _LOOK_S < self._max_age_s:
             self._fine_until = min(self._own.written + left, self._written + self._free - self._reserve)
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the database refuses what it is given, though it answers; None if it does not."""
+        return self._refusal.reason if self._refusal else None
+
     def bytes(self) -> int:
         """Bytes that wait for the database."""
         return self._own.backlog_bytes() + self._elsewhere
@@ -104,7 +110,7 @@ class SpoolLimits:
         """How long the oldest record has waited for the database; 0 if none waits."""
         if not self.bytes():
             return 0.0
-        return max((time.time() - waits.since for waits in self._waits.values()), default=0.0)
+        return max((steady_time.now() - waits.since for waits in self._waits.values()), default=0.0)
 
     def _disk_is_full(self) -> bool:
         return self._free - (self._own.written - self._written) < self._reserve

@@ -14,7 +14,6 @@ import os
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -25,9 +24,9 @@ from tuneloop.explorer.capture.spool_slots import FlushedMark, SharedEnd
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.spool_format import (
     HEAD,
-    QUARANTINE,
     Position,
     bytes_after,
+    frame,
     next_payload,
     segment_path,
     segments,
@@ -40,9 +39,6 @@ SEGMENT_BYTES = 64 << 20
 
 #: How long an fsync waits for more records when several came for the last one. Who is alone is not kept waiting.
 _GATHER_S = 0.001
-
-#: Held while a file that stays is written to, by whichever thread of the process that holds its slot.
-keeping = threading.Lock()
 
 #: How much must go onto a disk that has refused a write before it counts as mended.
 _PROOF = bytes(64 << 10)
@@ -105,7 +101,7 @@ class Spool:
 
     async def append(self, payloads: Sequence[bytes]) -> Position:
         """Return when all payloads are on disk, with the position after them. Raises SpoolFull if they cannot be."""
-        data = b"".join([_frame(payload) for payload in payloads])
+        data = b"".join([frame(payload) for payload in payloads])
         if not self._sync and self._writing.acquire(blocking=False):
             try:
                 if not self.broken and self._end.offset <= self._segment_bytes:
@@ -229,14 +225,6 @@ def forget(folder: Path, before: Position) -> None:
             segment_path(folder, number).unlink(missing_ok=True)
 
 
-def quarantine(folder: Path, payload: bytes) -> None:
-    """Keep a record that the database refuses, out of the way of the others."""
-    with keeping, (folder / QUARANTINE).open("ab") as file:
-        file.write(_frame(payload))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def take_slot(folder: Path) -> BinaryIO:
     """Lock the slot for this process. Raises BlockingIOError if another one has it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -264,10 +252,6 @@ def _write_whole(file: io.FileIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def _frame(payload: bytes) -> bytes:
-    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def _settle(waiting: "Sequence[asyncio.Future[Position]]", end: Position, error: SpoolFull | None) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import orjson
 
 from tuneloop.explorer.capture.reply_id import ParsedReplyId, ReplyIdSigner
 from tuneloop.explorer.feedback.request import Entry, Signal
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Feedback, Kind
 
@@ -30,7 +30,8 @@ class EventFactory:
         self._signer = signer
         self._tenant = tenant
         self._call_id = uuid.uuid4().hex
-        self._now = time.time()
+        self._now = steady_time.now()
+        self._stamp = steady_time.stamp()
         self._numbers = itertools.count()
 
     def hear(self, remarks: Sequence[Entry]) -> list[FeedbackEvent]:
@@ -87,6 +88,7 @@ class EventFactory:
             run_id=remark.run_id,
             source=remark.source,
             occurred_at=remark.occurred_at,
+            stamp=self._stamp,
         )
 
     def _event_id(self, remark: Entry, saying: Signal, number: int, reply: ParsedReplyId | None) -> str:

@@ -21,6 +21,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judge import Judge, Verdict
 from tuneloop.runner.rubric import Rubric
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Feedback, Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
@@ -110,7 +111,7 @@ class JudgeLoop:
             return True
         if not await self._caught_up(_CATCH_UP_S):
             return False  # or verdicts on their way would be asked for again
-        since = time.time() - self._settings.max_age
+        since = steady_time.now() - self._settings.max_age
         first = await asyncio.to_thread(self._ledger.judging.first_sampled_since, since)
         self._last = first - 1
         self._failed = {each for each in self._failed if each >= first}
@@ -120,7 +121,7 @@ class JudgeLoop:
 
     def _next(self) -> tuple[Sequence[UnjudgedReply], int]:
         """The next replies to judge, and the id up to which that are all."""
-        now, last, found = time.time(), self._last, []
+        now, last, found = steady_time.now(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
         for reply in self._ledger.judging.replies_after(last, limit=_PAGE):
             wanted = self._is_eligible(reply, now)
@@ -225,7 +226,7 @@ def event_id(source: str, reply: ReplyState, metric: str) -> str:
 
 def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[Feedback]:
     """The verdict as feedback: its total and each criterion, from 0 to 1, and its reason as a comment."""
-    reply, now = candidate.reply, time.time()
+    reply, now = candidate.reply, steady_time.now()
     common = {
         "call_id": uuid.uuid4().hex,
         "tenant": reply.tenant,
@@ -233,6 +234,7 @@ def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[F
         "choice": reply.choice,
         "received_at": now,
         "source": source,
+        "stamp": steady_time.stamp(),
     }
     values = {METRIC: verdict.normalised} | {f"{METRIC}/{name}": share for name, share in verdict.shares.items()}
     events = [

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -26,6 +26,12 @@ MAX_BODY_BYTES = 8 << 20
 
 #: Of several outcomes about one id, the first of these is told: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
+
+#: What became of each choice, by `id:choice`, where it was not the same for all.
+_Apart = Mapping[str, Outcome]
+
+#: Late events of a call whose choices are told apart: each is a query.
+_MOST_APART = 100
 
 _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
 _COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
@@ -55,12 +61,14 @@ class FeedbackRoutes:
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
         heard = await asyncio.to_thread(self._hear, body, request.headers.get("idempotency-key"))
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
-        outcomes = await self._store(events) if events else {}
+        outcomes, apart = await self._store(events) if events else ({}, {})
         told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
         answer = _answer(heard, told)
+        if choices := dict(_choices(heard, apart)):
+            answer["choices"] = choices
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -91,8 +99,8 @@ class FeedbackRoutes:
     def _hear(self, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
         return EventFactory(self._signer, TENANT).hear(parse_entries(body, key))
 
-    async def _store(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
-        """Bring events to disk, and say what became of each as far as that is known soon."""
+    async def _store(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
+        """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         await self._recorder.take(events)
         ids = [event.event_id for event in events]
         if await self._control_client.wait_until_flushed(_PATIENCE_S):
@@ -101,12 +109,21 @@ class FeedbackRoutes:
                     return await asyncio.to_thread(self._outcomes, events)
             except (LedgerUnavailable, TimeoutError):
                 pass  # it went away again; the events are on disk all the same
-        return dict.fromkeys(ids, Outcome.PENDING)
+        return dict.fromkeys(ids, Outcome.PENDING), {}
 
-    def _outcomes(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
+    def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
         absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
-        return told | dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
+        told |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
+        late = [event for event in events if told[event.event_id] is Outcome.LATE][:_MOST_APART]
+        apart = {event.event_id: self._ledger.recording.outcomes_apart(event) for event in late}
+        return told, {event_id: choices for event_id, choices in apart.items() if choices}
+
+
+def _choices(heard: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:
+    for each in heard:
+        if each.event is not None and each.event.event_id in apart:
+            yield each.about, apart[each.event.event_id]
 
 
 def _answer(heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:

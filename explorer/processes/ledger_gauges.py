@@ -1,12 +1,13 @@
 """Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
 
 import asyncio
-import time
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.spool_alarms import SpoolAlarms
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
@@ -34,6 +35,7 @@ class LedgerGauges:
         self.reached = True
         self._written: dict[int, tuple[int, int, float]] = {}
         self._alarmed: set[str] = set()
+        self._spool_alarms = SpoolAlarms(settings.spool_dir, ledger.alarms, metrics)
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -53,6 +55,7 @@ class LedgerGauges:
             raise
 
     def _update(self) -> None:
+        self._ledger.recording.end_silent_leases()
         self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings)))
         imbalance = self._ledger.reports.imbalance()
         for sentence in imbalance:
@@ -65,14 +68,16 @@ class LedgerGauges:
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
-        now, metrics = time.time(), self._metrics
+        now, metrics = steady_time.now(), self._metrics
         spool = spool_status(self._settings.spool_dir)
         facts = Facts(now=now, rules=Rules.of(self._settings), spool=spool, ledger=ledger, away=away)
         holds = {reason.code for reason in diagnose(facts)}
         for code in Code:
             metrics.no_step.labels(code.value).set(code in holds)
+        self._spool_alarms.show(spool)
         if ledger is None:
             return
+        self._spool_alarms.update(spool)
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:
@@ -84,6 +89,7 @@ class LedgerGauges:
         self._alarmed |= open_
         for name in self._alarmed:
             metrics.alarm.labels(name).set(name in open_)
+        self._spool_alarms.show(spool)
 
     def close(self) -> None:
         """Close the curves."""

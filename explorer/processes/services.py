@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared import steady_time
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -72,7 +72,7 @@ class ControlServices:
         """The metrics of the whole service."""
         metrics, spool = self.metrics, await asyncio.to_thread(spool_status, self.settings.spool_dir)
         metrics.spool_bytes.set(spool.bytes)
-        metrics.spool_oldest_seconds.set(0.0 if spool.since is None else max(0.0, time.time() - spool.since))
+        metrics.spool_oldest_seconds.set(0.0 if spool.since is None else max(0.0, steady_time.now() - spool.since))
         metrics.database_up.set(self.watch.reached and not self.flusher.away)
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))

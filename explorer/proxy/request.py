@@ -15,6 +15,7 @@ from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_
 from tuneloop.explorer.http.bodies import optional_bool, parse_object
 from tuneloop.explorer.http.server import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
+from tuneloop.shared import steady_time
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
 
@@ -141,7 +142,7 @@ class RequestParser:
             ignored_fields=ignored_fields,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
-            received_at=time.time() - (time.monotonic() - started),
+            received_at=steady_time.now() - (time.monotonic() - started),
             started=started,
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),

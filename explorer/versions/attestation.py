@@ -17,6 +17,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoint import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
@@ -71,7 +72,7 @@ class Attestation:
         self._ledger = ledger
         self._metrics = metrics
         self._reloader = reloader
-        self._began = time.time()
+        self._began = steady_time.now()
         self._proofs: dict[int, _Proof] = {}
         self.probes = reloader.probes
         self._untold: list[Mismatch] = []
@@ -98,7 +99,7 @@ class Attestation:
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
-        loads, proof = engine.loads, _Proof(time.time(), time.monotonic(), engine.loads)
+        loads, proof = engine.loads, _Proof(steady_time.now(), time.monotonic(), engine.loads)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -127,7 +128,7 @@ class Attestation:
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
             return
-        proof, again = _Proof(time.time(), time.monotonic(), engine.loads), None
+        proof, again = _Proof(steady_time.now(), time.monotonic(), engine.loads), None
         with suppress(EngineError):
             again = await _fault_of(engine, probe)
             if again is None:
@@ -151,7 +152,7 @@ class Attestation:
         since = proof.at if proof else self._began
         alone = not (self._of_others and proof and proof.loads == engine.loads and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
-        await self._distrust(Mismatch(engine.number, version.version, since, time.time(), reason, fault.figures))
+        await self._distrust(Mismatch(engine.number, version.version, since, steady_time.now(), reason, fault.figures))
 
     async def _distrust(self, found: Mismatch) -> None:
         log.error("engine_mismatch", engine=found.engine, version=found.version, reason=found.reason, since=found.since)

@@ -5,7 +5,6 @@ and of copies begins anew with the explorer.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.comparison import RolloutDecision, decide
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.experience import VersionAction, VersionState
@@ -118,7 +118,7 @@ class CanaryController:
         if trial.mode == "shadow":
             figures[1] = figures_of(self._copies)
         champions, tried = figures
-        decision = decide(rollout, champions, tried, elapsed_s=time.time() - trial.began)
+        decision = decide(rollout, champions, tried, elapsed_s=steady_time.now() - trial.began)
         await self._act(trial.version.version, decision)
 
     async def _act(self, version: int, decision: RolloutDecision) -> None:

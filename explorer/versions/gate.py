@@ -1,11 +1,11 @@
 """The gate: lets a candidate pass to be served once its evaluation says that it may; decided from the ledger alone."""
 
 import asyncio
-import time
 
 import structlog
 
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.off_policy import is_replay_against
 from tuneloop.shared.evaluation.scores import Figure, figures_on
@@ -89,7 +89,7 @@ class Gate:
         if self.mode == "report":
             # The trainer reports by itself, whenever it is done.
             return not self.on_engine or candidate.version in self._unanswered
-        if candidate.version not in self._told and time.time() - candidate.created_at > self._patience_s:
+        if candidate.version not in self._told and steady_time.now() - candidate.created_at > self._patience_s:
             self._told.add(candidate.version)
             whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
             why = self._unanswered.get(candidate.version, "there is none yet")

@@ -236,7 +236,7 @@ def _events_about(row: Any, by_target: dict[object, list[Any]]) -> list[Any]:
         for event in [*by_target.get(row.msg_id, ()), *by_target.get(_trajectory(row), ())]
         if event.tenant == row.tenant and _is_relevant(event, row)
     ]
-    return sorted(about, key=lambda event: (event.received_at, event.id))
+    return sorted(about, key=lambda event: event.id)
 
 
 def _is_relevant(event: Any, row: Any) -> bool:

@@ -11,11 +11,12 @@ from typing import Self
 
 from sqlalchemy import Engine, select
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
-from tuneloop.shared.ledger.recording.recording import Recording
+from tuneloop.shared.ledger.recording.recording import LEASE_S, Recording
 from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
@@ -24,7 +25,7 @@ from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.training import LEASE_S, Training
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.comparison import Comparisons
 from tuneloop.shared.ledger.versions.decisions import Versions
@@ -46,13 +47,17 @@ class Ledger:
         *,
         rule: RewardRule | None = None,
         compensate_late: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time.now,
+        ticks: Callable[[], float] = time.monotonic,
         transactions: Callable[..., Transactions] = Transactions,
     ) -> None:
-        """`transactions(engine, clock=clock)` makes the one way to the database that all parts share."""
+        """`ticks` measure how long a trainer is silent.
+
+        `transactions(engine, clock=clock)` makes the one way to the database that all parts share.
+        """
         self.transactions = transactions(engine, clock=clock)
         self.settlement = Settlement(rule, compensate_late=compensate_late, clock=clock)
-        self.recording = Recording(self.transactions, self.settlement)
+        self.recording = Recording(self.transactions, self.settlement, ticks=ticks)
         self.training = Training(self.transactions, self.settlement)
         self.retention = Retention(self.transactions, self.settlement)
         self.stored = StoredCompletions(self.transactions, self.settlement)

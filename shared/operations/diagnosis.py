@@ -28,6 +28,7 @@ class Code(StrEnum):
     """The reasons, in the order in which they are reported: what stops everything first, then by state."""
 
     DATABASE_AWAY = "database_away"
+    DATABASE_REFUSES = "database_refuses"
     STEPS_DONE = "steps_done"
     NO_TRAINER = "no_trainer"
     DISK_FULL = "disk_full"
@@ -94,7 +95,13 @@ def moment(then: float) -> str:
 
 def _of_the_spool(facts: Facts) -> Iterator[Reason]:
     spool = facts.spool
-    if spool.bytes and spool.since is not None and facts.now - spool.since > SPOOL_WAITS_S:
+    if spool.refused is not None:
+        yield Reason(
+            Code.DATABASE_REFUSES,
+            f"the database answers, but refuses what the spool holds ({spool.refused}): let it; nothing acknowledged is"
+            " lost meanwhile",
+        )
+    elif spool.bytes and spool.since is not None and facts.now - spool.since > SPOOL_WAITS_S:
         yield Reason(
             Code.SPOOL_NOT_FLUSHED,
             f"{number(spool.bytes, 'byte')} of the spool have waited for {ago(facts.now, spool.since)}: an explorer on"

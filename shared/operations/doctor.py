@@ -167,8 +167,13 @@ def _alarm(alarm: Alarm, now: float) -> str:
 def _spool(facts: Facts) -> str:
     spool = facts.spool
     waits = f"{number(spool.bytes, 'byte')} not in the database yet{_oldest(facts.now, spool.since)}"
-    drops = f"; {number(spool.quarantined_bytes, 'byte')} in quarantine" if spool.quarantined_bytes else ""
-    return f"{number(spool.slots, 'slot')}, {waits}{drops}"
+    drops = (
+        f"; {number(spool.quarantined_bytes, 'byte')} in quarantine: `tuneloop spool list`"
+        if spool.quarantined_bytes
+        else ""
+    )
+    refused = f"; the database refuses it: {spool.refused}" if spool.refused else ""
+    return f"{number(spool.slots, 'slot')}, {waits}{drops}{refused}"
 
 
 def as_json(report: DoctorReport) -> Mapping[str, object]:

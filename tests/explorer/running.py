@@ -23,7 +23,7 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.feedback import routes
 from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.routes import responses, stored_completions
-from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
+from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -39,13 +39,16 @@ class MoodyRecording(Recording):
     """Takes records unless the database is away, or refuses some, as the test wants."""
 
     away = False
+    forbids = False
     refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
 
     def record(self, records: Sequence[Record]) -> None:
         if self.away:
             raise LedgerUnavailable("away")
+        if self.forbids:
+            raise LedgerForbidden("permission denied for table experiences")
         if any(self.refuses(each) for each in records):
-            raise LedgerError("refused")
+            raise ValueError("refused")
         super().record(records)
 
     def commit(self, tenant: str, **which: Any) -> int:

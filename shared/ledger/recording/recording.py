@@ -1,6 +1,7 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -8,8 +9,11 @@ from sqlalchemy import Connection, and_, select, true, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.recording.erasures import not_erased
+from tuneloop.shared.ledger.recording.outcomes import outcomes_apart, rows_about
 from tuneloop.shared.ledger.recording.rewards import (
+    RewardRow,
     Trajectory,
+    event_order,
     plan,
     replies_of,
     replies_preferred_to,
@@ -19,8 +23,11 @@ from tuneloop.shared.ledger.recording.rewards import (
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, mismatches
+from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, ignoring, portions, put
+
+#: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
+LEASE_S = 600.0
 
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
@@ -33,12 +40,34 @@ class RecomputeResult(NamedTuple):
     changed: int
 
 
-class Recording(LedgerPart):
-    """Exchanges and feedback come in, and are committed for training."""
+class _Heartbeats:
+    """How long the trainer has been silent, by our own `ticks`: its clock and ours need not agree."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, ticks: Callable[[], float]) -> None:
+        self._ticks = ticks
+        self._last: object = None
+        self._since = ticks()
+
+    def silent_s(self, beat: object) -> float:
+        """The seconds since `beat`, what the trainer last wrote, was first seen here."""
+        now = self._ticks()
+        if beat != self._last:
+            self._last, self._since = beat, now
+        return now - self._since
+
+
+class Recording(LedgerPart):
+    """Exchanges and feedback come in, and are committed for training.
+
+    `ticks` are seconds that nobody sets, and that stand still while the machine sleeps.
+    """
+
+    def __init__(
+        self, transactions: Transactions, settlement: Settlement, *, ticks: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(transactions)
         self._settlement = settlement
+        self._heartbeats = _Heartbeats(ticks)
 
     def record(self, records: Sequence[Record]) -> None:
         """Store exchanges and feedback in their order; what is there already stays as it is."""
@@ -68,6 +97,12 @@ class Recording(LedgerPart):
                 found[row.event_id] = Outcome(row.outcome) if row.call_id == call_id else Outcome.DUPLICATE
         return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
 
+    def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
+        """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
+        if event.choice is not None:
+            return {}
+        return outcomes_apart(self._settlement.rule, event, [RewardRow(*row) for row in self._read(rows_about(event))])
+
     def commit(
         self,
         tenant: str,
@@ -78,7 +113,7 @@ class Recording(LedgerPart):
     ) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many.
 
-        `until` (seconds since 1970) leaves out what was sampled later. Leases that have run out end here too.
+        `until` (seconds since 1970) leaves out what was sampled later. Leases of a silent trainer end here too.
         """
         now = self._clock()
         wanted = and_(
@@ -94,8 +129,17 @@ class Recording(LedgerPart):
                 .where(experiences.c.state == State.REWARDED, wanted)
                 .values(state=State.COMMITTED, committed_at=now)
             )
-            self._settlement.release(connection, experiences.c.lease_until < now)
-            return done.rowcount
+        self.end_silent_leases()
+        return done.rowcount
+
+    def end_silent_leases(self) -> None:
+        """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""
+        newest = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
+        for beat in self._read(newest):
+            if self._heartbeats.silent_s(tuple(beat)) > LEASE_S:
+                with self._write() as connection:
+                    if connection.execute(newest).one() == beat:
+                        self._settlement.release(connection, experiences.c.lease_epoch <= beat.epoch)
 
     def recompute_rewards(self, *, dry_run: bool = False) -> RecomputeResult:
         """Recompute the rewards of what is not trained yet from the feedback, under the present rule."""
@@ -143,7 +187,7 @@ def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Fe
     last: dict[object, object] = {}
     msg_ids = {event.msg_id for event in events if event.msg_id is not None}
     trajectories = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
-    for row in sorted(_earlier_feedback(connection, msg_ids, trajectories), key=lambda row: (row.received_at, row.id)):
+    for row in sorted(_earlier_feedback(connection, msg_ids, trajectories), key=event_order):
         last[_subject(row)] = _content(row)
     new = []
     for event in events:

@@ -251,7 +251,7 @@ def _withdrawn() -> ColumnElement[bool]:
             later.c.kind == Kind.RETRACTION,
             *same,
             later.c.source.is_not_distinct_from(feedback.c.source),
-            tuple_(later.c.received_at, later.c.id) > tuple_(feedback.c.received_at, feedback.c.id),
+            later.c.id > feedback.c.id,
             or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
         ),
     )

@@ -4,7 +4,7 @@ Everything here runs inside a transaction of the ledger.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, exists, func, insert, literal_column, or_, select, tuple_, update
@@ -28,7 +28,7 @@ OPEN = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DR
 
 Trajectory = tuple[str, str, str]
 
-_TRAJECTORY = ("tenant", "task_id", "run_id")
+TRAJECTORY = ("tenant", "task_id", "run_id")
 
 
 #: Whether there is feedback that waits for its reply, feedback about two replies, and feedback about whole runs.
@@ -129,7 +129,7 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
 
 def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> Iterator[str]:
     """The msg_ids of some trajectories, each of them a tenant, a task and a run."""
-    named = tuple_(*(experiences.c[name] for name in _TRAJECTORY))
+    named = tuple_(*(experiences.c[name] for name in TRAJECTORY))
     for portion in portions(trajectories, of=3):
         query = select(experiences.c.msg_id).distinct()
         yield from connection.execute(query.where(experiences.c.task_id.is_not(None), named.in_(portion))).scalars()
@@ -143,7 +143,7 @@ def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
         about = or_(
             feedback.c.msg_id == experiences.c.msg_id,
             feedback.c.other_msg_id == experiences.c.msg_id,
-            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in _TRAJECTORY)),
+            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in TRAJECTORY)),
         )
         corrected = select(experiences.c.msg_id).where(
             experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
@@ -194,9 +194,10 @@ def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
             yield from (each.id for each in preferences[thing] if event.choice in (None, each.choice))
 
 
-def event_order(event: Any) -> tuple[float, int]:
-    """The order in which events count."""
-    return event.received_at, event.id
+def event_order(event: Any) -> int:
+    """The order in which events count: that in which they came into the ledger, which no clock can change."""
+    number: int = event.id
+    return number
 
 
 def _targets(event: Any) -> Iterator[object]:
@@ -239,7 +240,7 @@ def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[An
 
 def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> Iterator[Any]:
     trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
-    named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
+    named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
     for portion in portions(trajectories, of=3):
         yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(portion)))
 
@@ -295,15 +296,23 @@ def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> I
             row for row in by_target[next(_targets(event))] if event.tenant == row.tenant and _is_about(event, row)
         ]
         if rows_about and event.outcome in (Outcome.PENDING, Outcome.LATE):
-            in_time = not rewarding(rule, event.kind) or any(_in_time(rule, event, row) for row in rows_about)
+            in_time = all(in_time_for(rule, event, row) for row in newest_corrections(rows_about))
             outcome = Outcome.ACCEPTED if in_time else Outcome.LATE
             if outcome != event.outcome:
                 yield event.id, outcome
 
 
-def _in_time(rule: RewardRule, event: Any, row: RewardRow) -> bool:
+def in_time_for(rule: RewardRule, event: Any, row: RewardRow) -> bool:
+    """Whether an event about a row is heeded there, unless it is of no kind that could change a reward."""
+    if not rewarding(rule, event.kind):
+        return True
     closed = row.state not in OPEN or row.state == State.EXPIRED
     return not closed and in_window(rule, sampled_at=row.sampled_at, received_at=event.received_at)
+
+
+def newest_corrections(rows: Iterable[RewardRow]) -> Collection[RewardRow]:
+    """The last row of each choice."""
+    return {(row.msg_id, row.choice): row for row in sorted(rows, key=lambda row: row.correction)}.values()
 
 
 def _repeats(
@@ -311,8 +320,7 @@ def _repeats(
 ) -> Iterator[Change]:
     """Trained replies to which feedback that came too late gives another reward."""
     late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}
-    newest = {(row.msg_id, row.choice): row for row in sorted(rows, key=lambda row: row.correction)}
-    for row in newest.values():
+    for row in newest_corrections(rows):
         about = list(events.about(row))
         reward = reward_of(rule, about, sampled_at=row.sampled_at)
         too_late = any(event.id in late and rewarding(rule, event.kind) for event in about)

@@ -1,11 +1,11 @@
 """Feedback becomes rewards under a rule, within the transaction of the verb that recorded it."""
 
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 from sqlalchemy import Connection, select, update
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.recording.rewards import Plan, id_of_rule, plan, rules_of, too_late_for, write
@@ -22,7 +22,7 @@ class Settlement:
         rule: RewardRule | None = None,
         *,
         compensate_late: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time.now,
     ) -> None:
         self.rule = rule or RewardRule()
         self.compensate_late = compensate_late

@@ -1,6 +1,5 @@
 """What every verb of the ledger stands on: one transaction each, errors translated into ours."""
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,10 +23,11 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolExhausted
 
-from tuneloop.shared.errors import LedgerError, LedgerUnavailable
+from tuneloop.shared import steady_time
+from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.schema_types import Words
 from tuneloop.shared.ledger.storage.write_lock import writing_to
@@ -49,9 +49,23 @@ _COPIED: Mapping[type, str] = {
     LargeBinary: "bytea",
 }
 
-# Two codes of PostgreSQL that psycopg sorts otherwise: a standby cannot write now, a value too big can never be stored.
-_READ_ONLY = "25006"
+#: A value that can never be stored, which psycopg sorts otherwise.
 _TOO_BIG = "54"
+#: Read-only, no right to do it, no such table or column or schema, no space, a damaged file: somebody must act.
+_FORBIDDEN = (
+    *("25006", "42501", "42P01", "42703", "3F000", "53100"),
+    *(
+        "SQLITE_READONLY",
+        "SQLITE_PERM",
+        "SQLITE_AUTH",
+        "SQLITE_FULL",
+        "SQLITE_CORRUPT",
+        "SQLITE_NOTADB",
+        "SQLITE_ERROR",
+    ),
+)
+#: A constraint that is broken together with another row, which may go.
+_OF_OTHER_ROWS = ("23503", "23505", "SQLITE_CONSTRAINT_FOREIGNKEY", "SQLITE_CONSTRAINT_UNIQUE")
 
 
 _T = TypeVar("_T")
@@ -60,7 +74,7 @@ _T = TypeVar("_T")
 class Transactions:
     """Reads and writes of one database; the parts of a ledger share one of these."""
 
-    def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] = steady_time.now) -> None:
         self.engine = engine
         #: The time of now, in seconds since 1970.
         self.clock = clock
@@ -103,23 +117,30 @@ class LedgerPart:
 
 @contextmanager
 def translating_errors() -> Iterator[None]:
-    """Raise LedgerUnavailable for what passes by itself, LedgerError for what the database will refuse again."""
+    """Raise LedgerUnavailable for what passes by itself or by somebody's hand, RecordRefused for what never will.
+
+    LedgerError itself is what nobody can tell of: a trigger's refusal, a bug.
+    """
     try:
         yield
     except PoolExhausted as error:
         raise LedgerUnavailable("all connections to the database are busy") from error
     except DBAPIError as error:
+        kind = _kind_of(error)
         reason = first_line(error)
-        if _passes(error):
-            raise LedgerUnavailable(reason) from error
-        raise LedgerError(f"the database refuses it: {reason}") from None  # its cause would quote the row
+        if issubclass(kind, LedgerUnavailable):
+            raise kind(reason) from error
+        raise kind(f"the database refuses it: {reason}") from None  # its cause would quote the row
 
 
-def _passes(error: DBAPIError) -> bool:
-    code = getattr(error.orig, "sqlstate", None) or ""
-    if code.startswith(_TOO_BIG):
-        return False
-    return isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated or code == _READ_ONLY
+def _kind_of(error: DBAPIError) -> type[LedgerError]:
+    code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "sqlite_errorname", None) or ""
+    if code.startswith(_FORBIDDEN):
+        return LedgerForbidden
+    if code.startswith(_TOO_BIG) or (isinstance(error, (DataError, IntegrityError)) and code not in _OF_OTHER_ROWS):
+        return RecordRefused
+    passes = isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated
+    return LedgerUnavailable if passes else LedgerError
 
 
 def alone(connection: Connection, what: str, *, shared: bool = False) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Select, and_, func, insert, select, update
 from tuneloop.shared.errors import LeaseLost, StaleEpoch
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
+from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.rewards import too_late_for
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.rows import sample
@@ -21,10 +22,6 @@ from tuneloop.shared.ledger.training.held_out import held_out_replies, newest_he
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.events import Decision, note
 from tuneloop.shared.ledger.versions.versions import SERVABLE
-
-#: Seconds that a lease lasts without being extended, which a trainer that lives does all the time: so a dead one holds
-#: what it had no longer than this. Who took it under an older epoch loses it at once.
-LEASE_S = 600.0
 
 
 class Training(LedgerPart):

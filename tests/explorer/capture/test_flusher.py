@@ -6,15 +6,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, Engine
 
+from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
-from tuneloop.shared import spool_format
-from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
+from tuneloop.shared import spool_format, steady_time
+from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Record, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.spool_format import Position
@@ -48,9 +51,17 @@ def slots_of(own: Spool) -> Slots:
 
 
 @contextmanager
-def flushing(own: Spool, recording: object, slots: Slots | None = None) -> Iterator[tuple[Flusher, list[int]]]:
+def flushing(
+    own: Spool, recording: object, slots: Slots | None = None, patience: Patience | None = None
+) -> Iterator[tuple[Flusher, list[int]]]:
     set_aside: list[int] = []
-    flusher = Flusher(slots or slots_of(own), recording, quarantined=lambda: set_aside.append(1), failed=pytest.fail)  # type: ignore[arg-type]
+    flusher = Flusher(
+        slots or slots_of(own),
+        recording,  # type: ignore[arg-type]
+        quarantined=lambda: set_aside.append(1),
+        failed=pytest.fail,
+        patience=patience or Patience(0.1, 0.1),
+    )
     flusher.start()
     try:
         yield flusher, set_aside
@@ -142,16 +153,73 @@ async def test_what_came_right_before_the_stop_is_moved(own: Spool) -> None:
         assert notebook.records == [said]
 
 
-@pytest.mark.parametrize("error", [LedgerError, ValueError, OverflowError])
+@pytest.mark.parametrize("error", [LedgerError, RecordRefused, ValueError, OverflowError])
 async def test_a_refused_record_goes_aside_and_the_others_through(own: Spool, error: type[Exception]) -> None:
     notebook, said = Notebook(), [exchange() for _ in range(9)]
     notebook.refuses, notebook.error = lambda record: record.msg_id == said[4].msg_id, error
     with flushing(own, notebook) as (flusher, set_aside):
         await append(own, *said)
-        assert await flusher.wait_until_flushed(60)
+        await until_caught_up(flusher)
     assert notebook.records == said[:4] + said[5:]
     assert set_aside == [1]
     assert _quarantined(own.folder) == [encode(said[4])]
+
+
+@pytest.mark.parametrize("error", [LedgerForbidden, LedgerError, RecordRefused])
+async def test_what_is_refused_for_a_while_goes_in_afterwards(own: Spool, error: type[Exception]) -> None:
+    notebook, said = Notebook(), [exchange() for _ in range(9)]
+    notebook.refuses, notebook.error = lambda record: True, error
+    with flushing(own, notebook, patience=Patience()) as (flusher, set_aside):
+        await append(own, *said)
+        eventually(lambda: spool_format.refusal_of(own.folder.parent) is not None)
+        assert not await flusher.wait_until_flushed(1.0)
+        notebook.refuses = lambda record: False
+        await until_caught_up(flusher)
+        assert spool_format.refusal_of(own.folder.parent) is None
+    assert (notebook.records, set_aside) == (said, [])
+
+
+def test_a_refusal_is_waited_out_for_the_documented_time(clock: Clock) -> None:
+    patience = Patience(clock=clock)
+    for error, longest in ((RecordRefused("no"), RECORD_PATIENCE_S), (LedgerError("why"), PATIENCE_S)):
+        assert patience.waits(error)
+        clock.now += longest - 0.1
+        assert patience.waits(error)
+        clock.now += 0.2
+        assert not patience.waits(error)
+        patience.forget(error)
+        assert patience.waits(error)
+
+
+async def test_a_right_that_is_taken_away_for_a_while_costs_nothing(own: Spool, engine: Engine) -> None:
+    said = [exchange() for _ in range(9)]
+    others = [feedback(msg_id=each.msg_id) for each in said]
+    with (
+        flushing(own, Ledger(engine).recording, patience=Patience(0, 0)) as (flusher, set_aside),
+        engine.connect() as it,
+    ):
+        _refuse_feedback(it, refuse=True)
+        await append(own, *said, *others)
+        eventually(lambda: spool_format.refusal_of(own.folder.parent) is not None)
+        _refuse_feedback(it, refuse=False)
+        await until_caught_up(flusher)
+    assert (Ledger(engine).reports.counts()[State.REWARDED], set_aside) == (9, [])
+
+
+def _refuse_feedback(connection: Connection, *, refuse: bool) -> None:
+    if connection.dialect.name == "sqlite":
+        tables = ("feedback", "elsewhere") if refuse else ("elsewhere", "feedback")
+        connection.exec_driver_sql("ALTER TABLE {} RENAME TO {}".format(*tables))
+    elif refuse:
+        body = "BEGIN RAISE EXCEPTION 'permission denied' USING ERRCODE = '42501'; END"
+        connection.exec_driver_sql(f"CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ {body} $$")
+        connection.exec_driver_sql(
+            "CREATE TRIGGER refusing BEFORE INSERT ON feedback FOR EACH ROW EXECUTE FUNCTION refuse()"
+        )
+    else:
+        connection.exec_driver_sql("DROP TRIGGER refusing ON feedback")
+        connection.exec_driver_sql("DROP FUNCTION refuse()")
+    connection.commit()
 
 
 async def test_bytes_that_are_no_record_go_aside(own: Spool) -> None:
@@ -168,7 +236,7 @@ async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: 
     mangled = exchange(experiences=(experience(logprobs=b"\0\0"),))
     with flushing(own, ledger.recording) as (flusher, set_aside):
         await append(own, said, mangled, feedback(msg_id=said.msg_id))
-        assert await flusher.wait_until_flushed(60)
+        await until_caught_up(flusher)
     assert ledger.reports.counts()[State.REWARDED] == 1
     assert set_aside == [1]
 
@@ -182,7 +250,7 @@ async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) ->
         await append(own, *said)
         assert not await flusher.wait_until_flushed(0.3)
         blocker.rmdir()
-        assert await flusher.wait_until_flushed(60)
+        await until_caught_up(flusher)
     assert notebook.records[-1] == said[1]
     assert _quarantined(own.folder) == [encode(said[0])]
 
@@ -263,6 +331,61 @@ async def test_all_our_writers_are_followed_and_waited_for(own: Spool, remote: S
         assert await flusher.wait_until_flushed(60)
         eventually(lambda: spool_format.segments(other.folder) == [2])
     other.close()
+
+
+async def test_what_was_said_to_several_writers_comes_in_the_order_in_which_it_was_said(
+    tmp_path: Path, engine: Engine
+) -> None:
+    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
+    said = [exchange() for _ in range(60)]
+    for number, each in enumerate(said):
+        await append(first, each)
+        for turn, value in enumerate((1.0, 0.0, 1.0)):
+            stamp, writer = steady_time.stamp(), (second, first)[(number + turn) % 2]
+            await append(writer, feedback(msg_id=each.msg_id, value=value, stamp=stamp, received_at=1e9 - turn))
+    slots = slots_of(first)
+    slots.add(second)
+    ledger = Ledger(engine)
+    with flushing(first, ledger.recording, slots) as (flusher, _):
+        assert await flusher.wait_until_flushed(60)
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [60.0]
+    first.close()
+    second.close()
+
+
+async def test_the_first_use_of_a_key_counts_whichever_writer_heard_it(tmp_path: Path, engine: Engine) -> None:
+    writers = [Spool.open(tmp_path, sync=False) for _ in range(2)]
+    said = [exchange() for _ in range(20)]
+    for number, each in enumerate(said):
+        await append(writers[0], each)
+        for turn, value in enumerate((1.0, 0.0)):
+            same = {"event_id": f"key-{number}", "call_id": f"call-{turn}", "stamp": steady_time.stamp()}
+            await append(writers[(number + turn) % 2], feedback(msg_id=each.msg_id, value=value, **same))
+    slots = slots_of(writers[0])
+    slots.add(writers[1])
+    ledger = Ledger(engine)
+    with flushing(writers[0], ledger.recording, slots) as (flusher, _):
+        assert await flusher.wait_until_flushed(60)
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [20.0]
+    for each in writers:
+        each.close()
+
+
+async def test_what_several_dead_writers_left_comes_in_the_order_in_which_it_was_said(tmp_path: Path) -> None:
+    writers = [Spool.open(tmp_path, sync=False) for _ in range(3)]
+    now = steady_time.stamp()
+    said = [feedback(stamp=now._replace(seconds=now.seconds + number)) for number in range(30)]
+    before = feedback(stamp=steady_time.Stamp("another start", 1e12))
+    for number, each in enumerate(said):
+        await append(writers[number % 3], each)
+    await append(late := Spool.open(tmp_path, sync=False), before)
+    for each in (*writers, late):
+        each.close()
+    notebook, own = Notebook(), Spool.open(tmp_path / "own", sync=False)
+    with flushing(own, notebook, Slots(tmp_path)):
+        eventually(lambda: len(notebook.records) == 31)
+    assert notebook.records == [before, *said]
+    own.close()
 
 
 async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool, remote: See) -> None:

@@ -19,6 +19,7 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_erasure import Cleared, clear
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared import quarantine
 from tuneloop.shared.experience import State, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.feedback import RetentionSettings
@@ -175,7 +176,7 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
 ) -> None:
     bobs = encode(exchange(user="bob"))
     for payload in (of_ann(), bobs, b"goldfinch that is no record"):
-        spool.quarantine(own.folder, payload)
+        quarantine.set_aside(own.folder, payload)
     forgetting.look()
     assert holding(own.folder) == {"quarantine.seg"}, "nobody is erased yet"
     ledger.retention.erase("acme", "ann")
@@ -185,13 +186,13 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
     inode = (own.folder / "quarantine.seg").stat().st_ino
     forgetting.look()
     assert (own.folder / "quarantine.seg").stat().st_ino == inode
-    spool.quarantine(own.folder, of_ann())
+    quarantine.set_aside(own.folder, of_ann())
     forgetting.look()
     assert (own.folder / "quarantine.seg").read_bytes() == left
 
 
 def test_a_second_erasure_clears_again(forgetting: SpoolRetention, own: Spool, ledger: Ledger) -> None:
-    spool.quarantine(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
+    quarantine.set_aside(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
     for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):
         ledger.retention.erase("acme", user)
         forgetting.look()
@@ -204,7 +205,7 @@ def test_slots_of_dead_processes_are_cleared_and_those_of_living_ones_left_to_th
     dead, alive = own.folder.parent / "1", own.folder.parent / "2"
     for folder in (dead, alive):
         folder.mkdir()
-        spool.quarantine(folder, of_ann())
+        quarantine.set_aside(folder, of_ann())
     ledger.retention.erase("acme", "ann")
     with spool.take_slot(alive):
         forgetting.look()
@@ -236,11 +237,11 @@ async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None
 
 
 def test_a_file_with_nothing_left_goes(tmp_path: Path) -> None:
-    spool.quarantine(tmp_path, of_ann())
+    quarantine.set_aside(tmp_path, of_ann())
     assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(1, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("*.seg"))
 
 
 def test_what_they_said_after_it_stays(tmp_path: Path) -> None:
-    spool.quarantine(tmp_path, of_ann(received_at=1e9 + 1))
+    quarantine.set_aside(tmp_path, of_ann(received_at=1e9 + 1))
     assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(0, 0)

@@ -276,3 +276,16 @@ def test_a_hundred_thousand_ids_are_taken_in_one_call(explorer: RunningExplorer)
     assert answer.json()["counts"]["pending"] == 100_000
     assert len(explorer.feedbacks()) == 100_000
     assert explorer.feedback(*ids, said, said).status_code == 413
+
+
+def test_where_only_some_choices_were_trained_on_each_is_told_apart(start: Start, engine: Engine) -> None:
+    with start(compensate_late=True) as explorer:
+        reply = reply_id(explorer, n=2)
+        explorer.feedback(f"{reply}:0")
+        explorer.commit()
+        train(explorer)
+        told = explorer.feedback(reply, reward=-1.0).json()
+        assert told["outcomes"] == {reply: "late"}
+        assert told["choices"] == {reply: {f"{reply}:0": "late", f"{reply}:1": "accepted"}}
+        assert "choices" not in explorer.feedback(f"{reply}:1", reward=0.5).json()
+    assert rewards(engine) == [1.0, 0.5, -1.0]

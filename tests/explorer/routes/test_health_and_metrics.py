@@ -9,6 +9,7 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually
 from tests.trainer.factories import points
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Alarm
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -33,6 +34,32 @@ def test_a_database_that_is_away_is_no_reason_not_to_be_ready(explorer: RunningE
     eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 0)
     explorer.ledger.recording.away = False
     eventually(lambda: explorer.metrics()["tuneloop_database_up"] == 1)
+
+
+def test_a_database_that_refuses_is_a_reason_not_to_be_ready_and_an_alarm(explorer: RunningExplorer) -> None:
+    explorer.ledger.recording.forbids = True
+    reply = explorer.chat()
+    assert reply.status_code == 200
+    assert explorer.feedback(reply.json()["id"]).json()["counts"]["pending"] == 1
+    eventually(lambda: explorer.http.get("/health/ready").status_code == 503)
+    assert "permission denied for table" in explorer.http.get("/health/ready").json()["reason"]
+    eventually(lambda: [alarm.name for alarm in explorer.ledger.alarms.all()] == ["database_refuses"])
+    assert "permission denied" in explorer.ledger.alarms.all()[0].reason
+    eventually(lambda: explorer.metrics().get("tuneloop_alarm") == 1)
+    explorer.ledger.recording.forbids = False
+    eventually(lambda: explorer.http.get("/health/ready").status_code == 200)
+    eventually(lambda: explorer.ledger.alarms.all() == [])
+    explorer.until_flushed()
+    assert explorer.ledger.reports.counts()[State.REWARDED] == 1
+
+
+def test_what_is_in_quarantine_is_an_alarm_until_it_is_put_back(explorer: RunningExplorer) -> None:
+    explorer.ledger.recording.refuses = lambda record: True
+    explorer.chat()
+    eventually(lambda: [alarm.name for alarm in explorer.ledger.alarms.all()] == ["records_quarantined"])
+    assert "tuneloop spool list" in explorer.ledger.alarms.all()[0].reason
+    (explorer.settings.spool_dir / "0" / "quarantine.seg").unlink()
+    eventually(lambda: explorer.ledger.alarms.all() == [])
 
 
 def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None:

@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, select, text
 
 from tests.factories import committed, exchange, feedback, fill, ids, leased, published, trained
 from tuneloop.shared.errors import LedgerError, StaleEpoch
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -109,12 +110,14 @@ def test_a_reply_and_its_feedback_recorded_at_once_find_each_other(ledger: Ledge
     assert ledger.reports.counts()[State.REWARDED] == 60
 
 
-def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger) -> None:
+def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     ledger.recording.record([said])
     events = [feedback(msg_id=said.msg_id, value=float(number)) for number in range(40)]
     at_once(*[lambda some=events[start::4]: [ledger.recording.record([event]) for event in some] for start in range(4)])  # type: ignore[misc]
-    assert [row.reward_sum for row in ledger.reports.rewards()] == [39.0]
+    with engine.connect() as connection:
+        values = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [values[-1]]
 
 
 def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:

@@ -159,7 +159,7 @@ def test_all_that_an_event_says_is_kept(ledger: Ledger, engine: Engine) -> None:
     event = feedback(msg_id="x", choice=1, source="rater", occurred_at=5.0, task_id="t", run_id="r", metric="help")
     ledger.recording.record([event])
     [kept] = events(engine)
-    for name in Feedback.__struct_fields__:
+    for name in set(Feedback.__struct_fields__) - {"stamp"}:
         assert getattr(kept, name) == getattr(event, name)
 
 
@@ -261,6 +261,35 @@ def test_a_compensating_experience_takes_corrections_until_it_is_trained_on(unde
         (1, State.TRAINED, 0.5),
         (2, State.REWARDED, 0.75),
     ]
+
+
+def test_of_several_choices_those_that_were_trained_on_are_compensated(under: Any, engine: Engine) -> None:
+    ledger = under(compensate_late=True)
+    said = exchange(task_id="task", run_id="run", experiences=(experience(), experience(choice=1)))
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    assert hear(ledger, msg_id=said.msg_id, value=-0.5) == Outcome.LATE
+    assert hear(ledger, msg_id=None, task_id="task", run_id="run", value=0.25) == Outcome.ACCEPTED
+    assert [(row.choice, row.correction, row.state, row.reward) for row in rows(engine)] == [
+        (0, 0, State.TRAINED, 1.0),
+        (1, 0, State.REWARDED, 0.25),
+        (0, 1, State.REWARDED, 0.25),
+    ]
+
+
+def test_each_choice_is_told_apart(ledger: Ledger) -> None:
+    said = exchange(task_id="task", run_id="run", experiences=(experience(), experience(choice=1)))
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    apart = {f"{said.msg_id}:0": Outcome.LATE, f"{said.msg_id}:1": Outcome.ACCEPTED}
+    assert ledger.recording.outcomes_apart(feedback(msg_id=said.msg_id)) == apart
+    assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="run")) == apart
+    assert ledger.recording.outcomes_apart(feedback(msg_id=said.msg_id, choice=0)) == {}
+    assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="other")) == {}
 
 
 @pytest.mark.parametrize("said", [{"value": 1.0, "source": "who agrees"}, retraction()])

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, event, select
 
 from tests.factories import exchange, experience, feedback, ids, leased, rewarded
 from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.experience import MAX_NAME, State, pack_ids, pack_logprobs
+from tuneloop.shared.experience import MAX_NAME, Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
@@ -79,11 +79,17 @@ def test_the_last_feedback_is_the_reward(ledger: Ledger, engine: Engine) -> None
     assert rewards(engine) == [0.2]
 
 
-def test_the_last_is_the_one_that_was_received_last(ledger: Ledger, engine: Engine) -> None:
+@pytest.mark.parametrize("step", [-86400.0, -2.0, 0.0, 86400.0])
+def test_a_correction_counts_whatever_the_clocks_say(ledger: Ledger, engine: Engine, step: float) -> None:
     said = exchange()
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.9, received_at=20.0)])
-    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.1, received_at=10.0)])
-    assert [(row.reward, row.rewarded_at) for row in rows(engine)] == [(0.9, 20.0)]
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.9, received_at=1e9)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.1, received_at=1e9 + step)])
+    assert rewards(engine) == [0.1]
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.9, received_at=1e9 + step / 2)])
+    assert rewards(engine) == [0.9]
+    taken_back = feedback(msg_id=said.msg_id, kind=Kind.RETRACTION, value=None, received_at=1e9 + 2 * step)
+    ledger.recording.record([taken_back])
+    assert rewards(engine) == [None]
 
 
 def test_of_two_received_at_once_the_one_recorded_later_counts(ledger: Ledger, engine: Engine) -> None:

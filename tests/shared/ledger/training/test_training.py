@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 from typing import Any
 
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, select
 
+from tests.doubles.clock import Clock
 from tests.factories import (
     SHA256,
     committed,
@@ -163,15 +165,29 @@ def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Le
     assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", 0.25)]
 
 
-def test_a_lease_that_has_run_out_ends_with_the_next_commit(engine: Engine) -> None:
-    now = [1000.0]
-    ledger = Ledger(engine, clock=lambda: now[0])
-    leased(ledger, 2)
+def test_the_leases_of_a_silent_trainer_end_with_a_later_commit(engine: Engine, clock: Clock) -> None:
+    ledger = Ledger(engine, ticks=clock)
+    epoch, _samples = leased(ledger, 2)
+    for _ in range(3):
+        ledger.recording.commit("acme")
+        assert ledger.reports.counts() == only(leased=2)
+        clock.now += LEASE_S - 1
+        ledger.training.extend(epoch)
     ledger.recording.commit("acme")
-    assert ledger.reports.counts() == only(leased=2)
-    now[0] += LEASE_S + 1
+    clock.now += LEASE_S + 1
     ledger.recording.commit("acme")
     assert ledger.reports.counts() == only(committed=2)
+
+
+@pytest.mark.parametrize("ahead", [-86400.0, 900.0, 86400.0])
+def test_an_explorer_whose_clock_is_wrong_ends_no_lease(engine: Engine, ahead: float) -> None:
+    trainer, explorer = Ledger(engine), Ledger(engine, clock=lambda: time.time() + ahead)
+    epoch, samples = leased(trainer, 2)
+    for _ in range(3):
+        explorer.recording.commit("acme")
+        trainer.training.extend(epoch)
+    trainer.training.register(epoch, [each.id for each in samples], step=1, publish=published)
+    assert trainer.reports.counts() == only(trained=2)
 
 
 def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:

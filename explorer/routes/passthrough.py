@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
-from tuneloop.explorer.http.bodies import read_bytes
+from tuneloop.explorer.http.bodies import as_utf8, read_bytes
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 #: The engine routes that any client may use. All others, such as those that swap weights, are answered with 404.
@@ -61,8 +61,8 @@ def _resolve_pin(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None
     if not pins.allowed:
         return body, None
     try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        parsed = orjson.loads(as_utf8(body))
+    except (orjson.JSONDecodeError, RequestRefused):
         parsed = None
     if not isinstance(parsed, dict) or (pin := pins.parse(parsed)) is None:
         return body, None  # the engine refuses what is invalid

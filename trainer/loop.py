@@ -175,7 +175,7 @@ class TrainingLoop:
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
         if newest.version:
-            _require_whole(newest)
+            _require_whole(newest, self._store)
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
         self._learner.teacher = self._teacher.teacher
         snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
@@ -308,8 +308,9 @@ def _no_room(budget: int) -> EnvironmentRefused:
     )
 
 
-def _require_whole(version: Version) -> None:
+def _require_whole(version: Version, store: CheckpointStore) -> None:
     try:
+        store.check_place(version.path)
         check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))
     except CheckpointRejected as error:
         raise EnvironmentRefused(

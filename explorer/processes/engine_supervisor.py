@@ -1,6 +1,7 @@
 """Keeps engines serving the champion: starts them, and again when they die or hang; attaches to those of others."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +10,8 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.loading import actor_of, load, verify_in_process
+from tuneloop.explorer.versions.loading import actor_of, load
+from tuneloop.shared.checkpoint import Probe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
@@ -43,7 +45,13 @@ class SupervisedProcess(Protocol):
 
 
 async def keep_running(
-    engine: Engine, process: SupervisedProcess, *, fleet: Fleet, ledger: Ledger, base: Path, health_timeout_s: float
+    engine: Engine,
+    process: SupervisedProcess,
+    *,
+    fleet: Fleet,
+    ledger: Ledger,
+    verify: Callable[[Version], Awaitable[Probe]],
+    health_timeout_s: float,
 ) -> None:
     """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
     pause, was_up, loop = _PAUSE_S, False, asyncio.get_running_loop()
@@ -51,7 +59,7 @@ async def keep_running(
         up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
         try:
             champion = await asyncio.to_thread(ledger.versions.champion)
-            probe = await verify_in_process(champion, base) if champion.version else None
+            probe = await verify(champion) if champion.version else None
             await process.start(engine.control.initial_weights(actor_of(champion)))
             await engine.control.finish_start(actor_of(champion))
             if probe:

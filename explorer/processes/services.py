@@ -1,6 +1,7 @@
 """What runs beside the requests, once for the whole service: engines and their weights, the database, the gauges."""
 
 import asyncio
+import functools
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -30,7 +31,9 @@ from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
+from tuneloop.explorer.versions.loading import verify_in_process
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -153,6 +156,7 @@ async def _open_fleet(
     settings: Settings, ledger: Ledger, stack: AsyncExitStack, *, audience: FleetReplicas | None, metrics: Metrics
 ) -> tuple[Fleet, list[Address], list[Task]]:
     explorer, base = settings.explorer, settings.model.model_path.absolute()
+    verify = functools.partial(verify_in_process, base=base, store=CheckpointStore(settings.job_dir))
     urls = explorer.rollout_model.engine_urls
     sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
     own = [sockets / f"{number}.sock" for number in range(0 if urls else explorer.rollout_model.engine_num)]
@@ -165,8 +169,9 @@ async def _open_fleet(
     runs: list[Task] = []
     for engine, socket in zip(engines, own, strict=False):
         process = EngineProcess(settings, engine, socket=socket)
-        run = keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
-        runs.append(run)
+        runs.append(
+            keep_running(engine, process, fleet=fleet, ledger=ledger, verify=verify, health_timeout_s=timeout_s)
+        )
     host = engines[0] if own else None
     for engine in engines[len(own) :]:
         run = stay_attached(engine, fleet=fleet, ledger=ledger, metrics=metrics, health_timeout_s=timeout_s, host=host)

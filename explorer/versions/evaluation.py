@@ -18,6 +18,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.engine_queries import TEMPERATURE, EngineQueries, EngineSample, Judge, judging
 from tuneloop.explorer.versions.loading import load, verify_in_process
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,
@@ -193,7 +194,8 @@ class CandidateEvaluation:
         return engine
 
     async def _evaluate_on(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
-        probe = await verify_in_process(candidate, self._settings.model.model_path.absolute())
+        store = CheckpointStore(self._settings.job_dir)
+        probe = await verify_in_process(candidate, self._settings.model.model_path.absolute(), store)
         async with self._reloader.swapping:
             await load(engine, candidate, fleet=self._fleet)
             await engine.control.prove(probe)

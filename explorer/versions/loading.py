@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.shared.checkpoint import ACTOR, Probe, read_manifest
+from tuneloop.shared.checkpoint import ACTOR, CheckpointStore, Probe, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 from tuneloop.shared.ledger.ledger import Version
 
@@ -30,8 +30,9 @@ async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     await control.resume()
 
 
-async def verify_in_process(version: Version, base: Path) -> Probe:
+async def verify_in_process(version: Version, base: Path, store: CheckpointStore) -> Probe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
+    await asyncio.to_thread(store.check_place, version.path)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",

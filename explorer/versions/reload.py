@@ -20,7 +20,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import _load_paused, load, verify_in_process
-from tuneloop.shared.checkpoint import Probe, read_manifest
+from tuneloop.shared.checkpoint import CheckpointStore, Probe, read_manifest
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,
@@ -140,6 +140,7 @@ class Reloader(WeightSwapper):
         self._interval_s = settings.explorer.service_status_check_interval
         self._drain_first = settings.explorer.on_reload == "wait"
         self._base = settings.model.model_path.absolute()
+        self._store = CheckpointStore(settings.job_dir)
         self._rollout = settings.rollout
         self._ledger = ledger
         self._deaths: Counter[int] = Counter()
@@ -234,7 +235,7 @@ class Reloader(WeightSwapper):
         """Whether the champion's files are still as they were: a damaged one would end the engine that reads it."""
         if champion.version and champion.version != self._whole:
             try:
-                await verify_in_process(champion, self._base)
+                await verify_in_process(champion, self._base, self._store)
             except CheckpointRejected as error:
                 log.error("champion_damaged", version=champion.version, reason=str(error))
                 return False
@@ -274,7 +275,7 @@ class Reloader(WeightSwapper):
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         try:
-            probe = await verify_in_process(version, self._base)
+            probe = await verify_in_process(version, self._base, self._store)
             if engine.state is not EngineState.READY:
                 return
             # What is in flight there is the champion's: it must not be ended by what is only tried.
@@ -285,7 +286,7 @@ class Reloader(WeightSwapper):
 
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
-            probe = await verify_in_process(candidate, self._base)
+            probe = await verify_in_process(candidate, self._base, self._store)
             for engine in self._without(candidate):
                 if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
                     return

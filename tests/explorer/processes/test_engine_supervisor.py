@@ -1,6 +1,7 @@
 """Engines that hang or die: they get no more requests, are started again, and come back with the champion."""
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.processes import engine_supervisor
 from tuneloop.explorer.processes.engine_supervisor import keep_running
+from tuneloop.explorer.versions.loading import verify_in_process
+from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.experience import VersionState
 
 
@@ -57,7 +60,8 @@ async def running(
 ) -> None:
     """Do something with two engines under their supervisors."""
     settings = settings_for(folder)
-    ledger, base = open_ledger(settings), settings.model.model_path
+    ledger, store = open_ledger(settings), CheckpointStore(settings.job_dir)
+    verify = functools.partial(verify_in_process, base=settings.model.model_path, store=store)
     async with AsyncExitStack() as stack:
         stack.callback(ledger.close)
         engines = []
@@ -70,7 +74,14 @@ async def running(
         fleet, processes = Fleet(engines, wait_timeout_s=60), [DoubleProcess(each) for each in doubles]
         tasks = [
             asyncio.ensure_future(
-                keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=1.0)
+                keep_running(
+                    engine,
+                    process,
+                    fleet=fleet,
+                    ledger=ledger,
+                    verify=verify,
+                    health_timeout_s=1.0,
+                )
             )
             for engine, process in zip(engines, processes, strict=True)
         ]

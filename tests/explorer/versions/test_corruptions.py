@@ -69,4 +69,4 @@ def test_the_verifier_s_process_says_the_same(tmp_path: Path, base: Path, corrup
         pinned=False,
     )
     with pytest.raises(CheckpointRejected, match=corruption.reason):
-        asyncio.run(verify_in_process(version, base))
+        asyncio.run(verify_in_process(version, base, CheckpointStore(tmp_path / "job")))

@@ -10,7 +10,6 @@ from typing import Annotated
 import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
@@ -38,7 +37,8 @@ from tuneloop.explorer.http.server import FastRoute, FastRoutes, RawRequest
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
-from tuneloop.explorer.routes import admin, passthrough, responses, stored_completions
+from tuneloop.explorer.routes import admin, metrics_json, passthrough, responses, stored_completions
+from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
@@ -86,10 +86,13 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored_completions.add_routes(app, ledger.stored, default_model=settings.served_model_name)
     responses.add_routes(app)
+    metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
-    return FastRoutes(app, {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)})
+    fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
+    fast_routes["POST", TRINITY + CHAT] = fast_routes["POST", CHAT]
+    return FastRoutes(app, fast_routes)
 
 
 async def _not_served_here() -> Response:
@@ -117,16 +120,19 @@ ServicesOf = Annotated[Services, Depends(_services)]
 
 def _add_routes(app: FastAPI) -> None:
     @app.post("/feedback")
+    @app.post(f"{TRINITY}/feedback")
     async def feedback(request: Request, services: ServicesOf) -> Response:
         # Not JSONResponse: a hundred thousand outcomes would take it a second, during which streams stand still.
         return Response(orjson.dumps(await services.feedback.feedback(request)), media_type="application/json")
 
     @app.post("/commit")
+    @app.post(f"{TRINITY}/commit")
     async def commit(request: Request, services: ServicesOf) -> Response:
         return JSONResponse(await services.feedback.commit(request))
 
     @app.get("/health")
     @app.get("/health/live")
+    @app.get(f"{TRINITY}/health")
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
@@ -135,9 +141,10 @@ def _add_routes(app: FastAPI) -> None:
         reason = _why_not_ready(services)
         return JSONResponse({"status": "not_ready" if reason else "ready", "reason": reason}, 503 if reason else 200)
 
-    @app.get("/metrics")
-    async def metrics(services: ServicesOf) -> Response:
-        return Response(await services.control_client.exposition(), media_type=CONTENT_TYPE_LATEST)
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping(services: ServicesOf) -> Response:
+        return Response(status_code=503 if _why_not_ready(services) else 200)
 
 
 def _why_not_ready(services: Services) -> str | None:

@@ -112,6 +112,11 @@ class CheckpointStore:
         """Where `version` lies, unless something was in its way."""
         return self._root / f"{_VERSION}{version}"
 
+    def check_place(self, path: Path) -> None:
+        """Raise CheckpointRejected unless `path` is a folder of this experiment's, and no link to another one."""
+        if path.is_symlink() or path.parent.resolve() != self._root.resolve():
+            raise CheckpointRejected(f"{path} is not a folder of {self._root}, or is a link")
+
     def stage(self, epoch: int) -> Path:
         """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted."""
         self._root.mkdir(parents=True, exist_ok=True)
@@ -205,6 +210,8 @@ class CheckpointStore:
 
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointRejected if it is not the one that was registered."""
+    if path.is_symlink():
+        raise CheckpointRejected(f"{path.name}: a link, whose target may change; a checkpoint is a folder")
     try:
         data = (path / _MANIFEST).read_bytes()
     except OSError as error:

@@ -3,6 +3,7 @@
 These are also the records of the spool, so they are msgspec structs: `encode` and `decode` are the only serialisation.
 """
 
+import hashlib
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -23,6 +24,13 @@ MAX_REWARD = 1e6
 
 #: Characters of a task_id, run_id, user, source or metric: an index of PostgreSQL's holds no more of two at once.
 MAX_NAME = 256
+
+
+def person_name(name: str) -> str:
+    """A person's name as rows have it: one that is too long for them, or has a NUL, becomes its SHA-256."""
+    if len(name) <= MAX_NAME and "\0" not in name:
+        return name
+    return f"sha256:{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 #: Why a row is dropped that is kept for comparing versions, so that nothing is ever trained on it.

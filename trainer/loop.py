@@ -176,7 +176,7 @@ class TrainingLoop:
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
         if newest.version:
-            _require_whole(newest)
+            _require_whole(newest, self._store)
         self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
         self._learner.teacher = self._teacher.teacher
         self._learner.micro_batch_tokens = self._micro_batch.tokens
@@ -302,8 +302,9 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
             ledger.training.end(epoch)
 
 
-def _require_whole(version: Version) -> None:
+def _require_whole(version: Version, store: CheckpointStore) -> None:
     try:
+        store.check_place(version.path)
         check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))
     except CheckpointRejected as error:
         raise EnvironmentRefused(

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
+from tuneloop.shared.experience import person_name
 from tuneloop.shared.ledger.ledger import Ledger
 
 _LOG_NOT_EMPTIED = (
@@ -35,6 +36,7 @@ class Erasure(NamedTuple):
 
 def erase(ledger: Ledger, tenant: str, user: str, *, dry_run: bool = False) -> Erasure:
     """Delete the person from the ledger and from the exported files. The spools follow at the explorers' next look."""
+    user = person_name(user)
     deleted = ledger.retention.erase(tenant, user, dry_run=dry_run)
     person = Person(tenant, user, deleted.msg_ids)
     files = tuple(erase_rows(export.path, person, dry_run=dry_run) for export in ledger.retention.exported_files())

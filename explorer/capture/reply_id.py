@@ -5,7 +5,8 @@
 
 Replies of other endpoints have their own prefix, as OpenAI's and Anthropic's have. The 40 characters are base32
 (sortable by time) of: 6 bytes of milliseconds since 1970, 9 random bytes, the number of choices, and 9 bytes of
-keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`.
+keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`. 255 choices or more are counted in the
+place of the last 3 random bytes, and their own byte is 255.
 """
 
 import hashlib
@@ -23,11 +24,14 @@ from tuneloop.shared.settings.settings import Settings
 
 PREFIX = "chatcmpl-"
 PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")
-MAX_CHOICES = 128
+MAX_CHOICES = (1 << 24) - 1
 
 _MAC_BYTES = 9
 _KEY_BYTES = 32
 _SIGNED, _BYTES = 40, 25
+_MANY = 255
+_MANY_BYTES = 3
+_CHOICE_DIGITS = len(str(MAX_CHOICES))
 _DIGITS = "0123456789abcdefghijklmnopqrstuv"
 _SHIFTS = range(5 * (_SIGNED - 2), -1, -10)
 _TWO_DIGITS = [high + low for high in _DIGITS for low in _DIGITS]
@@ -49,7 +53,7 @@ class ReplyIdSigner:
 
     def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
         """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES); `prefix` is one of PREFIXES."""
-        name = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(9) + bytes([choices])
+        name = (time.time_ns() // 1_000_000).to_bytes(6) + _choice_bytes(choices)
         return prefix + _base32(name + self._mac(name, tenant, prefix))
 
     def parse(self, text: str, tenant: str) -> ParsedReplyId | None:
@@ -67,7 +71,9 @@ class ReplyIdSigner:
         msg_id = prefix + signed
         if not colon:
             return ParsedReplyId(msg_id, None)
-        if not (choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < name[-1]):
+        if not (choice.isascii() and choice.isdigit() and len(choice) <= _CHOICE_DIGITS):
+            return None
+        if int(choice) >= _count_choices(name):
             return None
         return ParsedReplyId(msg_id, int(choice))
 
@@ -75,6 +81,18 @@ class ReplyIdSigner:
         whose = f"{tenant}\0{prefix}" if prefix != PREFIX else tenant
         # A MAC as HMAC is one, at a fifth of its price.
         return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+def _choice_bytes(choices: int) -> bytes:
+    """The random bytes and the number of choices: 10 bytes."""
+    if choices < _MANY:
+        return os.urandom(9) + bytes([choices])
+    return os.urandom(9 - _MANY_BYTES) + choices.to_bytes(_MANY_BYTES) + bytes([_MANY])
+
+
+def _count_choices(name: bytes) -> int:
+    """The number of choices in the bytes that are signed."""
+    return int.from_bytes(name[-1 - _MANY_BYTES : -1]) if name[-1] == _MANY else name[-1]
 
 
 def _base32(data: bytes) -> str:

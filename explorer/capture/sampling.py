@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tuneloop.explorer.http.coercion import coerce_float, equals
 from tuneloop.shared.errors import RequestRefused
 
 #: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
@@ -68,10 +69,7 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float) -> Sa
 
 def _temperature(asked: Any, default: float) -> float:
     """What vLLM makes of it: a number may come as a string."""
-    try:
-        temperature = default if asked is None else float(asked)
-    except (TypeError, ValueError):
-        temperature = math.nan
+    temperature = default if asked is None else coerce_float(asked, "temperature")
     if not 0 <= temperature < math.inf:
         raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
     return max(temperature, _LOWEST) if temperature else 0.0
@@ -98,7 +96,7 @@ def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[s
         return None
     for name, neutral in parameters.items():
         value = request.get(name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(equals(value, each) for each in neutral):
             return f"sampling:{name}"
     return None
 
@@ -110,14 +108,16 @@ def _why_calls_are_forced(request: Mapping[str, Any]) -> str | None:
         return "sampling:tool_choice"
     if choice == "none" or not tools:
         return None
-    if request.get("parallel_tool_calls") not in (None, True):
+    parallel = request.get("parallel_tool_calls")
+    if parallel is not None and not equals(parallel, True):
         return "sampling:parallel_tool_calls"
     return "sampling:tools" if isinstance(tools, list) and any(map(_is_strict, tools)) else None
 
 
 def _is_strict(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and function.get("strict") not in (None, False)
+    strict = function.get("strict") if isinstance(function, dict) else None
+    return strict is not None and not equals(strict, False)
 
 
 def _has_media(messages: Any) -> bool:

@@ -16,7 +16,7 @@ from tuneloop.explorer.dialects import messages, responses_reply, responses_requ
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.bodies import optional_bool
+from tuneloop.explorer.http.coercion import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
 
@@ -80,6 +80,10 @@ class Dialect(ABC):
     #: The engine's field for the most tokens of a reply, if the default limit applies to this endpoint.
     length_field: ClassVar[str | None] = "max_completion_tokens"
 
+    def normalize(self, body: Json) -> Json:
+        """The client's body with the values that vLLM takes it to mean. Raises RequestRefused."""
+        return body
+
     def for_body(self, body: Json) -> "Dialect":
         """The dialect that can express a client's body: this one, or another of the same endpoint."""
         return self
@@ -112,7 +116,7 @@ class ChatDialect(Dialect):
 
     async def to_upstream(self, body: Json) -> Json:
         """See Dialect."""
-        optional_bool(body, "logprobs")
+        flag_of(body, "logprobs")  # refused before it is queued, as vLLM refuses it
         return body
 
     def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
@@ -123,7 +127,7 @@ class ChatDialect(Dialect):
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        requested = RequestedFields(body.get("logprobs") is True, body.get("return_token_ids") is True)
+        requested = RequestedFields(flag_of(body, "logprobs"), flag_of(body, "return_token_ids"))
         return ReplyWriter(ChatTranscript(msg_id, requested))
 
 
@@ -138,7 +142,7 @@ class TextDialect(Dialect):
         """See Dialect."""
         invalid = upstream.get("logprobs") is None and upstream.get("logprob_token_ids")
         # With token ids vLLM does not echo the prompt's text, and with log-probabilities it returns the prompt's too.
-        return {} if invalid or upstream.get("echo") else vllm.CAPTURE_TEXT
+        return {} if invalid or flag_of(upstream, "echo") else vllm.CAPTURE_TEXT
 
     def count_choices(self, upstream: Json) -> int:
         """One for each prompt, times n."""
@@ -152,10 +156,8 @@ class TextDialect(Dialect):
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         # Nothing is captured of an echo, which has the prompt's token ids whether or not they are requested.
-        echo = bool(body.get("echo"))
-        requested = RequestedFields(
-            echo or body.get("logprobs") is not None, echo or body.get("return_token_ids") is True
-        )
+        echo = flag_of(body, "echo")
+        requested = RequestedFields(echo or body.get("logprobs") is not None, echo or flag_of(body, "return_token_ids"))
         return ReplyWriter(TextTranscript(msg_id, requested))
 
 
@@ -266,6 +268,10 @@ class ResponsesDialect(Dialect):
         self._context_length: int | None = None
         self._native = native
 
+    def normalize(self, body: Json) -> Json:
+        """See Dialect."""
+        return responses_request.normalize(body)
+
     def for_body(self, body: Json) -> Dialect:
         """See Dialect."""
         return self if responses_request.untranslatable_reason(body) is None else self._native
@@ -302,8 +308,9 @@ class ResponsesDialect(Dialect):
 
 def choice_count(body: Json) -> int:
     """`n`. Raises RequestRefused if it is not a valid number of choices."""
-    count = body.get("n") or 1
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_CHOICES:
+    value = body.get("n")
+    count = 1 if value is None else coerce_int(value, "n") or 1  # the engine refuses 0
+    if not 1 <= count <= MAX_CHOICES:
         raise RequestRefused(f"n must be an integer from 1 to {MAX_CHOICES}", code="out_of_range", param="n")
     return count
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from tuneloop.explorer.http.bodies import wrong_type
+from tuneloop.explorer.http.coercion import coerce_bool, coerce_int
 from tuneloop.shared.errors import RequestRefused
 
 Json = dict[str, Any]
@@ -42,17 +43,26 @@ _FIELD_TYPES: dict[type, tuple[str, tuple[str, ...]]] = {
         "a string",
         ("instructions", "previous_response_id", "prompt_cache_key", "user", "truncation", "service_tier"),
     ),
-    int: ("an integer", ("max_output_tokens", "max_tool_calls", "top_logprobs")),
-    bool: ("a boolean", ("stream", "store", "background", "include_reasoning", "parallel_tool_calls")),
     list: ("a list", ("tools", "include")),
     dict: ("an object", ("metadata", "text", "reasoning")),
 }
+
+#: The same of the fields that vLLM coerces.
+_INT_FIELDS = ("max_output_tokens", "max_tool_calls", "top_logprobs")
+_BOOL_FIELDS = ("stream", "background", "include_reasoning", "parallel_tool_calls", "enable_response_messages")
 
 _FIELD_VALUES = {"truncation": {"auto", "disabled"}, "service_tier": {"auto", "default", "flex", "scale", "priority"}}
 
 #: The types of content parts, of input and of earlier output.
 _INPUT_PARTS = frozenset({"input_text", "input_image"})
 _OUTPUT_PARTS = frozenset({"output_text", "refusal"})
+
+
+def normalize(body: Json) -> Json:
+    """The body with the numbers and booleans that vLLM makes of what the client wrote. Raises RequestRefused."""
+    changed = {name: coerce_int(body[name], name) for name in _INT_FIELDS if body.get(name) is not None}
+    changed |= {name: coerce_bool(body[name], name) for name in _BOOL_FIELDS if body.get(name) is not None}
+    return body | changed
 
 
 def untranslatable_reason(body: Json) -> str | None:
@@ -122,7 +132,7 @@ def _check(body: Json) -> None:
     for kind, (wanted, params) in _FIELD_TYPES.items():
         for param in params:
             value = body.get(param)
-            if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            if value is not None and not isinstance(value, kind):
                 raise wrong_type(param, wanted)
     for param, values in _FIELD_VALUES.items():
         if body.get(param) is not None:

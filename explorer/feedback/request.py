@@ -25,6 +25,8 @@ MAX_CHARACTERS = 32 << 20
 
 _SAYS = ("reward", "value", "label", "comment", "demonstration", "preferred_over", "retract")
 _ABOUT = ("msg_ids", "task_id", "run_id")
+_FIELDS = frozenset({*_SAYS, *_ABOUT, "metric", "source", "time", "idempotency_key", "feedback"})
+_NAME_SHOWN, _EXAMPLE = 64, 128
 
 
 class Signal(NamedTuple):
@@ -55,6 +57,7 @@ class Entry(NamedTuple):
 def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
     """The entries of a body, of which there is one unless it has a list under `feedback`."""
     key = _key(body, key_header)
+    _refuse_unknown_numbers(body)
     entries = body.get("feedback")
     remarks = [_remark(body, key)] if entries is None else list(_entries_of_list(body, entries, key))
     if (count := sum(len(remark.msg_ids or "1") for remark in remarks)) > MAX_IDS:
@@ -85,11 +88,24 @@ def _entries_of_list(body: dict[str, Any], entries: object, key: str | None) -> 
         )
     for number, entry in enumerate(entries):
         try:
+            _refuse_unknown_numbers(entry)
             yield _remark(entry, optional_name(entry, "idempotency_key") or key)
         except RequestRefused as error:
             place = f"feedback[{number}]"
             param = f"{place}.{error.param}" if error.param else place
             raise RequestRefused(f"{place}: {error}", status=error.status, code=error.code, param=param) from None
+
+
+def _refuse_unknown_numbers(entry: dict[str, Any]) -> None:
+    """Raise RequestRefused for a number or a thumb under a name that no field has: it would count for nothing."""
+    for name, value in entry.items():
+        if name not in _FIELDS and isinstance(value, bool | int | float):
+            written = orjson.dumps({"metric": name, "value": value}).decode()
+            raise RequestRefused(
+                f"feedback has no field {name[:_NAME_SHOWN]}: a number of one's own is a metric, {written[:_EXAMPLE]}",
+                code="unknown_parameter",
+                param=name[:_NAME_SHOWN],
+            )
 
 
 def _remark(entry: dict[str, Any], key: str | None) -> Entry:

@@ -1,5 +1,6 @@
 """Reads request bodies: bounded, strictly JSON, an object."""
 
+import json
 import math
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, A
     data = await read_bytes(request, max_bytes=max_bytes)
     if not data and empty_is is not None:
         return empty_is
-    return parse_object(data)
+    return parse_object(as_utf8(bytes(data)))
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
@@ -36,7 +37,18 @@ async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
     return bytes(data)
 
 
-def parse_object(data: bytes | bytearray) -> dict[str, Any]:
+def as_utf8(data: bytes) -> bytes:
+    """The body as UTF-8 without a byte order mark: JSON may come as UTF-16 or UTF-32 too. Raises RequestRefused."""
+    encoding = json.detect_encoding(data)
+    if encoding == "utf-8":
+        return data
+    try:
+        return data.decode(encoding).encode()
+    except UnicodeError as error:
+        raise RequestRefused(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in these bytes. Raises RequestRefused if there is none."""
     try:
         body = orjson.loads(data)
@@ -63,8 +75,11 @@ def optional_bool(body: dict[str, Any], param: str) -> bool | None:
 def optional_id(body: dict[str, Any], param: str) -> str | None:
     """An id field: a string, or a number that stands for its digits; None if it is absent."""
     value = body.get(param)
-    if value is None:
-        return None
+    return None if value is None else id_of(value, param)
+
+
+def id_of(value: object, param: str) -> str:
+    """An id: a string, or a number that stands for its digits. Raises RequestRefused."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong_type(param, "a string or an integer")
     return _storable(str(value), param)

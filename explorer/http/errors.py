@@ -43,7 +43,7 @@ _OPENAI_TYPES = {
 _TIMED_OUT = 504
 
 #: Trinity's two routes: its clients read `status`.
-_TRINITY_ROUTES = frozenset({"/feedback", "/commit"})
+_TRINITY_ROUTES = frozenset({"/feedback", "/commit", "/trinity/feedback", "/trinity/commit"})
 
 #: Anthropic's routes, which have Anthropic's envelope.
 _ANTHROPIC_PREFIX = "/v1/messages"

@@ -12,7 +12,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.loading import KnownProbes, actor_of, load, servable_champion
+from tuneloop.explorer.versions.loading import KnownProbes, Verifier, actor_of, load, servable_champion
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
@@ -51,14 +51,20 @@ class SupervisedProcess(Protocol):
 
 
 async def keep_running(
-    engine: Engine, process: SupervisedProcess, *, fleet: Fleet, ledger: Ledger, base: Path, health_timeout_s: float
+    engine: Engine,
+    process: SupervisedProcess,
+    *,
+    fleet: Fleet,
+    ledger: Ledger,
+    verifier: Verifier,
+    health_timeout_s: float,
 ) -> None:
     """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
     pause, was_up, loop = _PAUSE_S, False, asyncio.get_running_loop()
     while True:
         up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
         try:
-            champion, probe = await servable_champion(ledger, base)
+            champion, probe = await servable_champion(ledger, verifier)
             await process.start(engine.control.initial_weights(actor_of(champion)))
             await engine.control.finish_start(actor_of(champion))
             if probe:
@@ -123,9 +129,9 @@ async def _until_ill(engine: Engine, health_timeout_s: float) -> None:
 class Champions:
     """Gives engines of others the champion, and proves that they have it."""
 
-    def __init__(self, ledger: Ledger, base: Path, probes: KnownProbes) -> None:
+    def __init__(self, ledger: Ledger, verifier: Verifier, probes: KnownProbes) -> None:
         self._ledger = ledger
-        self._base = base
+        self._verifier = verifier
         self._probes = probes
 
     async def give(self, engine: Engine, fleet: Fleet) -> Version:
@@ -134,7 +140,7 @@ class Champions:
         Only where no version was ever published it is taken as it is: so that it needs no weight routes just to serve.
         Raises CheckpointRejected unless its weights are proven then.
         """
-        champion, _ = await servable_champion(self._ledger, self._base)
+        champion, _ = await servable_champion(self._ledger, self._verifier)
         if champion.version or len(await asyncio.to_thread(self._ledger.versions.all)) > 1:
             await load(engine, champion, fleet=fleet)
         await fleet.end_load(engine, champion.version)

@@ -29,6 +29,7 @@ from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
+from tuneloop.explorer.versions.loading import Verifier
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
 from tuneloop.shared.ledger.ledger import Ledger
@@ -167,13 +168,13 @@ async def _open_fleet(
 def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation) -> list[Task]:
     """What keeps the engines in use: our own on these sockets, and those of others."""
     settings, fleet = services.settings, services.fleet
-    base, timeout_s = settings.model.model_path.absolute(), settings.explorer.rollout_model.health_timeout
+    verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
     runs: list[Task] = []
     for engine, socket in zip(fleet.engines, own, strict=False):
         process = EngineProcess(settings, engine, socket=socket)
-        run = keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=timeout_s)
+        run = keep_running(engine, process, fleet=fleet, ledger=ledger, verifier=verifier, health_timeout_s=timeout_s)
         runs.append(run)
-    champions = Champions(ledger, base, attestation.probes)
+    champions = Champions(ledger, verifier, attestation.probes)
     for engine in fleet.engines[len(own) :]:
         attachment = Attachment(
             engine,

@@ -1,48 +1,101 @@
-"""The labels of a request beside its messages: task, run, user, priority, and whether to train on its reply."""
+"""The labels of a request beside its messages: task, run, user, priority, and whether to train on its reply.
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+Ours begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may
+have used for itself: a value that cannot be a label of ours is the application's own.
+"""
 
-from tuneloop.explorer.http.bodies import finite_number, optional_id, optional_name, wrong_type
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from tuneloop.explorer.http.bodies import finite_number, id_of, wrong_type
+from tuneloop.explorer.http.coercion import coerce_bool
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import person_name
+
+T = TypeVar("T")
 
 #: Larger than any sensible priority, and safe in every database.
 MAX_PRIORITY = 1e9
 
+#: Of the keys of `metadata` that can mean nothing else.
+PREFIX = "tuneloop_"
+
 
 class Labels(NamedTuple):
-    """The labels of a request; `train` False keeps its reply out of training."""
+    """The labels of a request; `train` False keeps its reply out of training.
+
+    `ignored` names the keys that would be labels, if their values could be.
+    """
 
     task_id: str | None
     run_id: str | None
     user: str | None
     priority: float
     train: bool
+    ignored: tuple[str, ...] = ()
 
 
 def labels_of(body: dict[str, Any]) -> Labels:
-    """The labels of a request's body. Raises RequestRefused for those of a wrong type or length."""
+    """The labels of a request's body. Raises RequestRefused for invalid ones that can only be ours."""
     metadata = body.get("metadata")
-    if metadata is None:
-        metadata = {}
-    elif not isinstance(metadata, dict):
-        raise wrong_type("metadata", "an object")
-    # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
-    users = (optional_id(metadata, "user"), optional_name(body, "safety_identifier"), optional_name(body, "user"))
+    reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
+    priority, train = reader.read("priority", _priority), reader.read("train", coerce_bool, strict=True)
     return Labels(
-        task_id=optional_id(metadata, "task_id"),
-        run_id=optional_id(metadata, "run_id"),
-        user=next((user for user in users if user), None),
-        priority=_priority(metadata),
-        train=metadata.get("train") not in (False, "false"),
+        task_id=reader.read("task_id", id_of),
+        run_id=reader.read("run_id", id_of),
+        # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
+        user=reader.read("user", _person) or _safety_identifier(body) or _user(body),
+        priority=0.0 if priority is None else priority,
+        train=train is not False,
+        ignored=tuple(reader.ignored),
     )
 
 
-def _priority(metadata: Mapping[str, Any]) -> float:
-    value = metadata.get("priority")
+class _LabelReader:
+    """Reads labels from the metadata of a request."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self._metadata = metadata
+        self.ignored: list[str] = []
+
+    def read(self, name: str, parse: Callable[[object, str], T], *, strict: bool = False) -> T | None:
+        """A label; None if there is none. Raises RequestRefused if it is invalid, and prefixed or `strict`."""
+        if (value := self._metadata.get(PREFIX + name)) is not None:
+            return parse(value, f"metadata.{PREFIX}{name}")
+        if (value := self._metadata.get(name)) is None:
+            return None
+        try:
+            return parse(value, f"metadata.{name}")
+        except RequestRefused:
+            if strict:
+                raise
+            self.ignored.append(f"metadata.{name}")
+            return None
+
+
+def _priority(value: object, param: str) -> float:
     # OpenAI's own clients can send nothing but strings in metadata.
     if isinstance(value, str):
         try:
             value = float(value)
         except ValueError:
-            raise wrong_type("metadata.priority", "a number") from None
-    return 0.0 if value is None else finite_number(value, "metadata.priority", bound=MAX_PRIORITY)
+            raise wrong_type(param, "a number") from None
+    return finite_number(value, param, bound=MAX_PRIORITY)
+
+
+def _person(value: object, param: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise wrong_type(param, "a string or an integer")
+    return person_name(str(value))
+
+
+def _safety_identifier(body: dict[str, Any]) -> str | None:
+    value = body.get("safety_identifier")
+    return person_name(value) if value and isinstance(value, str) else None
+
+
+def _user(body: dict[str, Any]) -> str | None:
+    value = body.get("user")
+    if not isinstance(value, str | None):
+        raise wrong_type("user", "a string")  # vLLM refuses it too
+    return person_name(value) if value else None

@@ -12,7 +12,8 @@ from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
-from tuneloop.explorer.http.bodies import optional_bool, parse_object
+from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
+from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.server import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared import steady_time
@@ -73,8 +74,8 @@ class Request(NamedTuple):
         ]
         if self.dialect.path == MESSAGES:
             headers.append((b"request-id", headers[1][1]))
-        if self.ignored_fields:
-            headers.append((b"x-tuneloop-ignored", ", ".join(self.ignored_fields).encode()))
+        if ignored := (*self.ignored_fields, *self.labels.ignored):
+            headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode()))
         return headers
 
 
@@ -100,12 +101,12 @@ class RequestParser:
 
     async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
         """Read and parse a request. Raises RequestRefused if it is not valid."""
-        raw_body = await raw.body(self._max_body_bytes, self._timeout_s)
-        body = parse_object(raw_body)
+        raw_body = as_utf8(await raw.body(self._max_body_bytes, self._timeout_s))
+        body = dialect.normalize(parse_object(raw_body))
         if pin := self._pins.parse(body):
             body["model"] = self._pins.model_name
-        for param in ("stream", "return_token_ids", "store"):
-            optional_bool(body, param)
+        stream, store = flag_of(body, "stream"), optional_bool(body, "store")
+        flag_of(body, "return_token_ids")
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body)
         labels = labels_of(upstream)
@@ -135,8 +136,8 @@ class RequestParser:
             added_fields=tuple(added_fields),
             msg_id=msg_id,
             choices=choices,
-            stream=body.get("stream") is True,
-            store=body.get("store") is not False,
+            stream=stream,
+            store=store is not False,
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,

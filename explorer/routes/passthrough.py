@@ -10,11 +10,15 @@ from fastapi.responses import Response
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
-from tuneloop.explorer.http.bodies import read_bytes
+from tuneloop.explorer.http.bodies import as_utf8, read_bytes
+from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 #: The engine routes that any client may use. All others, such as those that swap weights, are answered with 404.
 _PASSTHROUGH_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+
+#: The same of those without a body. vLLM has the second one only with its option --enable-tokenizer-info-endpoint.
+_PASSTHROUGH_QUERIES = ("/version", "/tokenizer_info")
 
 #: Nothing is sampled for these answers: an engine that takes longer is stuck.
 _TIMEOUT_S = 60.0
@@ -30,15 +34,10 @@ FleetOf = Annotated[Fleet, Depends(_fleet)]
 
 def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     """Add the routes to the app."""
-
-    async def pass_through(request: Request, fleet: FleetOf) -> Response:
-        body, pin = _resolve_pin(await read_bytes(request, max_bytes=max_body_bytes), pins)
-        return await _forward(fleet, "POST", request.url.path, body, pin)
-
-    for path in _PASSTHROUGH_PATHS:
-        app.post(path)(pass_through)
+    _add_forwarded(app, pins, max_body_bytes)
 
     @app.get("/v1/models")
+    @app.get(f"{TRINITY}/v1/models")
     async def models(fleet: FleetOf) -> Response:
         if pins.allowed:
             return _json({"object": "list", "data": await list_models(fleet)})
@@ -56,13 +55,28 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
         return list(pins.with_versions(await _models(fleet), fleet.served_versions))
 
 
+def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
+    async def pass_through(request: Request, fleet: FleetOf) -> Response:
+        body, pin = _resolve_pin(await read_bytes(request, max_bytes=max_body_bytes), pins)
+        return await _forward(fleet, "POST", request.url.path, body, pin)
+
+    for path in _PASSTHROUGH_PATHS:
+        app.post(path)(pass_through)
+
+    async def pass_query_through(request: Request, fleet: FleetOf) -> Response:
+        return await _forward(fleet, "GET", request.url.path)
+
+    for path in _PASSTHROUGH_QUERIES:
+        app.get(path)(pass_query_through)
+
+
 def _resolve_pin(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None]:
     """The body for the engine, and the version that the request is pinned to. Raises RequestRefused."""
     if not pins.allowed:
         return body, None
     try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        parsed = orjson.loads(as_utf8(body))
+    except (orjson.JSONDecodeError, RequestRefused):
         parsed = None
     if not isinstance(parsed, dict) or (pin := pins.parse(parsed)) is None:
         return body, None  # the engine refuses what is invalid

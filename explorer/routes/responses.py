@@ -17,7 +17,7 @@ from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import UNFINISHED, restore_client_fields
-from tuneloop.explorer.dialects.responses_request import untranslatable_reason
+from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.proxy.background_responses import response_path
@@ -128,7 +128,7 @@ class StoredResponses:
         record = await asyncio.to_thread(self._stored.get, TENANT, response_id, endpoint=RESPONSES)
         body = orjson.loads(record.request) if record else None
         # An imported row may hold anything.
-        return StoredResponse(record, body) if record and isinstance(body, dict) else None
+        return StoredResponse(record, normalize(body)) if record and isinstance(body, dict) else None
 
     async def _read_after_flush(self, response_id: str) -> StoredResponse:
         """The same, after all that is acknowledged until now has reached the ledger."""

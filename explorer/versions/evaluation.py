@@ -16,7 +16,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.engine_queries import TEMPERATURE, EngineQueries, EngineSample, Judge, judging
-from tuneloop.explorer.versions.loading import load, verify_in_process
+from tuneloop.explorer.versions.loading import Verifier, load, verify_in_process
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -193,7 +193,7 @@ class CandidateEvaluation:
         return engine
 
     async def _evaluate_on(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
-        probe = await verify_in_process(candidate, self._settings.model.model_path.absolute())
+        probe = await verify_in_process(candidate, Verifier.of(self._settings))
         async with self._reloader.swapping:
             await load(engine, candidate, fleet=self._fleet)
             await engine.control.prove(probe)

@@ -4,13 +4,15 @@ import asyncio
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.shared.checkpoint import ACTOR, Probe, read_manifest
+from tuneloop.shared.checkpoint import ACTOR, CheckpointStore, Probe, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, LedgerError, VersionRefused
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
+from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
@@ -19,6 +21,18 @@ DAMAGED = "champion_damaged"
 #: How often a champion that cannot be read is looked at before another version stands in, and how many seconds apart: a
 #: shared file system may come back.
 _LOOKS, _LOOK_S = 5, 1.0
+
+
+class Verifier(NamedTuple):
+    """What versions are verified against: the base model, and the experiment's folder of checkpoints."""
+
+    base: Path
+    store: CheckpointStore
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Verifier":
+        """What an experiment's versions are verified against."""
+        return cls(settings.model.model_path.absolute(), CheckpointStore(settings.job_dir))
 
 
 def actor_of(version: Version) -> Path:
@@ -78,13 +92,14 @@ async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     await control.resume()
 
 
-async def verify_in_process(version: Version, base: Path) -> Probe:
+async def verify_in_process(version: Version, verifier: Verifier) -> Probe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
-    await _verify(version, base)
+    await _verify(version, verifier)
     return read_manifest(version.path, sha256=version.manifest_sha256).probe
 
 
-async def _verify(version: Version, base: Path) -> None:
+async def _verify(version: Version, verifier: Verifier) -> None:
+    await asyncio.to_thread(verifier.store.check_place, version.path)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -93,7 +108,7 @@ async def _verify(version: Version, base: Path) -> None:
         str(version.path),
         version.manifest_sha256 or "",
         str(version.version),
-        str(base),
+        str(verifier.base),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -108,7 +123,7 @@ async def _verify(version: Version, base: Path) -> None:
         raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
 
 
-async def servable_champion(ledger: Ledger, base: Path) -> tuple[Version, Probe | None]:
+async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version, Probe | None]:
     """The champion, whose files have been verified, and its probe; None for the base model.
 
     Where the champion's files are damaged, the last champion whose files are whole becomes the champion again. Raises
@@ -119,26 +134,26 @@ async def servable_champion(ledger: Ledger, base: Path) -> tuple[Version, Probe 
         if not champion.version:
             return champion, None
         try:
-            return champion, await _verify_patiently(champion, base)
+            return champion, await _verify_patiently(champion, verifier)
         except CheckpointRejected as error:
-            if not await _replace(champion, ledger, base, reason=str(error)):
+            if not await _replace(champion, ledger, verifier, reason=str(error)):
                 raise
 
 
-async def _verify_patiently(version: Version, base: Path) -> Probe:
+async def _verify_patiently(version: Version, verifier: Verifier) -> Probe:
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointUnreadable):
-            return await verify_in_process(version, base)
+            return await verify_in_process(version, verifier)
         await asyncio.sleep(_LOOK_S)
-    return await verify_in_process(version, base)
+    return await verify_in_process(version, verifier)
 
 
-async def _replace(champion: Version, ledger: Ledger, base: Path, *, reason: str) -> bool:
+async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:
     """Whether there is another champion now than this one, which is damaged."""
     log.error("champion_damaged", version=champion.version, reason=reason)
     for number in await asyncio.to_thread(ledger.versions.champions_before):
         version = await asyncio.to_thread(ledger.versions.get, number)
-        if version is None or not await _is_whole(version, base):
+        if version is None or not await _is_whole(version, verifier):
             continue
         damaged = f"version {champion.version}, the champion, is damaged: {reason}"
         with suppress(VersionRefused):  # another supervisor, or an administrator, was faster
@@ -150,9 +165,9 @@ async def _replace(champion: Version, ledger: Ledger, base: Path, *, reason: str
     return False
 
 
-async def _is_whole(version: Version, base: Path) -> bool:
+async def _is_whole(version: Version, verifier: Verifier) -> bool:
     try:
-        await _verify(version, base)
+        await _verify(version, verifier)
     except CheckpointRejected as error:
         log.warning("version_damaged", version=version.version, reason=str(error))
         return False

@@ -19,7 +19,14 @@ from tuneloop.explorer.engines.version_routing import split_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
-from tuneloop.explorer.versions.loading import KnownProbes, _load_paused, load, servable_champion, verify_in_process
+from tuneloop.explorer.versions.loading import (
+    KnownProbes,
+    Verifier,
+    _load_paused,
+    load,
+    servable_champion,
+    verify_in_process,
+)
 from tuneloop.shared.checkpoint import Probe
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -142,7 +149,7 @@ class Reloader(WeightSwapper):
         )
         self._interval_s = settings.explorer.service_status_check_interval
         self._drain_first = settings.explorer.on_reload == "wait"
-        self._base = settings.model.model_path.absolute()
+        self._verifier = Verifier.of(settings)
         self._rollout = settings.rollout
         self._ledger = ledger
         self._deaths: Counter[int] = Counter()
@@ -237,7 +244,7 @@ class Reloader(WeightSwapper):
         """Whether the champion's files are as they were; if not, another one is the champion from the next turn on."""
         if champion.version not in {0, self._whole}:
             try:
-                whole, _ = await servable_champion(self._ledger, self._base)
+                whole, _ = await servable_champion(self._ledger, self._verifier)
             except CheckpointRejected:
                 return False
             if whole.version != champion.version:
@@ -278,7 +285,7 @@ class Reloader(WeightSwapper):
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         try:
-            probe = await verify_in_process(version, self._base)
+            probe = await verify_in_process(version, self._verifier)
             if engine.state is not EngineState.READY:
                 return
             # What is in flight there is the champion's: it must not be ended by what is only tried.
@@ -289,7 +296,7 @@ class Reloader(WeightSwapper):
 
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
-            probe = await verify_in_process(candidate, self._base)
+            probe = await verify_in_process(candidate, self._verifier)
             for engine in self._without(candidate):
                 if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
                     return

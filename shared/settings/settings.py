@@ -53,6 +53,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self.algorithm.contradictions(),
             *self.algorithm.overlong.contradictions(self.model.max_response_tokens),
             *self._groups_missing(),
+            *self._preferences_worth_nothing(),
             *self._runs_torn_apart(),
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
@@ -137,6 +138,14 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             yield (
                 "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
                 " which of two is better, or task, where rewards do"
+            )
+
+    def _preferences_worth_nothing(self) -> Iterator[str]:
+        paired = self.algorithm.algorithm_type == "dpo" and self.buffer.group_by == "preference"
+        if self.mode != "serve" and paired and not self.reward.weights.get("preference"):
+            yield (
+                "reward.weights: the metric preference has none, so both replies of a preference get the same reward"
+                " and dpo learns nothing of them. Write reward.weights: {preference: 1}"
             )
 
     def _runs_torn_apart(self) -> Iterator[str]:

@@ -117,11 +117,22 @@ def test_validate_says_what_it_understood_of_a_trainer(tmp_path):
     assert "engines" not in lines
 
 
-def test_validate_tells_what_no_feedback_would_count_for(tmp_path):
+def test_validate_refuses_preferences_that_would_count_for_nothing(tmp_path):
     file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: dpo}\nbuffer: {group_by: preference}\n")
+    code, _, err = tuneloop("validate", file)
+    assert code == 2
+    assert "reward.weights: the metric preference has none" in err
+    code, out, _ = tuneloop("validate", file, "--set", "reward.weights={preference: 1}")
+    assert code == 0
+    assert "note" not in out
+    assert tuneloop("validate", file, "--set", "mode=serve")[0] == 0
+
+
+def test_validate_tells_what_no_feedback_would_count_for(tmp_path):
+    file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: sft, sft: {targets: demonstrations}}\n")
     lines = {line[2:20].strip(): line[21:] for line in tuneloop("validate", file)[1].splitlines()[1:]}
-    assert lines["note"] == "preferences are worth nothing: give the metric preference a weight in reward.weights"
-    assert "note" not in tuneloop("validate", file, "--set", "reward.weights={preference: 1}")[1]
+    assert lines["note"] == "edited answers are worth nothing: set reward.demonstration_value"
+    assert "note" not in tuneloop("validate", file, "--set", "reward.demonstration_value=1")[1]
 
 
 def test_validate_tells_what_one_stale_reply_could_do(tmp_path):

@@ -164,6 +164,24 @@ def test_the_example_labels_its_request_and_gives_feedback(party: Party, package
     assert (state, reward) == (State.REWARDED, 1.0)
 
 
+def test_feedback_names_the_run_where_a_package_makes_ids_of_its_own(party: Party) -> None:
+    party.news()
+    said = party.drivers["LiteLLM"].do("example", path=str(EXAMPLES / "with_litellm_responses.py"))
+    [(msg_id, kept)] = party.news().items()
+    assert msg_id not in said
+    assert (kept.task_id, kept.run_id) == ("task-1", said.split()[0])
+    assert re.search(r"""['"]accepted['"]: ?1\b""", said)
+    [(state, reward)] = party.explorer.rows(f"SELECT state, reward FROM experiences WHERE msg_id = '{msg_id}'")
+    assert (state, reward) == (State.REWARDED, 1.0)
+
+
+def test_a_header_names_the_reply_where_a_package_makes_ids_of_its_own(party: Party) -> None:
+    party.news()
+    told = party.drivers["LiteLLM"].do("responded")
+    [(msg_id, _)] = party.news().items()
+    assert (told["header"], told["id"] == msg_id) == (msg_id, False)
+
+
 def _shell(party: Party) -> str:
     environment = {"PATH": "/usr/bin:/bin", "TUNELOOP_URL": party.explorer.url, "TUNELOOP_MODEL": "t"}
     done = subprocess.run([str(EXAMPLES / "with_curl.sh")], env=environment, capture_output=True, check=True, text=True)

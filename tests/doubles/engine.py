@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from pydantic import TypeAdapter
+
 from tests.doubles.serving import reset, serving
 from tuneloop.shared.checkpoint import read_manifest
 
@@ -154,18 +156,24 @@ class EngineDouble:
         if path == "/health":
             await _until(lambda: not self.silent)
             return await _send_reply(send, 200, b"")
-        self.metrics_asked += path == "/metrics/"
-        if path == "/metrics/" and self.answers_metrics:
-            said = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
-            return await _send_reply(send, 200, said.encode())
-        if path == "/server_info" and self.answers_server_info:
-            return await _send_reply(send, 200, b'{"vllm_config":{"instance_id":"%.0f"}}' % self.began_at)
-        if path in {"/metrics/", "/server_info"}:
-            return await _send_reply(send, 404, b'{"detail":"Not Found"}')
-        if path == "/v1/models":
-            return await _send_reply(send, 200, self._models())
+        if path in {"/metrics/", "/server_info", "/version", "/v1/models"}:
+            return await _send_reply(send, *self._about(path))
         query = {key: values[0] for key, values in parse_qs(scope["query_string"].decode()).items()}
         await _send_reply(send, *await self._control(path, query, body))
+
+    def _about(self, path: str) -> tuple[int, bytes]:
+        """What the engine says of itself."""
+        self.metrics_asked += path == "/metrics/"
+        if path == "/metrics/" and self.answers_metrics:
+            started = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
+            return 200, started.encode()
+        if path == "/server_info" and self.answers_server_info:
+            return 200, b'{"vllm_config":{"instance_id":"%.0f"}}' % self.began_at
+        if path == "/version":
+            return 200, b'{"version":"0.32.0"}'
+        if path == "/v1/models":
+            return 200, self._models()
+        return 404, b'{"detail":"Not Found"}'
 
     async def _control(self, path: str, query: dict[str, str], body: bytes) -> tuple[int, bytes]:
         self.posts.append(path)
@@ -271,7 +279,8 @@ class EngineDouble:
             return await _send_reply(send, 400, recorded("error_json.json"))
         if refusal := _refusal(request, {MODEL, *self.adapters}):
             return await _send_reply(send, *refusal)
-        self.chats.append(ReceivedRequest(headers, request, self._weights_of(request)))
+        self.chats.append(ReceivedRequest(headers, dict(request), self._weights_of(request)))
+        request |= _coerced(request)
         if self.quotes(request):
             error = {"message": f"1 error: 'input': {body.decode()}", "type": "Bad Request", "code": 400}
             return await _send_reply(send, 400, json.dumps({"error": error}).encode())
@@ -333,6 +342,16 @@ def _name(request: dict[str, Any], *, captured: bool) -> str:
 def _is_requested(piece: bytes, request: dict[str, Any]) -> bool:
     """Whether the client requested a chunk: some recordings have a usage that only some requests include."""
     return b'"choices":[]' not in piece or bool((request.get("stream_options") or {}).get("include_usage"))
+
+
+def _coerced(request: dict[str, Any]) -> dict[str, Any]:
+    """The fields that decide about the reply, as vLLM's pydantic models take them."""
+    kinds = {"stream": _BOOL, "logprobs": _BOOL, "return_token_ids": _BOOL, "n": _INT}
+    return {name: kind.validate_python(request[name]) for name, kind in kinds.items() if name in request}
+
+
+_BOOL: TypeAdapter[bool | None] = TypeAdapter(bool | None)
+_INT: TypeAdapter[int | None] = TypeAdapter(int | None)
 
 
 def _refusal(request: Any, models: Container[str]) -> tuple[int, bytes] | None:

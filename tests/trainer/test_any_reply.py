@@ -103,6 +103,11 @@ def test_the_two_replies_of_a_preference_become_a_pair(settings, ledger):
         for i in (1, 3)
     ]
     ledger.recording.record(said)
-    chosen = settings(algorithm=_algorithm("dpo"), buffer={"group_by": "preference"}, trainer={"total_steps": 1})
+    chosen = settings(
+        algorithm=_algorithm("dpo"),
+        buffer={"group_by": "preference"},
+        trainer={"total_steps": 1},
+        reward={"weights": {"reward": 1, "preference": 1}},
+    )
     run(chosen, Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4}

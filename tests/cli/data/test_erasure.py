@@ -8,7 +8,7 @@ from tests.cli.data.exporting import about, asked, loaded
 from tuneloop.cli.data.erasure import erase
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
-from tuneloop.shared.experience import Kind
+from tuneloop.shared.experience import MAX_NAME, Kind, person_name
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import PURGEABLE
@@ -58,3 +58,9 @@ def test_a_pair_goes_with_either_of_its_people(ledger: Ledger, tmp_path: Path, s
     ledger.recording.record([better, worse, about(better, Kind.PREFERENCE, worse=worse, source="bob")])
     export(ledger, ExportRequest(Format.DPO, Selection("acme")), tmp_path / f"pairs.{suffix}")
     assert [(each.removed, each.left) for each in erase(ledger, "acme", "ann").files] == [(1, 0)]
+
+
+def test_a_person_of_a_long_name_is_found_by_the_name_itself(ledger: Ledger) -> None:
+    name = "x" * (MAX_NAME + 1)
+    ledger.recording.record([asked("Said.", user=person_name(name)), asked("Said.", user="bob")])
+    assert erase(ledger, "acme", name).exchanges == 1

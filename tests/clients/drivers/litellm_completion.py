@@ -28,6 +28,11 @@ class Client:
         pieces = list(self._ask(stream=True))
         return {"id": pieces[-1].id, "text": "".join(each.choices[0].delta.content or "" for each in pieces)}
 
+    def responded(self) -> dict[str, Any]:
+        asked = {name: value for name, value in self._asked.items() if name not in {"messages", "max_tokens"}}
+        reply = litellm.responses(**asked, input="3+4=", max_output_tokens=12)
+        return {"id": reply.id, "header": reply._hidden_params["additional_headers"]["llm_provider-x-request-id"]}
+
     def called(self) -> dict[str, Any]:
         return self._call(self._ask(tools=TOOLS, max_tokens=99))
 

@@ -22,7 +22,12 @@ from tuneloop.shared.errors import EnvironmentRefused
 SIGNER = ReplyIdSigner(b"k" * 32)
 
 
-@given(st.text(max_size=20), st.integers(1, MAX_CHOICES))
+#: Minted for 128 choices, the most that there were.
+EARLIER = "chatcmpl-06h0h7kml3rtguqcg04l0na8g16kub3obflfgkg4"
+COUNTS = st.integers(1, 300) | st.integers(1, MAX_CHOICES)
+
+
+@given(st.text(max_size=20), COUNTS)
 def test_what_was_minted_is_read(tenant: str, choices: int) -> None:
     msg_id = SIGNER.mint(tenant, choices)
     assert len(msg_id) == len(PREFIX) + 40
@@ -50,10 +55,10 @@ def test_a_flipped_character_is_refused(place: int, other: str) -> None:
     assert (SIGNER.parse(flipped, "acme") is None) == (flipped != msg_id)
 
 
-@given(st.integers(1, MAX_CHOICES), st.text(max_size=4) | st.integers(-5, 1000).map(str))
+@given(COUNTS, st.text(max_size=4) | st.integers(-5, 2 * MAX_CHOICES).map(str))
 def test_only_choices_that_exist_are_named(choices: int, choice: str) -> None:
     found = SIGNER.parse(f"{SIGNER.mint('acme', choices)}:{choice}", "acme")
-    exists = choice.isascii() and choice.isdigit() and len(choice) <= 3 and int(choice) < choices
+    exists = choice.isascii() and choice.isdigit() and len(choice) <= 8 and int(choice) < choices
     assert (found is not None) == exists
 
 
@@ -67,6 +72,12 @@ def test_another_tenant_or_key_is_refused() -> None:
     msg_id = SIGNER.mint("acme", 1)
     assert SIGNER.parse(msg_id, "other") is None
     assert ReplyIdSigner(b"x" * 32).parse(msg_id, "acme") is None
+
+
+def test_an_id_of_an_earlier_release_is_read() -> None:
+    assert SIGNER.parse(EARLIER, "acme") == ParsedReplyId(EARLIER, None)
+    assert SIGNER.parse(f"{EARLIER}:127", "acme") == ParsedReplyId(EARLIER, 127)
+    assert SIGNER.parse(f"{EARLIER}:128", "acme") is None
 
 
 def test_ids_sort_by_time() -> None:

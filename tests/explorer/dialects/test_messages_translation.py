@@ -6,7 +6,7 @@ import pytest
 from tuneloop.explorer.dialects.messages import to_chat, to_message
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
-from tuneloop.explorer.proxy.labels import labels_of
+from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 
 Json = dict[str, Any]
@@ -87,7 +87,7 @@ def test_labels_go_the_way_of_our_own() -> None:
         metadata={"user_id": "me", "task_id": 7, "run_id": "r", "train": False, "priority": 2}, store=False
     )
     chat = to_chat(body)
-    assert tuple(labels_of(chat)) == ("7", "r", "me", 2.0, False)
+    assert labels_of(chat) == Labels("7", "r", "me", 2.0, train=False)
     assert chat["store"] is False
     assert body["metadata"]["user_id"] == "me"
 

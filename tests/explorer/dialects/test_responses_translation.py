@@ -11,9 +11,15 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tuneloop.explorer.dialects.responses_reply import to_response
-from tuneloop.explorer.dialects.responses_request import LOGPROBS, continued_messages, to_chat, untranslatable_reason
+from tuneloop.explorer.dialects.responses_request import (
+    LOGPROBS,
+    continued_messages,
+    normalize,
+    to_chat,
+    untranslatable_reason,
+)
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
-from tuneloop.explorer.proxy.labels import labels_of
+from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 
 Json = dict[str, Any]
@@ -133,7 +139,7 @@ def test_a_request_becomes_a_chat_completion():
 
 
 def test_the_explorer_reads_its_labels_in_the_chat_completion():
-    assert labels_of(to_chat(RICH)) == ("t", "3", "s", 2.0, False)
+    assert labels_of(to_chat(RICH)) == Labels("t", "3", "s", 2.0, train=False)
 
 
 def test_nothing_is_sent_that_was_not_asked_for():
@@ -199,6 +205,7 @@ def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], val
     untranslatable_reason(body)
     refusal = None
     try:
+        body = normalize(body)
         json.dumps(to_chat(body))
         answered(body, reply(content="2"))
     except RequestRefused as error:
@@ -209,7 +216,8 @@ def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], val
 @pytest.mark.parametrize(
     ("refused", "param"),
     [
-        ({"input": "Hi.", "max_output_tokens": True}, "max_output_tokens"),
+        ({"input": "Hi.", "max_output_tokens": "many"}, "max_output_tokens"),
+        ({"input": "Hi.", "background": "maybe"}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": "Hi.", "tools": [{"type": "function"}]}, "tools[0].name"),
@@ -218,7 +226,7 @@ def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], val
 )
 def test_a_refusal_names_the_field(refused: Json, param: str):
     with pytest.raises(RequestRefused) as refusal:
-        to_chat(refused)
+        to_chat(normalize(refused))
     assert refusal.value.param == param
 
 

@@ -19,7 +19,7 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions
-from tuneloop.explorer.versions.loading import KnownProbes
+from tuneloop.explorer.versions.loading import KnownProbes, Verifier
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
@@ -129,7 +129,7 @@ async def test_a_second_place_is_up_only_as_long_as_the_engine(tmp_path: Path, d
         attachment = Attachment(
             second,
             fleet=fleet,
-            champions=Champions(ledger, settings.model.model_path, KnownProbes(ledger)),
+            champions=Champions(ledger, Verifier.of(settings), KnownProbes(ledger)),
             health_timeout_s=1.0,
             doubt_restarted=doubt,
             host=host,

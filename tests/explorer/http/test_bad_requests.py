@@ -38,11 +38,13 @@ BODIES: list[tuple[str, bytes, int]] = [
     *((path, body, 400) for path in (CHAT, "/feedback", "/commit") for body in (*NOT_JSON[1:], *NOT_OBJECTS)),
     (CHAT, b"", 400),
     ("/feedback", b"", 400),
-    *((CHAT, chat(**{name: value}), 400) for name in ("stream", "logprobs", "store") for value in ("true", 1, [], {})),
-    *((CHAT, chat(n=n), 400) for n in ("2", 2.5, -1, 129, True, [1], {"a": 1})),
-    *((CHAT, chat(metadata=value), 400) for value in ("x", 5, [], [1], True)),
-    *((CHAT, chat(metadata={"task_id": value}), 400) for value in ([], {}, 1.5, True, "a\0b", "x" * 600)),
-    (CHAT, chat(metadata={"run_id": "\0"}), 400),
+    *((CHAT, chat(**{name: value}), 400) for name in ("stream", "logprobs") for value in ("maybe", 2, [], {})),
+    *((CHAT, chat(store=value), 400) for value in ("true", 1, [], {})),
+    *((CHAT, chat(metadata={name: value}), 400) for name in ("train", "tuneloop_train") for value in ("maybe", 2, [])),
+    *((CHAT, chat(n=n), 400) for n in ("x", 2.5, -1, 1 << 24, [1], {"a": 1})),
+    *((CHAT, chat(metadata={"tuneloop_task_id": value}), 400) for value in ([], {}, 1.5, True, "a\0b", "x" * 600)),
+    (CHAT, chat(metadata={"tuneloop_run_id": "\0"}), 400),
+    (CHAT, chat(user=5), 400),
     *((CHAT, chat(temperature=value), 400) for value in ("x", -1, [], {}, "nan", "inf")),
     *((CHAT, chat(messages=value), 400) for value in (None, [], "x", [1], {})),
     (CHAT, chat(response_format="x", messages=[]), 400),
@@ -72,8 +74,8 @@ BODIES: list[tuple[str, bytes, int]] = [
         for value in (b"NaN", b"Infinity", b"1e400", b"1e308", b"-1e308")
     ),
     *(
-        (CHAT, chat(metadata={"priority": value}), 400)
-        for value in ("nan", "inf", "-Infinity", "1e400", 1e308, "1e308")
+        (CHAT, chat(metadata={"tuneloop_priority": value}), 400)
+        for value in ("high", "nan", "inf", "-Infinity", "1e400", 1e308, "1e308")
     ),
     ("/feedback", b'{"reward": 1}', 400),
     ("/feedback", b'{"msg_ids": ["MINE"]}', 400),

@@ -21,6 +21,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes import engine_supervisor
 from tuneloop.explorer.processes.engine_supervisor import keep_running
+from tuneloop.explorer.versions.loading import Verifier
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import VersionState
 
@@ -61,7 +62,7 @@ async def running(
 ) -> None:
     """Do something with two engines under their supervisors."""
     settings = settings_for(folder)
-    ledger, base = open_ledger(settings), settings.model.model_path
+    ledger, verifier = open_ledger(settings), Verifier.of(settings)
     async with AsyncExitStack() as stack:
         stack.callback(ledger.close)
         engines = []
@@ -74,7 +75,14 @@ async def running(
         fleet, processes = Fleet(engines, wait_timeout_s=60), [DoubleProcess(each) for each in doubles]
         tasks = [
             asyncio.ensure_future(
-                keep_running(engine, process, fleet=fleet, ledger=ledger, base=base, health_timeout_s=1.0)
+                keep_running(
+                    engine,
+                    process,
+                    fleet=fleet,
+                    ledger=ledger,
+                    verifier=verifier,
+                    health_timeout_s=1.0,
+                )
             )
             for engine, process in zip(engines, processes, strict=True)
         ]

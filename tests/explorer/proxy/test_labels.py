@@ -10,7 +10,9 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer
 from tuneloop.explorer.proxy.labels import MAX_PRIORITY, labels_of
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import MAX_NAME
+from tuneloop.shared.experience import MAX_NAME, person_name
+
+LONG = "x" * (MAX_NAME + 1)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,14 @@ from tuneloop.shared.experience import MAX_NAME
         ({"user": "u", "safety_identifier": "s", "metadata": {"user": "m"}}, "m"),
         ({"user": "u", "metadata": {"user": ""}}, "u"),
         ({"user": "\N{GRINNING FACE}" * MAX_NAME}, "\N{GRINNING FACE}" * MAX_NAME),
+        ({"user": LONG}, person_name(LONG)),
+        ({"safety_identifier": LONG}, person_name(LONG)),
+        ({"metadata": {"user": LONG}}, person_name(LONG)),
+        ({"user": "a\0b"}, person_name("a\0b")),
+        ({"safety_identifier": ["x"]}, None),
+        ({"user": "u", "metadata": {"user": {}}}, "u"),
+        ({"metadata": {"user": "m", "tuneloop_user": "t"}}, "t"),
+        ({"user": "u", "metadata": "words of the application's own"}, "u"),
     ],
 )
 def test_the_person_of_a_request(body: dict[str, Any], user: str | None) -> None:
@@ -36,20 +46,37 @@ def test_the_person_of_a_request(body: dict[str, Any], user: str | None) -> None
     ("value", "priority"), [(None, 0.0), (2, 2.0), (-0.5, -0.5), ("3", 3.0), (" 1e3 ", 1e3), (MAX_PRIORITY, 1e9)]
 )
 def test_the_priority_of_a_request(value: object, priority: float) -> None:
-    assert labels_of({"metadata": {"priority": value}}).priority == priority
+    for name in ("priority", "tuneloop_priority"):
+        assert labels_of({"metadata": {name: value}}).priority == priority
+
+
+@pytest.mark.parametrize(
+    ("value", "train"), [(False, False), ("false", False), ("no", False), (0, False), ("True", True)]
+)
+def test_whether_to_train_on_a_reply(value: object, train: bool) -> None:
+    for name in ("train", "tuneloop_train"):
+        assert labels_of({"metadata": {name: value}}).train is train
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"priority": "high"}, {"priority": True}, {"task_id": {}}, {"run_id": "x" * 600}, {"task_id": 1.5}, {"user": []}],
+)
+def test_a_word_that_cannot_be_our_label_is_the_applications_own(metadata: dict[str, Any]) -> None:
+    [name] = metadata
+    found = labels_of({"metadata": metadata})
+    assert found == labels_of({})._replace(ignored=(f"metadata.{name}",))
 
 
 @pytest.mark.parametrize(
     "body",
     [
         {"user": 5},
-        {"user": "x" * (MAX_NAME + 1)},
-        {"user": "a\0b"},
-        {"safety_identifier": ["x"]},
-        {"safety_identifier": "x" * (MAX_NAME + 1)},
-        {"metadata": {"user": {}}},
-        {"metadata": {"user": "x" * (MAX_NAME + 1)}},
-        *({"metadata": {"priority": value}} for value in (True, "high", "", "nan", "inf", 1e10, -1e10, [1], {})),
+        {"metadata": {"tuneloop_user": {}}},
+        {"metadata": {"tuneloop_task_id": 1.5}},
+        {"metadata": {"tuneloop_run_id": "x" * (MAX_NAME + 1)}},
+        *({"metadata": {"tuneloop_priority": value}} for value in (True, "high", "", "nan", "inf", 1e10, -1e10, [1])),
+        *({"metadata": {name: value}} for name in ("train", "tuneloop_train") for value in ("maybe", 2, [], {})),
     ],
 )
 def test_a_label_of_the_wrong_kind_is_refused(body: dict[str, Any]) -> None:
@@ -61,7 +88,7 @@ def test_a_label_of_the_wrong_kind_is_refused(body: dict[str, Any]) -> None:
 @given(st.one_of(st.floats(), st.integers(), st.text(max_size=5)))
 def test_a_priority_is_a_number_within_its_bounds_or_refused(value: object) -> None:
     with suppress(RequestRefused):
-        assert abs(labels_of({"metadata": {"priority": value}}).priority) <= MAX_PRIORITY
+        assert abs(labels_of({"metadata": {"tuneloop_priority": value}}).priority) <= MAX_PRIORITY
 
 
 def test_the_person_and_the_priority_are_kept_and_the_user_goes_on_to_the_engine(
@@ -73,4 +100,7 @@ def test_the_person_and_the_priority_are_kept_and_the_user_goes_on_to_the_engine
     assert explorer.rows("SELECT user_id FROM exchanges") == [("ann",)]
     assert explorer.rows("SELECT priority FROM experiences") == [(5.0,)]
     assert double.chats[-1].body["user"] == "ann"
-    assert explorer.chat(user="x" * (MAX_NAME + 1)).status_code == 400
+    reply = explorer.chat(user=LONG, metadata={"priority": "high"})
+    assert (reply.status_code, reply.headers["x-tuneloop-ignored"]) == (200, "metadata.priority")
+    assert double.chats[-1].body["user"] == LONG
+    assert explorer.exchanges()[-1].user == person_name(LONG)

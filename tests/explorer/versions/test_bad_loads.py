@@ -3,7 +3,9 @@
 import shutil
 from pathlib import Path
 
+from tests import factories
 from tests.doubles.engine import EngineDouble
+from tests.explorer.checkpoints import publish, register
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually
 from tests.explorer.versions.test_reload import (
@@ -17,6 +19,7 @@ from tests.explorer.versions.test_reload import (
     version,
 )
 from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.experience import VersionAction, VersionState
 
 
@@ -53,6 +56,25 @@ def test_a_folder_that_is_deleted_while_it_is_loaded_is_rejected_and_the_old_wei
     candidate(explorer)
     until(explorer, 2, VersionState.CHAMPION)
     assert double.weights == actor(explorer, 2)
+
+
+def test_a_version_outside_of_the_experiment_s_folder_is_refused(explorer: RunningExplorer, tmp_path: Path) -> None:
+    register(explorer.ledger, tmp_path / "elsewhere")
+    rejected(explorer, 1, "is not a folder of")
+    assert explorer.version() == 0
+
+
+def test_a_link_to_a_version_is_refused(explorer: RunningExplorer, double: EngineDouble, tmp_path: Path) -> None:
+    def linked(version: int) -> tuple[Path, str]:
+        path, sha256 = publish(CheckpointStore(tmp_path / "elsewhere"), version)
+        link = explorer.settings.job_dir / path.name
+        link.symlink_to(path)
+        return link, sha256
+
+    epoch, samples = factories.leased(explorer.ledger)
+    explorer.ledger.training.register(epoch, factories.ids(samples), step=1, publish=linked)
+    rejected(explorer, 1, "or is a link")
+    assert (explorer.version(), double.posts) == (0, [])
 
 
 def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_weights(

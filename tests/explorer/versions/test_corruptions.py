@@ -8,7 +8,7 @@ import pytest
 
 from tests.explorer.checkpoints import seal
 from tests.explorer.corruptions import Corruption, corruptions, write_full_model
-from tuneloop.explorer.versions.loading import verify_in_process
+from tuneloop.explorer.versions.loading import Verifier, verify_in_process
 from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
@@ -69,4 +69,4 @@ def test_the_verifier_s_process_says_the_same(tmp_path: Path, base: Path, corrup
         pinned=False,
     )
     with pytest.raises(CheckpointRejected, match=corruption.reason):
-        asyncio.run(verify_in_process(version, base))
+        asyncio.run(verify_in_process(version, Verifier(base, CheckpointStore(tmp_path / "job"))))

@@ -73,6 +73,7 @@ def test_no_feedback_has_come(ledger: Ledger) -> None:
 
 
 PAIRED: dict[str, Any] = {
+    "mode": "serve",
     "algorithm": {"algorithm_type": "dpo"},
     "buffer": {"train_batch_size": 2, "group_by": "preference"},
 }

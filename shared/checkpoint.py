@@ -27,6 +27,7 @@ import stat
 import tempfile
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -103,10 +104,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointStore:
-    """The checkpoints of one experiment, below `job_dir`."""
+    """The checkpoints of one experiment, below `job_dir`.
 
-    def __init__(self, job_dir: Path) -> None:
+    Their files have the rights `mode`, whatever the process's umask; folders can be entered by who may read.
+    """
+
+    def __init__(self, job_dir: Path, *, mode: int = 0o600) -> None:
         self._root = job_dir
+        self._mode, self._folder_mode = mode, mode | (mode & 0o444) >> 2
 
     def path(self, version: int) -> Path:
         """Where `version` lies, unless something was in its way."""
@@ -124,13 +129,15 @@ class CheckpointStore:
         if staging.exists():
             self._bin(staging)
         staging.mkdir()
+        staging.chmod(self._folder_mode)  # A trainer of another user must be able to move it away.
         return staging
 
     def seal(self, staging: Path) -> tuple[File, ...]:
         """Bring every staged file to disk and list them. A link is refused: what it names may change later."""
         with ThreadPoolExecutor(_SEALERS) as pool:
-            files = tuple(pool.map(lambda path: _seal_file(path, staging), _leaves(staging)))
+            files = tuple(pool.map(lambda path: _seal_file(path, staging, self._mode), _leaves(staging)))
         for folder in (path for path in staging.rglob("*") if path.is_dir()):
+            folder.chmod(self._folder_mode)
             sync_folder(folder)
         return files
 
@@ -138,9 +145,11 @@ class CheckpointStore:
         """Write the manifest into a sealed folder, and bring it to disk; returns its sha256."""
         data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         with (staging / _MANIFEST).open("wb") as file:
+            os.fchmod(file.fileno(), self._mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        staging.chmod(self._folder_mode)
         sync_folder(staging)
         return hashlib.sha256(data).hexdigest()
 
@@ -162,6 +171,7 @@ class CheckpointStore:
                 if error.errno not in _TAKEN:
                     raise
             else:
+                self._let_in()
                 sync_folder(self._root)
                 return target
         raise AssertionError("there is always a free name")
@@ -185,6 +195,7 @@ class CheckpointStore:
         if not path.exists() or _is_stripped(path):
             return
         (path / _WEIGHTS_ONLY).touch()
+        (path / _WEIGHTS_ONLY).chmod(self._mode)
         sync_folder(path)  # Should it die in between: what is marked is not loaded, whether it is there or not.
         for each in _for_going_on(path):
             self._bin(each)
@@ -197,9 +208,19 @@ class CheckpointStore:
         for path in self._root.glob(f"{_STAGING}*"):
             epoch_of_it = path.name.removeprefix(_STAGING)
             if epoch_of_it.isdecimal() and int(epoch_of_it) < epoch:
-                self._bin(path)
+                with suppress(
+                    PermissionError
+                ):  # Of a user who shares nothing: what it publishes gets a name of its own.
+                    self._bin(path)
         for path in self._root.glob(f"{_GARBAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _let_in(self) -> None:
+        """Let who may read the checkpoints into the folder that they are in; nobody is kept out of it for that."""
+        rights = stat.S_IMODE(self._root.stat().st_mode)
+        if rights | self._folder_mode != rights:
+            with suppress(PermissionError):  # Another user's folder: it is theirs to let in whom they like.
+                self._root.chmod(rights | self._folder_mode)
 
     def _bin(self, path: Path) -> None:
         """Make `path` invisible in one step, then delete it: a reader never meets half a folder."""
@@ -313,10 +334,11 @@ def _is_below(name: str) -> bool:
     return name == str(path) and name != "." and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
 
-def _seal_file(path: Path, root: Path) -> File:
+def _seal_file(path: Path, root: Path, mode: int) -> File:
     name = str(path.relative_to(root))
     if path.is_symlink():
         raise CheckpointRejected(f"{name}: a checkpoint holds files, not links")
+    path.chmod(mode)
     sync_folder(path)
     return File(path=name, size=path.stat().st_size, sha256=_sha256(path))
 

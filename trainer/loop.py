@@ -101,7 +101,7 @@ class TrainingLoop:
     def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S) -> None:
         self._settings, self._ledger, self._stop = settings, ledger, stop
         self._beat_s = beat_s
-        self._store = CheckpointStore(settings.job_dir)
+        self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
         self._monitors = Monitors(settings, ledger)
         self._examination = Examination(settings, ledger)

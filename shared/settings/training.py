@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tuneloop.shared.settings.database_url import DatabaseUrl
-from tuneloop.shared.settings.types import AtLeastTwo, FolderName, NotNegative, Positive, Seconds, Section
+from tuneloop.shared.settings.types import AtLeastTwo, FileMode, FolderName, NotNegative, Positive, Seconds, Section
 
 
 class TrainerSettings(Section):
@@ -13,6 +13,7 @@ class TrainerSettings(Section):
 
     save_interval: Positive = 1
     max_checkpoints_to_keep: NotNegative = 5
+    checkpoint_mode: FileMode = "0600"
     save_hf_checkpoint: Literal["always", "never", "last"] = "always"
     ulysses_sequence_parallel_size: Positive = 1
     trainer_config: dict[str, Any] = Field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The kinds of values that settings have, and the section that all parts of the settings are."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -44,6 +44,14 @@ def _one_path_part(value: str) -> str:
         raise ValueError("must be one folder name, without '/'")
     return value
 
+
+def _octal(value: object) -> object:
+    """YAML reads 0640 as the number that it is in octal; people mean the digits."""
+    return f"{value:04o}" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+#: Rights of files, in octal: who may read and write them beside their owner. Who may read may enter the folders.
+FileMode = Annotated[Literal["0600", "0640", "0644", "0660", "0664"], BeforeValidator(_octal)]
 
 FolderName = Annotated[str, AfterValidator(_one_path_part)]
 

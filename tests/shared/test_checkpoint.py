@@ -2,7 +2,7 @@ import hashlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,27 @@ def test_a_new_epoch_takes_the_older_ones_their_way_to_a_name(store: CheckpointS
     with pytest.raises(FileNotFoundError):
         store.publish(stale, sealed)
     assert sorted(path.name for path in stale.parent.iterdir()) == [".staging-2", ".staging-3"]
+
+
+@pytest.fixture(params=[0o000, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize(("mode", "folder_mode"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755), (0o660, 0o770)])
+def test_files_folders_and_manifest_have_the_rights_that_were_asked_for(
+    tmp_path: Path, mode: int, folder_mode: int
+) -> None:
+    store = CheckpointStore(tmp_path / "job", mode=mode)
+    path, _ = publish(store)
+    store.strip(path)
+    rights = {each: each.stat().st_mode & 0o777 for each in (path, *path.rglob("*"))}
+    assert rights == {each: folder_mode if each.is_dir() else mode for each in rights}
+    assert len(rights) == 7
+    assert path.parent.stat().st_mode & folder_mode == folder_mode
 
 
 STEPS = ["staged", "half written", "written", "sealed", "rename", "published"]

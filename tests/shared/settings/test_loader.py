@@ -55,6 +55,20 @@ def test_keys_without_effect_are_named_in_one_warning(caplog):
     ]
 
 
+@pytest.mark.parametrize("written", ["0640", '"0640"'])
+def test_rights_are_meant_as_they_are_written(tmp_path, written):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"{MODEL}trainer: {{checkpoint_mode: {written}}}\n")
+    assert load_settings(file).trainer.checkpoint_mode == "0640"
+    assert load_settings(file, ["trainer.checkpoint_mode=0660"]).trainer.checkpoint_mode == "0660"
+
+
+@pytest.mark.parametrize("written", ["640", "0666", "true", "group"])
+def test_rights_that_are_none_are_refused(tmp_path, written):
+    [problem] = problems(tmp_path, f"{MODEL}trainer: {{checkpoint_mode: {written}}}\n")
+    assert "trainer.checkpoint_mode" in problem
+
+
 def test_settings_without_idle_keys_warn_of_nothing(tmp_path):
     assert report(tmp_path, MODEL).warning is None
 

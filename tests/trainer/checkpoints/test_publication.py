@@ -1,6 +1,7 @@
 """A version is whole or not there, and old ones go when they may."""
 
 import errno
+from threading import Event
 
 import pytest
 
@@ -10,6 +11,7 @@ from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication, prune
+from tuneloop.trainer.loop import run
 
 
 class FullDisk(CheckpointStore):
@@ -164,3 +166,13 @@ def test_a_checkpoint_that_is_just_being_registered_is_let_alone(settings, ledge
     store.path(3).mkdir()
     prune(store, ledger.versions, keep=1)
     assert 3 in _there(store)
+
+
+@pytest.mark.parametrize(("said", "rights"), [({}, 0o600), ({"checkpoint_mode": "0640"}, 0o640)])
+def test_a_checkpoint_has_the_rights_of_the_settings(settings, ledger, said, rights):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(settings(trainer={"total_steps": 1} | said), Event())
+    path = ledger.versions.newest().path
+    found = {each.stat().st_mode & 0o777 for each in path.rglob("*") if each.is_file()}
+    assert found == {rights}
+    assert {each.stat().st_mode & 0o777 for each in (path, path / "actor")} == {rights | rights >> 2 & 0o111}

@@ -1,5 +1,6 @@
 """Reads several slots at once, so that what was said on one machine comes in the order in which it was said."""
 
+import errno
 import heapq
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark
 from tuneloop.shared.experience import Feedback, decode
-from tuneloop.shared.spool_format import Position
+from tuneloop.shared.spool_format import Position, segment_path
 from tuneloop.shared.steady_time import boot
 
 #: What feedback has among its first bytes. An exchange is not decoded for its place in the order: it has none.
@@ -47,8 +48,16 @@ def in_order(sources: Sequence[Source]) -> Iterator[SlotRecord]:
 
 
 def _entries(source: Source) -> Iterator[SlotRecord]:
+    _check_place(source)
     for payload, position in spool.read(source.folder, source.mark.position, source.end):
         yield SlotRecord(source, payload, position)
+    _check_place(source)
+
+
+def _check_place(source: Source) -> None:
+    """A folder that was moved away looks empty: what it holds must not count as read."""
+    if source.end is not None and not segment_path(source.folder, source.end.segment).exists():
+        raise FileNotFoundError(errno.ENOENT, "the folder of a slot was deleted or moved", str(source.folder))
 
 
 def _with_order(source: Source) -> Iterator[tuple[tuple[bool, float], SlotRecord]]:

@@ -67,6 +67,7 @@ class SpoolLimits:
 
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""
+        self._own.check()
         found = slots(self._root)
         self._refusal = refusal_of(self._root)
         self._elsewhere = sum(backlog_of(slot) for slot in found if slot != self._own.folder)

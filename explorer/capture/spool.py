@@ -7,6 +7,7 @@ always the last of their segment, and were never acknowledged.
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import io
 import itertools
@@ -95,6 +96,13 @@ class Spool:
         done, end = self.flushed.position, self._end
         return bytes_after(done, self._left | {end.segment: end.offset})
 
+    def check(self) -> None:
+        """See whether the folder is still where it was: what is written elsewhere would be found by nobody."""
+        try:
+            self._check_place()
+        except OSError as error:
+            self._break(error)
+
     def renew(self) -> None:
         """Begin a new segment, so that the old one can be forgotten, and see whether a broken disk is mended."""
         self._waiting.put(_Waiting(b"", None))
@@ -142,6 +150,7 @@ class Spool:
         data = b"".join(each.data for each in group)
         error: SpoolFull | None = None
         try:
+            self._check_place()
             renewed = any(each.done is None for each in group)
             if renewed or self.broken or self._end.offset > self._segment_bytes:
                 self._begin_segment()
@@ -152,10 +161,7 @@ class Spool:
                 log.info("spool_written_again", folder=str(self.folder))
             self.broken = None
         except OSError as reason:
-            if not self.broken:
-                log.error("spool_write_failed", folder=str(self.folder), reason=reason.strerror)
-            self.broken = f"cannot write to the spool: {reason.strerror}"
-            error = SpoolFull(self.broken)
+            error = SpoolFull(self._break(reason))
         waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[Position]]] = {}
         for each in group:
             if each.done:
@@ -167,8 +173,21 @@ class Spool:
         _write_whole(self._file, data)
         if self._sync:
             os.fdatasync(self._file.fileno())
+        self._check_place()
+        if not _lies_at(segment_path(self.folder, self._end.segment), self._file.fileno()):
+            raise OSError(errno.ESTALE, "a segment was deleted or replaced")
         self._reach(Position(self._end.segment, self._end.offset + len(data)))
         self.written += len(data)
+
+    def _check_place(self) -> None:
+        if not _lies_at(self.folder / "lock", self._lock.fileno()):
+            raise OSError(errno.ESTALE, f"{self.folder} was deleted or moved: put it back, or restart the explorer")
+
+    def _break(self, reason: OSError) -> str:
+        if not self.broken:
+            log.error("spool_write_failed", folder=str(self.folder), reason=reason.strerror)
+        self.broken = f"cannot write to the spool: {reason.strerror}"
+        return self.broken
 
     def _reach(self, end: Position) -> None:
         self._end = end
@@ -246,6 +265,13 @@ def _open_segment(folder: Path, number: int) -> io.FileIO:
     finally:
         os.close(directory)
     return file
+
+
+def _lies_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _write_whole(file: io.FileIO, data: bytes) -> None:

@@ -50,7 +50,7 @@ from tuneloop.explorer.processes.channel import (
     WaitUntilIdle,
 )
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
-from tuneloop.shared.errors import ChannelLost, TuneloopError
+from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -66,6 +66,10 @@ _COUNT_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
+#: How long the control process may take beyond the time that it was given, and for the metrics.
+_GRACE_S, _EXPOSITION_S = 0.5, 5.0
+
+
 class ChannelControlClient:
     """The control process, as the routes see it."""
 
@@ -74,7 +78,11 @@ class ChannelControlClient:
 
     async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
-        return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool))
+        try:
+            return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
+        except ChannelLost as error:  # what is on disk is safe there all the same
+            log.warning("control_process_silent", reason=str(error))
+            return False
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Let those hear of a copy who decide about the version that it went to."""
@@ -83,7 +91,10 @@ class ChannelControlClient:
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
-        return bytes(await self._channel.ask(GetExposition(), bytes))
+        try:
+            return bytes(await self._channel.ask(GetExposition(), bytes, timeout_s=_EXPOSITION_S))
+        except ChannelLost as error:
+            raise RequestRefused(str(error), status=503, code="control_process_silent", retry_after_s=1.0) from None
 
 
 class _Server(uvicorn.Server):

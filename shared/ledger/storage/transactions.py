@@ -29,6 +29,7 @@ from sqlalchemy.exc import TimeoutError as PoolExhausted
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.ledger.storage.database import first_line
+from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.ledger.storage.schema_types import Words
 from tuneloop.shared.ledger.storage.write_lock import writing_to
 
@@ -82,6 +83,7 @@ class Transactions:
         of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
         self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
         self._turn = writing_to(engine)
+        self._file = DatabaseFile(engine)
 
     def close(self) -> None:
         """Give the connections back."""
@@ -90,18 +92,22 @@ class Transactions:
     def read(self, query: Executable) -> Sequence[Any]:
         """The rows of a query."""
         with translating_errors(), self.engine.connect() as connection:
+            self._file.check()
             return connection.execute(query).all()
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""
         with translating_errors(), self._snapshots.connect() as connection:
+            self._file.check()
             return [connection.execute(query).all() for query in queries]
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that changes something, committed at its end."""
         with translating_errors(), self._turn(), self._writing.begin() as connection:
+            self._file.check()
             yield connection
+            self._file.check()
 
 
 class LedgerPart:

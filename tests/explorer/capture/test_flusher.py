@@ -371,6 +371,20 @@ async def test_the_first_use_of_a_key_counts_whichever_writer_heard_it(tmp_path:
         each.close()
 
 
+async def test_what_a_folder_holds_that_was_moved_away_comes_when_it_is_back(own: Spool) -> None:
+    notebook, said = Notebook(), [exchange() for _ in range(5)]
+    notebook.away = True
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, *said)
+        elsewhere = own.folder.rename(own.folder.parent / "elsewhere")
+        notebook.away = False
+        await asyncio.sleep(1)
+        assert not await flusher.wait_until_flushed(1)
+        elsewhere.rename(own.folder)
+        await until_caught_up(flusher)
+    assert notebook.records == said
+
+
 async def test_what_several_dead_writers_left_comes_in_the_order_in_which_it_was_said(tmp_path: Path) -> None:
     writers = [Spool.open(tmp_path, sync=False) for _ in range(3)]
     now = steady_time.stamp()

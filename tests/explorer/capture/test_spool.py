@@ -17,6 +17,7 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark
 from tuneloop.shared import spool_format
+from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.spool_format import Position
 
 START = Position(0, 0)
@@ -289,3 +290,42 @@ async def test_what_a_refused_write_left_is_written_over(own: Spool, monkeypatch
     await own.append([b"second " * 100])
     await own.append([b"third"])
     assert payloads(own.folder) == [b"first", b"second " * 100, b"third"]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_a_folder_that_is_moved_away_takes_nothing_until_it_is_back(tmp_path: Path, sync: bool) -> None:
+    own = opened(tmp_path / "spool", sync=sync)
+    await own.append([b"a"])
+    for moved in (own.folder, own.folder.parent):
+        elsewhere = moved.rename(tmp_path / "elsewhere")
+        with pytest.raises(SpoolFull, match="was deleted or moved"):
+            await own.append([b"b"])
+        own.check()
+        assert own.broken is not None
+        elsewhere.rename(moved)
+        await own.append([b"c"])
+        assert own.broken is None
+    assert payloads(own.folder) == [b"a", b"c", b"c"]
+    own.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_folder_that_is_deleted_takes_nothing_any_more(tmp_path: Path, again: bool) -> None:
+    own = opened(tmp_path)
+    await own.append([b"a"])
+    shutil.rmtree(own.folder)
+    if again:
+        opened(tmp_path).close()
+    for _ in range(3):
+        with pytest.raises(SpoolFull, match="was deleted or moved"):
+            await own.append([b"b"])
+    own.close()
+
+
+async def test_a_segment_that_is_deleted_takes_nothing_but_the_next_one_does(own: Spool) -> None:
+    await own.append([b"a"])
+    spool_format.segment_path(own.folder, 1).unlink()
+    with pytest.raises(SpoolFull, match="a segment was deleted"):
+        await own.append([b"b"])
+    await own.append([b"c"])
+    assert payloads(own.folder) == [b"c"]

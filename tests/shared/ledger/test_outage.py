@@ -1,6 +1,7 @@
 """A database that goes away, fills up or turns read-only."""
 
 import os
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from sqlalchemy.schema import CreateSchema
 from tests.conftest import Place
 from tests.doubles import postgres
 from tests.factories import exchange, feedback, leased, published, rewarded
-from tuneloop.shared.errors import LedgerError, LedgerUnavailable
+from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -135,3 +136,23 @@ def test_a_refused_record_is_no_outage(ledger: Ledger) -> None:
     with pytest.raises(LedgerError) as caught:
         ledger.recording.record([feedback(value=float("nan"))])
     assert not isinstance(caught.value, LedgerUnavailable)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_file_that_was_deleted_or_replaced_is_written_to_no_more(sqlite_place: Place, replaced: bool) -> None:
+    database.upgrade(sqlite_place.url)
+    ledger = Ledger(database.connect(sqlite_place.url))
+    ledger.recording.record([exchange()])
+    path = Path(sqlite_place.url.removeprefix("sqlite:///"))
+    elsewhere = path.rename(path.with_suffix(".elsewhere"))
+    if replaced:
+        shutil.copy(elsewhere, path)
+    for verb in (lambda: ledger.recording.record([exchange()]), ledger.reports.counts):
+        with pytest.raises(LedgerForbidden, match="was deleted or replaced"):
+            verb()
+    with pytest.raises(LedgerForbidden), ledger.transactions.write():
+        pass
+    elsewhere.replace(path)
+    ledger.recording.record([exchange()])
+    assert sum(ledger.reports.counts().values()) == 2
+    ledger.close()

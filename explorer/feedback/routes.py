@@ -27,6 +27,9 @@ MAX_BODY_BYTES = 8 << 20
 #: Of several outcomes about one id, the first of these is told: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
 
+#: Of the replies of a larger call it is not said whether they will be trained on.
+_MAX_EXPLAINED = 1000
+
 _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
 _COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
 
@@ -42,12 +45,15 @@ class FeedbackRoutes:
         control_client: ControlClient,
         ledger: Ledger,
         metrics: Metrics,
+        any_reply: bool,
     ) -> None:
+        """`any_reply`: the method also trains on replies that are no samples of the policy."""
         self._signer = signer
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
+        self._any_reply = any_reply
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
@@ -60,7 +66,7 @@ class FeedbackRoutes:
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
-        answer = _answer(heard, told)
+        answer = _answer(heard, told) | await self._not_trained(heard, told)
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -103,10 +109,31 @@ class FeedbackRoutes:
                 pass  # it went away again; the events are on disk all the same
         return dict.fromkeys(ids, Outcome.PENDING)
 
+    async def _not_trained(self, heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
+        """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""
+        named = {each.about: each.event for each in heard if each.event is not None and each.event.msg_id}
+        ids = {event.msg_id for event in named.values() if event.msg_id}
+        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in told:
+            return {}
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                why = await asyncio.to_thread(self._ledger.reports.not_trained, ids, any_reply=self._any_reply)
+        except (LedgerUnavailable, TimeoutError):
+            return {}
+        found = {about: _reason_of(event, why) for about, event in named.items()}
+        reasons = {about: reason for about, reason in found.items() if reason}
+        return {"not_trained": reasons} if reasons else {}
+
     def _outcomes(self, events: Sequence[Feedback]) -> Mapping[str, Outcome]:
         told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
         absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
         return told | dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
+
+
+def _reason_of(event: Feedback, why: Mapping[str, Mapping[int, str]]) -> str | None:
+    """Why the choice that an event is about will not be trained on, or a choice of the reply if it names none."""
+    reasons = why.get(event.msg_id or "", {})
+    return next(iter(reasons.values()), None) if event.choice is None else reasons.get(event.choice)
 
 
 def _answer(heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:

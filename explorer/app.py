@@ -207,7 +207,7 @@ def open_services(
             control_client=control_client,
             ledger=ledger,
             metrics=metrics,
-            any_reply=settings.algorithm.of_any_reply,
+            settings=settings,
         ),
         fleet=fleet,
         control_client=control_client,

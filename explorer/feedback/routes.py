@@ -16,8 +16,9 @@ from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import optional_id, optional_time, read_object
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Outcome
+from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
@@ -26,6 +27,9 @@ MAX_BODY_BYTES = 8 << 20
 
 #: Of several outcomes about one id, the first of these is told: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
+
+#: What a rule makes numbers of, if their metrics have a weight.
+_RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
 
 #: Of the replies of a larger call it is not said whether they will be trained on.
 _MAX_EXPLAINED = 1000
@@ -45,15 +49,14 @@ class FeedbackRoutes:
         control_client: ControlClient,
         ledger: Ledger,
         metrics: Metrics,
-        any_reply: bool,
+        settings: Settings,
     ) -> None:
-        """`any_reply`: the method also trains on replies that are no samples of the policy."""
         self._signer = signer
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
-        self._any_reply = any_reply
+        self._any_reply, self._weights = settings.algorithm.of_any_reply, settings.reward.weights
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
@@ -66,7 +69,7 @@ class FeedbackRoutes:
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
-        answer = _answer(heard, told) | await self._not_trained(heard, told)
+        answer = _answer(heard, told) | self._not_counted(heard) | await self._not_trained(heard, told)
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -108,6 +111,12 @@ class FeedbackRoutes:
             except (LedgerUnavailable, TimeoutError):
                 pass  # it went away again; the events are on disk all the same
         return dict.fromkeys(ids, Outcome.PENDING)
+
+    def _not_counted(self, heard: Sequence[FeedbackEvent]) -> dict[str, object]:
+        """The metrics of what was rated here that have no weight in the reward."""
+        rated = {each.event.metric for each in heard if each.event is not None and each.kind in _RATINGS}
+        unweighted = sorted(rated - self._weights.keys())
+        return {"not_counted": unweighted} if unweighted else {}
 
     async def _not_trained(self, heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
         """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""

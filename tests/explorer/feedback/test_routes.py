@@ -231,3 +231,12 @@ def test_a_method_that_learns_from_any_reply_leaves_none_of_them_out(
     explorer = running_explorer(double)
     monkeypatch.setattr(explorer.services.feedback, "_any_reply", True)
     assert "not_trained" not in ok(explorer.feedback(reply_id(explorer, tools=[STRICT])))
+
+
+def test_the_answer_names_the_metrics_that_count_for_nothing(explorer: RunningExplorer) -> None:
+    msg_id = reply_id(explorer)
+    rated = {"msg_ids": [msg_id], "value": 4, "metric": "rating", "comment": "good", "label": "kind"}
+    assert ok(explorer.http.post("/feedback", json=rated))["not_counted"] == ["label", "rating"]
+    assert "not_counted" not in ok(explorer.feedback(msg_id))
+    refused = explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1, "rating": 4})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rating")

@@ -204,7 +204,12 @@ def open_services(
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
         responses=stored_responses,
         feedback=FeedbackRoutes(
-            signer=signer, recorder=recorder, control_client=control_client, ledger=ledger, metrics=metrics
+            signer=signer,
+            recorder=recorder,
+            control_client=control_client,
+            ledger=ledger,
+            metrics=metrics,
+            settings=settings,
         ),
         fleet=fleet,
         control_client=control_client,

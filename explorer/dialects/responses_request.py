@@ -60,6 +60,8 @@ _OUTPUT_PARTS = frozenset({"output_text", "refusal"})
 
 def normalize(body: Json) -> Json:
     """The body with the numbers and booleans that vLLM makes of what the client wrote. Raises RequestRefused."""
+    if not isinstance(body.get("metadata"), dict | None):
+        raise wrong_type("metadata", "an object")
     changed = {name: coerce_int(body[name], name) for name in _INT_FIELDS if body.get(name) is not None}
     changed |= {name: coerce_bool(body[name], name) for name in _BOOL_FIELDS if body.get(name) is not None}
     return body | changed

@@ -16,8 +16,9 @@ from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import optional_id, optional_time, read_object
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Outcome
+from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
@@ -32,6 +33,12 @@ _Apart = Mapping[str, Outcome]
 
 #: Late events of a call whose choices are told apart: each is a query.
 _MOST_APART = 100
+
+#: What a rule makes numbers of, if their metrics have a weight.
+_RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
+
+#: Of the replies of a larger call it is not said whether they will be trained on.
+_MAX_EXPLAINED = 1000
 
 _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
 _COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
@@ -48,12 +55,14 @@ class FeedbackRoutes:
         control_client: ControlClient,
         ledger: Ledger,
         metrics: Metrics,
+        settings: Settings,
     ) -> None:
         self._signer = signer
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
+        self._any_reply, self._weights = settings.algorithm.of_any_reply, settings.reward.weights
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
@@ -66,7 +75,7 @@ class FeedbackRoutes:
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
-        answer = _answer(heard, told)
+        answer = _answer(heard, told) | self._not_counted(heard) | await self._not_trained(heard, told)
         if choices := dict(_choices(heard, apart)):
             answer["choices"] = choices
         if not events:
@@ -111,6 +120,27 @@ class FeedbackRoutes:
                 pass  # it went away again; the events are on disk all the same
         return dict.fromkeys(ids, Outcome.PENDING), {}
 
+    def _not_counted(self, heard: Sequence[FeedbackEvent]) -> dict[str, object]:
+        """The metrics of what was rated here that have no weight in the reward."""
+        rated = {each.event.metric for each in heard if each.event is not None and each.kind in _RATINGS}
+        unweighted = sorted(rated - self._weights.keys())
+        return {"not_counted": unweighted} if unweighted else {}
+
+    async def _not_trained(self, heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
+        """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""
+        named = {each.about: each.event for each in heard if each.event is not None and each.event.msg_id}
+        ids = {event.msg_id for event in named.values() if event.msg_id}
+        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in told:
+            return {}
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                why = await asyncio.to_thread(self._ledger.reports.not_trained, ids, any_reply=self._any_reply)
+        except (LedgerUnavailable, TimeoutError):
+            return {}
+        found = {about: _reason_of(event, why) for about, event in named.items()}
+        reasons = {about: reason for about, reason in found.items() if reason}
+        return {"not_trained": reasons} if reasons else {}
+
     def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
         absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
@@ -124,6 +154,12 @@ def _choices(heard: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Ite
     for each in heard:
         if each.event is not None and each.event.event_id in apart:
             yield each.about, apart[each.event.event_id]
+
+
+def _reason_of(event: Feedback, why: Mapping[str, Mapping[int, str]]) -> str | None:
+    """Why the choice that an event is about will not be trained on, or a choice of the reply if it names none."""
+    reasons = why.get(event.msg_id or "", {})
+    return next(iter(reasons.values()), None) if event.choice is None else reasons.get(event.choice)
 
 
 def _answer(heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:

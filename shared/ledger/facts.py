@@ -51,7 +51,7 @@ class Weights(NamedTuple):
 
 
 class DropCount(NamedTuple):
-    """How many experiences were dropped, or expired, for the same reason."""
+    """How many experiences were dropped, have expired, or wait to be set aside, for the same reason."""
 
     state: State
     reason: str
@@ -64,7 +64,8 @@ class LedgerFacts:
 
     Of the committed rows, `claimable` may go into the next batch, `too_old` expire when it is taken, and `ungrouped`
     are in no complete group. Of all that waits and was sampled lately, `unsampled` are no samples of the policy, where
-    the trainer takes nothing else. `purged` trained rows are deleted. The leases began no earlier than `leased_since`.
+    the trainer takes nothing else; `unfit` counts all such rows that wait, by state and reason. `purged` trained rows
+    are deleted. The leases began no earlier than `leased_since`.
     """
 
     states: Mapping[State, StateCount]
@@ -72,6 +73,7 @@ class LedgerFacts:
     too_old: int = 0
     ungrouped: int = 0
     unsampled: int = 0
+    unfit: tuple[DropCount, ...] = ()
     leased_since: float | None = None
     pending: int = 0
     pending_since: float | None = None

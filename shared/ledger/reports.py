@@ -1,16 +1,16 @@
 """Reports about the ledger: counts, rewards, delays, and whether it balances."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, select, text
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
@@ -99,6 +99,7 @@ class Reports(LedgerPart):
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
             unsampled=0 if policy.any_reply else self._count_unsampled(),
+            unfit=() if policy.any_reply or not drops else self._unfit_counts(drops),
             leased_since=self._leased_since(trainer, weights) if State.LEASED in states else None,
             pending=pending,
             pending_since=pending_since,
@@ -164,6 +165,29 @@ class Reports(LedgerPart):
         query = select(state, reason, count).where(state.in_((State.DROPPED, State.EXPIRED))).group_by(state, reason)
         rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
         return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
+
+    def _unfit_counts(self, limit: int) -> tuple[DropCount, ...]:
+        state, reason, count = experiences.c.state, experiences.c.unsampled, func.count()
+        waiting = state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
+        query = select(state, reason, count).where(_UNSAMPLED, waiting).group_by(state, reason)
+        rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
+        return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
+
+    def not_trained(self, msg_ids: Collection[str], *, any_reply: bool) -> dict[str, dict[int, str]]:
+        """Why replies will not be trained on, by msg_id and choice.
+
+        They are dropped, or no samples of the policy, unless the method takes `any_reply`.
+        """
+        dropped = and_(experiences.c.state == State.DROPPED, experiences.c.correction == 0)
+        unfit = and_(_UNSAMPLED, experiences.c.state.not_in((State.TRAINED, State.EXPIRED)))
+        reason = func.coalesce(experiences.c.reason, experiences.c.unsampled)
+        query = select(experiences.c.msg_id, experiences.c.choice, reason.label("why"))
+        query = query.where(dropped if any_reply else or_(dropped, unfit))
+        rows = [row for each in portions(msg_ids) for row in self._read(query.where(experiences.c.msg_id.in_(each)))]
+        found: dict[str, dict[int, str]] = {}
+        for row in rows:
+            found.setdefault(row.msg_id, {})[row.choice] = row.why
+        return found
 
     def imbalance(self) -> list[str]:
         """A sentence for each sum that does not balance; empty when all do."""

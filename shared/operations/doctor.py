@@ -125,6 +125,8 @@ def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
         of = f" of {facts.rules.batch_size}" if state is State.COMMITTED else ""
         yield f"{state.value:<10} {waiting.rows:>8} for {what}{of}{_oldest(facts.now, waiting.oldest)}"
     yield f"{'feedback':<10} {ledger.pending:>8} for the reply it is about{_oldest(facts.now, ledger.pending_since)}"
+    for each in ledger.unfit:
+        yield f"{each.state.value:<10} {each.rows:>8} no samples of the policy, not to be trained on: {each.reason}"
     for each in ledger.drops:
         yield f"{each.state.value:<10} {each.rows:>8} {each.reason}"
 
@@ -198,6 +200,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
             "undecided": [each._asdict() for each in report.open_versions],
             "drops": [each._asdict() for each in ledger.drops],
             "unsampled": ledger.unsampled,
+            "unfit": [each._asdict() for each in ledger.unfit],
             "alarms": [each._asdict() for each in ledger.alarms],
         }
     return found

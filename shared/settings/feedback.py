@@ -95,6 +95,21 @@ class RewardRule(Section):
     default: Real | None = None
     demonstration_value: Real | None = None
 
+    def contradictions(self, *, of_pairs: bool) -> Iterator[str]:
+        """What makes no sense together; `of_pairs`: the method learns from pairs that preferences make."""
+        if self.default is not None and self.attribution_window is None:
+            yield (
+                "reward.default: needs reward.attribution_window: a reply gets the default when the window closes and"
+                " no feedback has come"
+            )
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            yield f"reward.clip: {list(self.clip)} is no range; write the smaller number first"
+        if of_pairs and not self.weights.get("preference"):
+            yield (
+                "reward.weights: the metric preference has none, so both replies of a preference get the same reward"
+                " and dpo learns nothing of them. Write reward.weights: {preference: 1}"
+            )
+
 
 class FeedbackSettings(Section):
     """What is done with feedback beside the reward."""

@@ -48,12 +48,14 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
             *self._tools_without_a_parser(),
-            *self._reward_without_a_window(),
+            *self.reward.contradictions(
+                of_pairs=self.mode != "serve"
+                and (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
+            ),
             *self._groups_out_of_order(),
             *self.algorithm.contradictions(),
             *self.algorithm.overlong.contradictions(self.model.max_response_tokens),
             *self._groups_missing(),
-            *self._preferences_worth_nothing(),
             *self._runs_torn_apart(),
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
@@ -110,16 +112,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
                 " hermes"
             )
 
-    def _reward_without_a_window(self) -> Iterator[str]:
-        rule = self.reward
-        if rule.default is not None and rule.attribution_window is None:
-            yield (
-                "reward.default: needs reward.attribution_window: a reply gets the default when the window closes and"
-                " no feedback has come"
-            )
-        if rule.clip is not None and rule.clip[0] >= rule.clip[1]:
-            yield f"reward.clip: {list(rule.clip)} is no range; write the smaller number first"
-
     def _groups_out_of_order(self) -> Iterator[str]:
         if self.buffer.order == "priority" and self.buffer.group_by != "none":
             yield (
@@ -138,14 +130,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             yield (
                 "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
                 " which of two is better, or task, where rewards do"
-            )
-
-    def _preferences_worth_nothing(self) -> Iterator[str]:
-        paired = self.algorithm.algorithm_type == "dpo" and self.buffer.group_by == "preference"
-        if self.mode != "serve" and paired and not self.reward.weights.get("preference"):
-            yield (
-                "reward.weights: the metric preference has none, so both replies of a preference get the same reward"
-                " and dpo learns nothing of them. Write reward.weights: {preference: 1}"
             )
 
     def _runs_torn_apart(self) -> Iterator[str]:

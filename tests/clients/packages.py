@@ -17,7 +17,7 @@ DRIVERS = Path(__file__).parent / "drivers"
 EXAMPLES = ROOT / "examples" / "clients"
 
 #: A package that does not answer within this has hung.
-_PATIENCE_S = 40.0
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)

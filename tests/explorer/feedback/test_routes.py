@@ -205,3 +205,38 @@ def test_a_stream_that_cannot_be_stored_ends_with_an_error(explorer: RunningExpl
 def test_many_ids_in_one_call_are_taken(explorer: RunningExplorer, count: int) -> None:
     said = reply_id(explorer)
     assert ok(explorer.feedback(*[said] * count))["accepted"] == 1
+
+
+STRICT = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
+FORCED = {"type": "function", "function": {"name": "add"}}
+
+
+def test_the_answer_says_what_the_policy_is_not_trained_on(explorer: RunningExplorer) -> None:
+    strict = reply_id(explorer, tools=[STRICT])
+    forced = reply_id(explorer, tools=[STRICT], tool_choice=FORCED)
+    opted_out = reply_id(explorer, metadata={"train": False})
+    plain = reply_id(explorer)
+    said = ok(explorer.feedback(strict, f"{forced}:0", opted_out, plain))
+    assert said["not_trained"] == {
+        strict: "sampling:tools",
+        f"{forced}:0": "sampling:tool_choice",
+        opted_out: "opt_out",
+    }
+    assert "not_trained" not in ok(explorer.feedback(plain, reward=0.5))
+
+
+def test_a_method_that_learns_from_any_reply_leaves_none_of_them_out(
+    running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explorer = running_explorer(double)
+    monkeypatch.setattr(explorer.services.feedback, "_any_reply", True)
+    assert "not_trained" not in ok(explorer.feedback(reply_id(explorer, tools=[STRICT])))
+
+
+def test_the_answer_names_the_metrics_that_count_for_nothing(explorer: RunningExplorer) -> None:
+    msg_id = reply_id(explorer)
+    rated = {"msg_ids": [msg_id], "value": 4, "metric": "rating", "comment": "good", "label": "kind"}
+    assert ok(explorer.http.post("/feedback", json=rated))["not_counted"] == ["label", "rating"]
+    assert "not_counted" not in ok(explorer.feedback(msg_id))
+    refused = explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1, "rating": 4})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rating")

@@ -178,6 +178,15 @@ def test_the_most_frequent_reasons_of_what_is_aside_are_told(settings: Settings,
     assert found == [["dropped", str(number + 1), f"reason {number}"] for number in (7, 6, 5, 4, 3)]
 
 
+def test_replies_that_the_method_will_not_take_are_told_while_they_wait(settings: Settings, made: Ledger) -> None:
+    strict = experience(unsampled="sampling:tools")
+    made.recording.record([exchange(), *(exchange(experiences=(strict,)) for _ in range(2))])
+    line = "recorded          2 no samples of the policy, not to be trained on: sampling:tools"
+    assert line in page(settings)["Waiting"]
+    taking = settings.model_copy(update={"algorithm": settings.algorithm.model_copy(update={"algorithm_type": "raft"})})
+    assert line not in page(taking)["Waiting"]
+
+
 @pytest.mark.usefixtures("made")
 def test_what_the_spool_holds_is_told_without_touching_it(settings: Settings) -> None:
     waiting = spool_one(settings, received_at=1000.0)

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import structlog
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tuneloop.shared.checkpoint import (
     ACTOR,
@@ -39,6 +39,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
+from tuneloop.trainer.checkpoints.tensor_file import piecewise_save_pretrained, write_tensors
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
@@ -86,17 +87,19 @@ def _has_critic(folder: Path) -> bool:
 def save(learner: Learner, folder: Path, *, base: Path) -> None:
     """Write the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
     actor, critic, state = (folder / name for name in (ACTOR, CRITIC, TRAINER_STATE))
-    learner.actor.save(actor)
+    with piecewise_save_pretrained():
+        learner.actor.save(actor)
+        if learner.critic is not None:
+            learner.critic.save(critic)
     if not (actor / ADAPTER_CONFIG).exists():
         _copy_companions(base, actor)
     if learner.critic is not None:
-        learner.critic.save(critic)
         for code in base.glob("*.py"):
             shutil.copyfile(code, critic / code.name)
     state.mkdir()
     for name, optimizer in learner.optimizers.items():
-        save_file(_optimizer_tensors(optimizer), state / f"{name}.safetensors")
-    save_file({"generator": learner.generator.get_state()}, state / RANDOM)
+        write_tensors(_optimizer_tensors(optimizer), state / f"{name}.safetensors")
+    write_tensors({"generator": learner.generator.get_state()}, state / RANDOM)
     updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
     counters = Counters(
         steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)

@@ -57,7 +57,7 @@ class StoredCompletions(LedgerPart):
     ) -> CompletionPage | None:
         """The next completions, by the time of their requests: those that have all the `wanted` tags.
 
-        A page may have fewer than `limit` although there are more. None if none of the LOOKED_AT next completions with
+        A page may have fewer than `limit` although there are more. None if none of the MAX_EXAMINED next completions with
         the rarest of the tags has the others too, and there are more of them.
         """
         if len(wanted) > 1:
@@ -130,7 +130,7 @@ class StoredCompletions(LedgerPart):
         return rows, count == MAX_EXAMINED
 
     def _about_how_many(self, tag: bytes) -> int:
-        """How many completions have the tag; those beyond LOOKED_AT are not counted."""
+        """How many completions have the tag; those beyond MAX_EXAMINED are not counted."""
         some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(MAX_EXAMINED).subquery()
         return int(self._read(select(func.count()).select_from(some))[0][0])
 

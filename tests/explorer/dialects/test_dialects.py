@@ -86,7 +86,8 @@ def explorer(place: EnginePlace, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def engine(place: EnginePlace, explorer: RunningExplorer) -> Clever:
-    place.double = Clever(url=place.url)
+    # The same life of it: an engine that was started anew is given its weights first.
+    place.double = Clever(url=place.url, began_at=place.double.began_at)
     return place.double
 
 

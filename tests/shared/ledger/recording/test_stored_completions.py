@@ -149,7 +149,7 @@ def test_what_is_found_has_all_that_is_wanted(ledger: Ledger) -> None:
 
 
 def test_a_page_of_several_tags_looks_at_so_many_and_no_more(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_completions, "LOOKED_AT", 5)
+    monkeypatch.setattr(stored_completions, "MAX_EXAMINED", 5)
     for number in range(12):
         ledger.recording.record(
             [asked(received_at=float(number), metadata={"a": "1"} | ({"b": "2"} if number in (1, 7) else {}))]
@@ -167,7 +167,7 @@ def test_a_page_of_several_tags_looks_at_so_many_and_no_more(ledger: Ledger, mon
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_is_rare_is_found_among_any_number(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, turned: bool) -> None:
-    monkeypatch.setattr(stored_completions, "LOOKED_AT", 5)
+    monkeypatch.setattr(stored_completions, "MAX_EXAMINED", 5)
     ledger.recording.record([asked(metadata={"a": "1"}) for _ in range(20)])
     rare = asked(received_at=NOW, metadata={"a": "1", "b": "2"})
     ledger.recording.record([rare])

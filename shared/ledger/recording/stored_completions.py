@@ -57,8 +57,8 @@ class StoredCompletions(LedgerPart):
     ) -> CompletionPage | None:
         """The next completions, by the time of their requests: those that have all the `wanted` tags.
 
-        A page may have fewer than `limit` although there are more. None if none of the MAX_EXAMINED next completions with
-        the rarest of the tags has the others too, and there are more of them.
+        A page may have fewer than `limit` although there are more. None if none of the MAX_EXAMINED next completions
+        with the rarest of the tags has the others too, and there are more of them.
         """
         if len(wanted) > 1:
             keys, more = self._with_several(wanted, after, order, limit)

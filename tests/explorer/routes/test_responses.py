@@ -34,7 +34,8 @@ def explorer(places: list[EnginePlace], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def engines(places: list[EnginePlace], explorer: RunningExplorer) -> Iterator[list[RespondingDouble]]:
     """The two engines, new for each test; what is under way at its end is cancelled."""
-    doubles = [RespondingDouble(url=place.url) for place in places]
+    # The same lives of them: an engine that was started anew is given its weights first.
+    doubles = [RespondingDouble(url=place.url, began_at=place.double.began_at) for place in places]
     for place, double in zip(places, doubles, strict=True):
         place.double = double
     yield doubles

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import psycopg
 from sqlalchemy import Engine, make_url
@@ -133,7 +134,7 @@ class Schemas:
 
     def _made(self, kind: Kind) -> tuple[str, str]:
         self.made += 1
-        name = f"ready_{kind}_{id(self)}_{self.made}"
+        name = f"ready_{kind}_{uuid4().hex}"
         _MAKE[kind](self._url, schema=name)
         return name, self._shape(name)
 

@@ -56,6 +56,8 @@ class _Fault:
     @property
     def is_of_weights(self) -> bool:
         """Whether it has other weights, rather than a wrong cache or nothing to say; infinities are no figures."""
+        if self.figures.get("parts"):
+            return True
         return bool(self.figures) and not self.figures.get("weights", math.inf) <= self.figures["allowed"]
 
 
@@ -119,6 +121,7 @@ class Attestation:
         self._proofs[engine.number] = proof
         self._metrics.probes.labels("matched").inc()
         self._metrics.last_good_probe.labels(str(engine.number)).set(proof.at)
+        self._metrics.has_fingerprint.labels(str(engine.number)).set(bool(engine.control.has_fingerprint))
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
         """To be called in the same breath as the engine is seen to be ready: then nobody else swaps its weights."""
@@ -181,5 +184,8 @@ async def _fault_of(engine: Engine, probe: Probe) -> _Fault | None:
         return _Fault(str(error), {})
     if found.problem is None:
         return None
-    finite = {name: value for name, value in found._asdict().items() if abs(value) < float("inf")}
+    figures = {"weights": found.weights, "cache": found.cache, "allowed": found.allowed}
+    finite = {name: value for name, value in figures.items() if abs(value) < float("inf")}
+    if found.parts:
+        finite["parts"] = float(len(found.parts))
     return _Fault(found.problem, finite)

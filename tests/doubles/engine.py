@@ -17,6 +17,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from tests.doubles.serving import reset, serving
+from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
+from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
 from tuneloop.shared.checkpoint import read_manifest
 
 MODEL = "t"
@@ -49,6 +52,11 @@ def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
         -(1 + zlib.crc32(f"{name}:{position}:{token}".encode()) % 1000 / 250)
         for position, token in enumerate(prompt_ids[1:])
     ]
+
+
+def fingerprint_of(weights: Path) -> Fingerprint:
+    """The sums of the weights in a folder, in float32."""
+    return fingerprints_of(tensors(weights), tied=False)["float32"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class EngineDouble:
     answers_metrics: bool = True
     metrics_asked: int = 0
     answers_server_info: bool = True
+    extended: bool = False  # its workers have our extension
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
@@ -159,7 +168,9 @@ class EngineDouble:
             said = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
             return await _send_reply(send, 200, said.encode())
         if path == "/server_info" and self.answers_server_info:
-            return await _send_reply(send, 200, b'{"vllm_config":{"instance_id":"%.0f"}}' % self.began_at)
+            extension = EXTENSION if self.extended else ""
+            config = {"instance_id": f"{self.began_at}", "parallel_config": {"worker_extension_cls": extension}}
+            return await _send_reply(send, 200, json.dumps({"vllm_config": config}).encode())
         if path in {"/metrics/", "/server_info"}:
             return await _send_reply(send, 404, b'{"detail":"Not Found"}')
         if path == "/v1/models":
@@ -184,6 +195,10 @@ class EngineDouble:
             if not self.keeps_prefixes:
                 self.prefixes.clear()
             return 200, b'{"success":true}'
+        if path == _LOAD and json.loads(body) == {"method": METHOD}:
+            self.posts.pop()
+            assert self.extended
+            return 200, json.dumps({"results": [{"dtype": "float32", "sums": fingerprint_of(self.weights)}]}).encode()
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
         if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:

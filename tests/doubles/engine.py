@@ -83,7 +83,7 @@ class EngineDouble:
     silent: bool = False  # hangs, and does not say either that it is healthy
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
-    answer_to_probe: bytes | None = None
+    answer_to_probe: bytes | None = None  # while it has the weights of a checkpoint
     no_token_ids: bool = False
     resets: bool = False
     resets_next: int = 0  # so many requests lose their connection before anything is answered
@@ -268,7 +268,8 @@ class EngineDouble:
                 weights = self.prefixes.setdefault(tuple(request["prompt"]), weights)
             answer = self._logprobs(weights, [*request["prompt"], *ids])[-len(ids) :]
             choice |= {"token_ids": ids, "logprobs": {"token_logprobs": answer}}
-        await _send_reply(send, 200, self.answer_to_probe or json.dumps(reply).encode())
+        published = self._weights_of(request).parent.name.startswith("global_step_")
+        await _send_reply(send, 200, (published and self.answer_to_probe) or json.dumps(reply).encode())
 
     def _logprobs(self, weights: Path, ids: list[int]) -> list[float]:
         found = logprobs_of(weights, ids)

@@ -204,6 +204,7 @@ class EngineControl:
     #: Whether its weights are proven by their fingerprint too; None: it is not known before it is asked.
     has_fingerprint: bool | None = None
     is_extended: bool | None = None
+    proof = ""
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -222,10 +223,9 @@ class EngineControl:
     async def life(self) -> str | None:
         """What differs between any two starts of the engine: when it began, or an id. Raises EngineError.
 
-        None if it does not say: the start time is missing where several API servers share a port, and the id comes from
-        a development route.
+        None if it does not say: where several API servers share a port there is no start time, without dev mode no id.
         """
-        # With the slash at the end vLLM answers with the metric that was asked for, without it with all of them.
+        # Without the slash at the end vLLM answers with all metrics.
         metrics = await self._get("/metrics/", **{"name[]": _START_TIME})
         if found := re.search(rf"^{_START_TIME} (\S+)$", metrics, re.MULTILINE):
             return found[1]
@@ -272,12 +272,14 @@ class EngineControl:
         """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read."""
         try:
             logprobs = await self._logprobs(list(probe.prompt_ids))
-            return ProbeFindings(
+            found = ProbeFindings(
                 weights=mean_distance(logprobs, probe.logprobs),
                 cache=await self._distance_by_cache(list(probe.prompt_ids)),
                 allowed=max(probe.tolerance, self._tolerance),
                 parts=await self._differing_parts(probe),
             )
+            self.proof = found.proof
+            return found
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
 
@@ -292,7 +294,7 @@ class EngineControl:
         return differing_parts(held, probe.fingerprints[shares[0]["dtype"]])
 
     async def _has_fingerprint(self) -> bool:
-        """Whether its workers have our extension: to be asked for a method that they lack ends an engine."""
+        """Whether its workers have our extension: one that is asked for a method that they lack may end."""
         if self.has_fingerprint is None:
             self.has_fingerprint = EXTENSION in await self._get("/server_info", config_format="json")
         return self.has_fingerprint

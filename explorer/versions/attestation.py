@@ -100,7 +100,7 @@ class Attestation:
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
-        loads, proof = engine.loads, _Proof(time.time(), time.monotonic(), engine.loads)
+        before, loads, proof = engine.proof, engine.loads, _Proof(time.time(), time.monotonic(), engine.loads)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -114,6 +114,8 @@ class Attestation:
             return
         if fault is None:
             self._note(engine, proof)
+            if engine.proof != before:
+                await self._fleet.set_state(engine, EngineState.READY)  # the workers tell clients
         else:
             await self._set_right(engine, version, probe, fault)
 
@@ -121,7 +123,7 @@ class Attestation:
         self._proofs[engine.number] = proof
         self._metrics.probes.labels("matched").inc()
         self._metrics.last_good_probe.labels(str(engine.number)).set(proof.at)
-        self._metrics.has_fingerprint.labels(str(engine.number)).set(bool(engine.control.has_fingerprint))
+        self._metrics.has_fingerprint.labels(str(engine.number)).set(engine.proof == "fingerprint")
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
         """To be called in the same breath as the engine is seen to be ready: then nobody else swaps its weights."""

@@ -24,6 +24,13 @@ class ProbeFindings(NamedTuple):
     parts: Sequence[str] | None = None
 
     @property
+    def proof(self) -> str:
+        """What the weights are proven by; empty if they are not."""
+        if self.problem is not None:
+            return ""
+        return "log-probabilities only" if self.parts is None else "fingerprint"
+
+    @property
     def problem(self) -> str | None:
         """What is wrong, None if nothing is."""
         if self.parts:

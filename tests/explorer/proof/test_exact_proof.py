@@ -54,6 +54,8 @@ def test_one_unit_in_one_element_is_found_within_one_probe(
     double.extended = True
     explorer = served(running_explorer, double)
     assert gauge(explorer) == 1
+    assert explorer.chat().headers["x-tuneloop-attested"] == "fingerprint"
+    assert explorer.chat(stream=True).headers["x-tuneloop-attested"] == "fingerprint"
     give(double, one_unit_off(explorer, tmp_path))
     eventually(lambda: len(mismatches(explorer)) == 1 and double.weights == actor(explorer, 1))
     [figures] = mismatches(explorer)
@@ -79,6 +81,7 @@ def test_an_engine_without_the_extension_is_proven_by_log_probabilities_only(
 ) -> None:
     explorer = served(running_explorer, double)
     assert gauge(explorer) == 0
+    assert explorer.chat().headers["x-tuneloop-attested"] == "log-probabilities only"
     give(double, one_unit_off(explorer, tmp_path))
     seen = outcomes(explorer)["matched"]
     eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)

@@ -110,7 +110,7 @@ def test_an_engine_that_comes_back_with_another_base_model_answers_nobody(
     running_explorer: Run, double: EngineDouble
 ) -> None:
     explorer = running_explorer(double)
-    eventually(lambda: explorer.version() == 0)
+    eventually(lambda: outcomes(explorer)["matched"] == 1)
     double.start_again()
     double.weights = Path("/jobs/global_step_9/actor")
     eventually(lambda: down(explorer))

@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tuneloop.explorer.engines.proof.fingerprint import MODULUS, SERVED, Fingerprint, part_of, stored_sums
 from tuneloop.shared.errors import CheckpointRejected
 
 _LONGEST_HEADER = 100_000_000
@@ -67,6 +69,25 @@ def is_finite(tensor: StoredTensor) -> bool:
     bits = np.memmap(tensor.file, dtype=kind, mode="r", offset=tensor.start, shape=(count,))
     block = 1 << 24
     return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, count, block))
+
+
+def fingerprints_of(found: Mapping[str, StoredTensor], *, tied: bool) -> dict[str, Fingerprint]:
+    """The fingerprint of a Hugging Face folder's tensors, by the dtype that engines serve them in.
+
+    Where the embeddings are `tied` to the head, a head that is stored too is not read by engines. Empty where a tensor
+    has a type that is not summed.
+    """
+    sums: dict[str, defaultdict[str, int]] = {served: defaultdict(int) for served in SERVED}
+    for name, tensor in found.items():
+        if tied and name == "lm_head.weight":
+            continue
+        if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
+            return {}
+        data = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
+        for served, total in stored_sums(data, tensor.dtype).items():
+            part = part_of(name)
+            sums[served][part] = (sums[served][part] + total) % MODULUS
+    return {served: dict(parts) for served, parts in sums.items()}
 
 
 def _index(folder: Path) -> dict[str, str] | None:

@@ -19,6 +19,9 @@ from urllib.parse import parse_qs
 from pydantic import TypeAdapter
 
 from tests.doubles.serving import reset, serving
+from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
+from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
 from tuneloop.shared.checkpoint import read_manifest
 
 MODEL = "t"
@@ -51,6 +54,11 @@ def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
         -(1 + zlib.crc32(f"{name}:{position}:{token}".encode()) % 1000 / 250)
         for position, token in enumerate(prompt_ids[1:])
     ]
+
+
+def fingerprint_of(weights: Path) -> Fingerprint:
+    """The sums of the weights in a folder, in float32."""
+    return fingerprints_of(tensors(weights), tied=False)["float32"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,7 @@ class EngineDouble:
     answers_metrics: bool = True
     metrics_asked: int = 0
     answers_server_info: bool = True
+    extended: bool = False  # its workers have our extension
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
@@ -168,7 +177,9 @@ class EngineDouble:
             started = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
             return 200, started.encode()
         if path == "/server_info" and self.answers_server_info:
-            return 200, b'{"vllm_config":{"instance_id":"%.0f"}}' % self.began_at
+            extension = EXTENSION if self.extended else ""
+            config = {"instance_id": f"{self.began_at}", "parallel_config": {"worker_extension_cls": extension}}
+            return 200, json.dumps({"vllm_config": config}).encode()
         if path == "/version":
             return 200, b'{"version":"0.32.0"}'
         if path == "/v1/models":
@@ -192,6 +203,10 @@ class EngineDouble:
             if not self.keeps_prefixes:
                 self.prefixes.clear()
             return 200, b'{"success":true}'
+        if path == _LOAD and json.loads(body) == {"method": METHOD}:
+            self.posts.pop()
+            assert self.extended
+            return 200, json.dumps({"results": [{"dtype": "float32", "sums": fingerprint_of(self.weights)}]}).encode()
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
         if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:

@@ -12,6 +12,7 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
+from tuneloop.shared.operations.engines import EngineSummary, read_engines
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
@@ -31,17 +32,19 @@ _WAITS_FOR = {
 class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
-    `open_versions` are the waiting candidate, the canary and the pinned version.
+    `open_versions` are the waiting candidate, the canary and the pinned version; `engines` those of the explorer that
+    answers where the settings say, None without one.
     """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
     open_versions: tuple[OpenVersion, ...]
+    engines: list[EngineSummary] | None
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
-    """Look at the ledger and the spool; nothing is changed."""
+    """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed."""
     ledger, imbalance, open_versions, away, disk = None, list[str](), tuple[OpenVersion, ...](), "", None
     try:
         ledger, imbalance, open_versions, disk = _read_ledger(settings)
@@ -57,7 +60,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.
         away=away,
         disk=disk,
     )
-    return DoctorReport(facts, imbalance, diagnose(facts), open_versions)
+    return DoctorReport(facts, imbalance, diagnose(facts), open_versions, read_engines(settings))
 
 
 def _read_ledger(
@@ -111,6 +114,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+    if report.engines is not None:
+        sections["Engines"] = [each.sentence for each in report.engines]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
@@ -188,6 +193,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "spool": facts.spool._asdict(),
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
+        "engines": report.engines and [each._asdict() for each in report.engines],
     }
     if ledger is not None:
         found |= {

@@ -1,7 +1,9 @@
 """An engine with our extension is found out for a single bit; one without is proven by log-probabilities only."""
 
+import itertools
 import shutil
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -13,6 +15,7 @@ from tests.explorer.versions.test_attestation import mismatches, outcomes
 from tests.explorer.versions.test_reload import actor, candidate, until, until_ready, version
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.operations.doctor import as_text, examine_experiment
 
 
 def gauge(explorer: RunningExplorer) -> float:
@@ -30,6 +33,16 @@ def served(running_explorer: Run, double: EngineDouble) -> RunningExplorer:
     seen = outcomes(explorer)["matched"]
     eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)
     return explorer
+
+
+def doctors_engines(explorer: RunningExplorer) -> list[str]:
+    """What `tuneloop doctor` says of them."""
+    address = explorer.settings.explorer.model_copy(update={"proxy_port": urlsplit(explorer.url).port})
+    settings = explorer.settings.model_copy(update={"explorer": address})
+    lines = [*as_text(examine_experiment(settings), settings)]
+    first = next(number for number, line in enumerate(lines) if line.startswith("Engines"))
+    rest = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
+    return [line[10:].strip() for line in (lines[first], *rest)]
 
 
 def one_unit_off(explorer: RunningExplorer, folder: Path) -> Path:
@@ -56,6 +69,7 @@ def test_one_unit_in_one_element_is_found_within_one_probe(
     assert gauge(explorer) == 1
     assert explorer.chat().headers["x-tuneloop-attested"] == "fingerprint"
     assert explorer.chat(stream=True).headers["x-tuneloop-attested"] == "fingerprint"
+    assert doctors_engines(explorer) == ["engine 0 ready, version 1, its weights proven by fingerprint"]
     give(double, one_unit_off(explorer, tmp_path))
     eventually(lambda: len(mismatches(explorer)) == 1 and double.weights == actor(explorer, 1))
     [figures] = mismatches(explorer)
@@ -82,6 +96,7 @@ def test_an_engine_without_the_extension_is_proven_by_log_probabilities_only(
     explorer = served(running_explorer, double)
     assert gauge(explorer) == 0
     assert explorer.chat().headers["x-tuneloop-attested"] == "log-probabilities only"
+    assert doctors_engines(explorer) == ["engine 0 ready, version 1, its weights proven by log-probabilities only"]
     give(double, one_unit_off(explorer, tmp_path))
     seen = outcomes(explorer)["matched"]
     eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)

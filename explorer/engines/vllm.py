@@ -11,7 +11,6 @@ import os
 import re
 import ssl
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ import httpx
 import orjson
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
-from tuneloop.explorer.engines.proof.fingerprint import differing_parts
+from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
 from tuneloop.explorer.engines.vllm_plugin import SLEEPS, UNPACKED
@@ -288,10 +287,7 @@ class EngineControl:
         if not isinstance(probe, VerifiedProbe) or not probe.fingerprints or not await self._has_fingerprint():
             return None
         shares = orjson.loads(await self._post("/collective_rpc", json={"method": METHOD}))["results"]
-        if any(each["sums"] is None for each in shares) or shares[0]["dtype"] not in probe.fingerprints:
-            return None
-        held = sum((Counter[str](each["sums"]) for each in shares), Counter[str]())
-        return differing_parts(held, probe.fingerprints[shares[0]["dtype"]])
+        return differing_from_files(shares, probe.fingerprints)
 
     async def _has_fingerprint(self) -> bool:
         """Whether its workers have our extension: one that is asked for a method that they lack may end."""

@@ -3,13 +3,20 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tuneloop.explorer.engines.proof.fingerprint import MODULUS, SERVED, Fingerprint, part_of, stored_sums
+from tuneloop.explorer.engines.proof.fingerprint import (
+    MODULUS,
+    SERVED,
+    Fingerprint,
+    adapter_part_of,
+    part_of,
+    stored_sums,
+)
 from tuneloop.shared.errors import CheckpointRejected
 
 _LONGEST_HEADER = 100_000_000
@@ -77,15 +84,23 @@ def fingerprints_of(found: Mapping[str, StoredTensor], *, tied: bool) -> dict[st
     Where the embeddings are `tied` to the head, a head that is stored too is not read by engines. Empty where a tensor
     has a type that is not summed.
     """
+    return _add_up(
+        (part_of(name), each, 1.0) for name, each in found.items() if not (tied and name == "lm_head.weight")
+    )
+
+
+def adapter_fingerprints_of(found: Mapping[str, StoredTensor], *, scale: float) -> dict[str, Fingerprint]:
+    """The same of an adapter's tensors, whose second halves engines multiply by `scale`."""
+    return _add_up((adapter_part_of(name), each, scale if ".lora_B." in name else 1.0) for name, each in found.items())
+
+
+def _add_up(tensors: Iterable[tuple[str, StoredTensor, float]]) -> dict[str, Fingerprint]:
     sums: dict[str, defaultdict[str, int]] = {served: defaultdict(int) for served in SERVED}
-    for name, tensor in found.items():
-        if tied and name == "lm_head.weight":
-            continue
+    for part, tensor, scale in tensors:
         if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
             return {}
         data = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
-        for served, total in stored_sums(data, tensor.dtype).items():
-            part = part_of(name)
+        for served, total in stored_sums(data, tensor.dtype, scale=scale).items():
             sums[served][part] = (sums[served][part] + total) % MODULUS
     return {served: dict(parts) for served, parts in sums.items()}
 

@@ -52,8 +52,8 @@ _MAY_COME = ("generation_config.json", ".py")
 def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> dict[str, Fingerprint]:
     """The fingerprints, by dtype, of the weights that an engine holds which serves the actor in `checkpoint`.
 
-    Of an adapter they are those of the weights below it; they are empty for architectures whose weights engines are not
-    known to hold as they are stored. Raises CheckpointRejected unless the actor may be served in place of `base`.
+    An adapter's are added to those of the weights below it; they are empty for architectures whose weights engines are
+    not known to hold as they are stored. Raises CheckpointRejected unless the actor may be served in place of `base`.
 
     Version 0 is the base model itself, of which nothing is registered: it can be read, or not.
     """
@@ -69,8 +69,9 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     actor = checkpoint / ACTOR
     if manifest.kind == "lora":
         weights = _of_base(tensors, base)
-        verify_adapter(actor, base=base, weights=weights)
-        return _fingerprints(_of_base(_config, base), weights)
+        of_adapter = verify_adapter(actor, base=base, weights=weights)
+        of_base = _fingerprints(_of_base(_config, base), weights)
+        return {dtype: {**parts, **of_adapter[dtype]} for dtype, parts in of_base.items() if dtype in of_adapter}
     config, wanted = _config(actor), _of_base(_config, base)
     _same_config(config, wanted)
     _same_companions(actor, base)

@@ -21,8 +21,8 @@ from pydantic import TypeAdapter
 from tests.doubles.serving import reset, serving
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
-from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
-from tuneloop.shared.checkpoint import read_manifest
+from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
+from tuneloop.shared.checkpoint import ADAPTER_CONFIG, read_manifest
 
 MODEL = "t"
 CHAT = "/v1/chat/completions"
@@ -59,6 +59,12 @@ def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
 def fingerprint_of(weights: Path) -> Fingerprint:
     """The sums of the weights in a folder, in float32."""
     return fingerprints_of(tensors(weights), tied=False)["float32"]
+
+
+def adapter_fingerprint_of(weights: Path) -> Fingerprint:
+    """The same of an adapter."""
+    config = json.loads((weights / ADAPTER_CONFIG).read_bytes())
+    return adapter_fingerprints_of(tensors(weights), scale=config["lora_alpha"] / config["r"])["float32"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class EngineDouble:
     metrics_asked: int = 0
     answers_server_info: bool = True
     extended: bool = False  # its workers have our extension
+    adapter_one_unit_off: bool = False  # in the sums of its adapters
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
@@ -206,7 +213,11 @@ class EngineDouble:
         if path == _LOAD and json.loads(body) == {"method": METHOD}:
             self.posts.pop()
             assert self.extended
-            return 200, json.dumps({"results": [{"dtype": "float32", "sums": fingerprint_of(self.weights)}]}).encode()
+            adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
+            for sums in adapters.values():
+                sums["adapter 0"] += self.adapter_one_unit_off
+            share = {"dtype": "float32", "sums": fingerprint_of(self.weights), "adapters": adapters}
+            return 200, json.dumps({"results": [share]}).encode()
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
         if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:

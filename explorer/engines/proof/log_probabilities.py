@@ -5,6 +5,7 @@ import string
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tuneloop.explorer.engines.proof.fingerprint import describe_part
 from tuneloop.shared.checkpoint import PROBE_LENGTH
 
 #: How many parts a reason names.
@@ -34,7 +35,7 @@ class ProbeFindings(NamedTuple):
     def problem(self) -> str | None:
         """What is wrong, None if nothing is."""
         if self.parts:
-            named = ", ".join(f"layer {part}" if part else "what is in no layer" for part in self.parts[:_NAMED])
+            named = ", ".join(map(describe_part, self.parts[:_NAMED]))
             return f"the engine's weights are not the version's: {len(self.parts)} parts differ, {named}"
         if not self.weights <= self.allowed:
             off = f"{self.weights:.2g} nats from the trainer's"

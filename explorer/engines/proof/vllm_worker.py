@@ -5,12 +5,22 @@ computes with, whatever put it there.
 """
 
 import importlib
+import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
-from tuneloop.explorer.engines.proof.fingerprint import MODULUS, MULTIPLIERS, SHIFTS, part_of
+from tuneloop.explorer.engines.proof.fingerprint import (
+    MODULUS,
+    MULTIPLIERS,
+    SHIFTS,
+    adapter_part_of,
+    part_of,
+)
+
+log = logging.getLogger(__name__)
+
+_Sums = TypeVar("_Sums")
 
 #: How vLLM names the class, and the method as routes call it.
 EXTENSION = "tuneloop.explorer.engines.proof.vllm_worker.FingerprintWorker"
@@ -33,15 +43,72 @@ class FingerprintWorker:
     def tuneloop_fingerprint(self) -> dict[str, Any]:
         """The `sums` of this worker's share of the weights; those of all workers together are the model's.
 
-        None where the weights are quantised. `dtype` is what the engine serves.
+        `adapters` are those of each adapter that is ready to answer, by vLLM's number of it. None where the weights are
+        quantised, or adapters cut into shares of another kind. `dtype` is what the engine serves.
         """
-        answer: dict[str, Any] = {"dtype": str(self.model_config.dtype).removeprefix("torch."), "sums": None}
-        sums: defaultdict[str, int] = defaultdict(int)
-        with suppress(_NotSummed):
-            for name, tensor in _own_share(self.model_runner.model, _rank()):
-                sums[part_of(name)] = (sums[part_of(name)] + _sum(tensor)) % MODULUS
-            answer["sums"] = dict(sums)
-        return answer
+        rank, runner, dtype = _rank(), self.model_runner, self.model_config.dtype
+        return {
+            "dtype": str(dtype).removeprefix("torch."),
+            "sums": _unless_unknown(lambda: _weights(runner.model, rank)),
+            "adapters": _unless_unknown(lambda: _adapters(getattr(runner, "lora_manager", None), rank, dtype)),
+        }
+
+
+def _unless_unknown(add_up: Callable[[], _Sums]) -> _Sums | None:
+    """None where this vLLM holds its weights in a way that is not known here: an error would end the engine."""
+    try:
+        return add_up()
+    except _NotSummed:
+        return None
+    except Exception:
+        log.exception("the weights that are held here cannot be summed")
+        return None
+
+
+def _add_up(tensors: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    sums: defaultdict[str, int] = defaultdict(int)
+    for part, tensor in tensors:
+        sums[part] = (sums[part] + _sum(tensor)) % MODULUS
+    return dict(sums)
+
+
+def _weights(model: Any, rank: int) -> dict[str, int]:
+    return _add_up((part_of(name), tensor) for name, tensor in _own_share(model, rank))
+
+
+def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]]:
+    if of_worker is None:
+        return {}
+    manager = of_worker._adapter_manager
+    if manager.lora_config.fully_sharded_loras or manager.lora_config.lora_dtype != dtype:
+        raise _NotSummed("not in the shares or the type that are known")
+    return {
+        str(number): _add_up(
+            (adapter_part_of(f"{name}."), tensor)
+            for name, module in manager.modules.items()
+            for tensor in _share_of_adapter(module, slot, rank)
+        )
+        for slot, number in enumerate(manager.lora_index_to_id)
+        if number is not None
+    }
+
+
+def _share_of_adapter(module: Any, slot: int, rank: int) -> list[Any]:
+    """The tensors of what a layer's adapter adds that only this worker holds, or that this one counts for all."""
+    base = module.base_layer
+    down, up = ([stack[slot] for stack in _listed(stacks)] for stacks in (module.lora_a_stacked, module.lora_b_stacked))
+    if getattr(base, "tp_size", 1) == 1:
+        return [*down, *up] if rank == 0 else []
+    if "RowParallel" in type(base).__name__:
+        return [*down, *(up if rank == 0 else [])]
+    replicas = getattr(base, "num_kv_head_replicas", 1)
+    if replicas > 1 and rank % replicas:
+        up = up[:1] if len(up) > 1 else [each[..., : base.num_heads * base.head_size, :] for each in up]
+    return [*(down if rank == 0 else []), *up]
+
+
+def _listed(stacks: Any) -> Iterable[Any]:
+    return stacks if isinstance(stacks, tuple | list) else (stacks,)
 
 
 def _rank() -> int:

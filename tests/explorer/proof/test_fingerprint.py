@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tuneloop.explorer.engines.proof import vllm_worker
-from tuneloop.explorer.engines.proof.fingerprint import MODULUS, differing_parts
-from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
+from tuneloop.explorer.engines.proof.fingerprint import MODULUS, differing_from_files, differing_parts
+from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Weights = dict[str, torch.Tensor]
@@ -78,7 +80,7 @@ def in_engine(
     for rank in range(size):
         monkeypatch.setattr(vllm_worker, "_rank", lambda rank=rank: rank)
         worker = vllm_worker.FingerprintWorker()
-        worker.model_runner = nn.Module()
+        worker.model_runner = SimpleNamespace()
         worker.model_runner.model = engine_model(found, rank, size, tied=tied)
         worker.model_config = type("Config", (), {"dtype": torch.bfloat16})
         answer = worker.tuneloop_fingerprint()
@@ -142,10 +144,84 @@ def test_tied_halves_that_are_no_longer_one_are_seen(tmp_path: Path, monkeypatch
     assert differing_parts(in_engine(untied, monkeypatch), in_files(found, tmp_path, tied=True)) == [""]
 
 
-def test_quantised_weights_have_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def adapter(rank: int = 2) -> Weights:
+    """An adapter to the layers of `weights()`."""
+    torch.manual_seed(3)
+    found: Weights = {}
+    for name, weight in weights().items():
+        if name.startswith("model.layers."):
+            layer, (outputs, inputs) = f"base_model.model.{name.removesuffix('.weight')}", weight.shape
+            found[f"{layer}.lora_A.weight"] = torch.randn(rank, inputs)
+            found[f"{layer}.lora_B.weight"] = torch.randn(outputs, rank)
+    return found
+
+
+def adapted_module(kind: str, tensors: list[tuple[torch.Tensor, torch.Tensor]], **attributes: int) -> Any:
+    """A layer with an adapter in the second of its two places, as vLLM has it."""
+    found = SimpleNamespace(base_layer=module(kind, torch.zeros(1), **attributes))
+    found.lora_a_stacked = tuple(torch.stack([torch.zeros_like(a), a])[:, None] for a, _ in tensors)
+    found.lora_b_stacked = tuple(torch.stack([torch.zeros_like(b), b])[:, None] for _, b in tensors)
+    return found
+
+
+def adapter_in_engine(found: Weights, rank: int, size: int, dtype: torch.dtype, scale: float) -> Any:
+    """What one of `size` workers holds of an adapter."""
+    kv = min(size, 2)
+
+    def half(layer: str, which: str) -> torch.Tensor:
+        tensor = found[f"base_model.model.model.layers.{layer}.lora_{which}.weight"].to(dtype, copy=True)
+        if which == "B":
+            tensor *= scale
+        return tensor
+
+    def columns(layer: str, parts: int = size) -> tuple[torch.Tensor, torch.Tensor]:
+        return half(layer, "A"), half(layer, "B").chunk(parts, 0)[rank * parts // size]
+
+    modules = {}
+    for number in range(2):
+        attention, mlp = f"{number}.self_attn", f"{number}.mlp"
+        heads = {"num_heads": 4 // size, "head_size": 2, "num_kv_head_replicas": size // kv}
+        qkv = [columns(f"{attention}.q_proj"), *(columns(f"{attention}.{each}_proj", kv) for each in "kv")]
+        modules[f"model.layers.{number}.self_attn.qkv_proj"] = adapted_module(
+            "QKVParallelLinear", qkv, tp_size=size, **heads
+        )
+        output = half(f"{attention}.o_proj", "A").chunk(size, 1)[rank], half(f"{attention}.o_proj", "B")
+        modules[f"model.layers.{number}.self_attn.o_proj"] = adapted_module("RowParallelLinear", [output], tp_size=size)
+        gate_up = [columns(f"{mlp}.gate_proj"), columns(f"{mlp}.up_proj")]
+        modules[f"model.layers.{number}.mlp.gate_up_proj"] = adapted_module(
+            "MergedColumnParallelLinear", gate_up, tp_size=size
+        )
+    config = SimpleNamespace(fully_sharded_loras=False, lora_dtype=dtype)
+    manager = SimpleNamespace(lora_config=config, modules=modules, lora_index_to_id=[None, 7])
+    return SimpleNamespace(_adapter_manager=manager)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("scale", [1.0, 2.0, 1.7])
+@pytest.mark.parametrize("served", list(_TYPES))
+def test_an_adapter_is_summed_as_it_is_scaled_and_shared(tmp_path: Path, size: int, scale: float, served: str) -> None:
+    found = adapter()
+    save_file(found, tmp_path / "adapter_model.safetensors")
+    expected = adapter_fingerprints_of(tensors(tmp_path), scale=scale)[served]
+    shares = []
+    for rank in range(size):
+        held = adapter_in_engine(found, rank, size, _TYPES[served], scale)
+        sums = vllm_worker._adapters(held, rank, _TYPES[served])
+        shares.append({"dtype": served, "sums": {"0": 1}, "adapters": sums | {"9": {"adapter 0": 5}}})
+    wanted = {served: {"0": size, **expected}}
+    assert differing_from_files(shares, wanted) == []
+    other = {served: {"0": size, **expected, "adapter 1": expected["adapter 1"] + 1}}
+    assert differing_from_files(shares, other) == ["adapter 1"]
+    assert differing_from_files([share | {"adapters": None} for share in shares], wanted) is None
+
+
+QUANTISED = module("Linear", torch.zeros(4, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("model", [QUANTISED, object()], ids=["quantised", "none"])
+def test_weights_that_are_not_known_have_no_sums(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     monkeypatch.setattr(vllm_worker, "_rank", lambda: 0)
     worker = vllm_worker.FingerprintWorker()
-    worker.model_runner = nn.Module()
-    worker.model_runner.model = module("Linear", torch.zeros(4, dtype=torch.int8))
+    worker.model_runner = SimpleNamespace(model=model)
     worker.model_config = type("Config", (), {"dtype": torch.float16})
-    assert worker.tuneloop_fingerprint() == {"dtype": "float16", "sums": None}
+    assert worker.tuneloop_fingerprint() == {"dtype": "float16", "sums": None, "adapters": {}}

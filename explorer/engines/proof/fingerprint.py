@@ -110,7 +110,7 @@ def stored_sums(data: npt.NDArray[np.uint8], stored: str, *, scale: float = 1.0)
 
 def _sums(block: Bits, stored: str, scale: float) -> dict[str, int]:
     if block.dtype.itemsize > 2:
-        values = {served: _mix(_scaled(served, _as(served, block, stored), scale)) for served in SERVED}
+        values = {served: _mix(_scale(served, _as(served, block, stored), scale)) for served in SERVED}
         return {served: int(mixed.sum(dtype=np.uint64)) for served, mixed in values.items()}
     counts = np.bincount(block, minlength=1 << 16).astype(np.uint64)
     return {served: int((counts * _worth(stored, served, scale)).sum(dtype=np.uint64)) for served in SERVED}
@@ -120,7 +120,7 @@ def _sums(block: Bits, stored: str, scale: float) -> dict[str, int]:
 def _worth(stored: str, served: str, scale: float) -> npt.NDArray[np.uint64]:
     """What each number of 16 bits is worth."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return _mix(_scaled(served, _as(served, np.arange(1 << 16, dtype=np.uint16), stored), scale))
+        return _mix(_scale(served, _as(served, np.arange(1 << 16, dtype=np.uint16), stored), scale))
 
 
 def _as(served: str, bits: Bits, stored: str) -> Bits:
@@ -128,22 +128,22 @@ def _as(served: str, bits: Bits, stored: str) -> Bits:
     kind = SERVED[served]
     if kind == stored:
         return bits
-    return _rounded(_single(bits, stored), kind)
+    return _round(_as_single(bits, stored), kind)
 
 
-def _scaled(served: str, bits: Bits, scale: float) -> Bits:
+def _scale(served: str, bits: Bits, scale: float) -> Bits:
     """As torch multiplies in place: in single precision, rounded to the type at once."""
     kind = SERVED[served]
-    return bits if scale == 1 else _rounded(_single(bits, kind) * np.float32(scale), kind)
+    return bits if scale == 1 else _round(_as_single(bits, kind) * np.float32(scale), kind)
 
 
-def _single(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
+def _as_single(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
     if kind == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view({"F16": np.float16, "F32": np.float32, "F64": np.float64}[kind]).astype(np.float32)
 
 
-def _rounded(single: npt.NDArray[np.float32], kind: str) -> Bits:
+def _round(single: npt.NDArray[np.float32], kind: str) -> Bits:
     if kind == "F32":
         return single.view(np.uint32)
     if kind == "F16":

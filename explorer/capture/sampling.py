@@ -61,10 +61,13 @@ class Sampling(NamedTuple):
     drop_reason: str | None = None
 
 
-def sampling_of(request: Mapping[str, Any], *, default_temperature: float) -> Sampling:
-    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none."""
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
+
+    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
+    """
     temperature = _temperature(request.get("temperature"), default_temperature)
-    return Sampling(temperature, _why_unsampled(request, temperature), _why_beyond_ids(request))
+    return Sampling(temperature, _why_unsampled(request, temperature, holds_tools), _why_beyond_ids(request))
 
 
 def _temperature(asked: Any, default: float) -> float:
@@ -75,14 +78,14 @@ def _temperature(asked: Any, default: float) -> float:
     return max(temperature, _LOWEST) if temperature else 0.0
 
 
-def _why_unsampled(request: Mapping[str, Any], temperature: float) -> str | None:
+def _why_unsampled(request: Mapping[str, Any], temperature: float, holds_tools: bool) -> str | None:
     if not temperature:
         return "sampling:temperature=0"
     if why := _first_that_is_not_neutral(request, NEUTRAL):
         return why
     if request.get("response_format") not in (None, {"type": "text"}):
         return "sampling:response_format"
-    return _why_calls_are_forced(request)
+    return _why_calls_are_forced(request, holds_tools)
 
 
 def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
@@ -101,7 +104,7 @@ def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[s
     return None
 
 
-def _why_calls_are_forced(request: Mapping[str, Any]) -> str | None:
+def _why_calls_are_forced(request: Mapping[str, Any], holds_tools: bool) -> str | None:
     """vLLM holds tool calls to a grammar not only where one is required."""
     choice, tools = request.get("tool_choice"), request.get("tools")
     if choice not in (None, "none", "auto"):
@@ -111,7 +114,8 @@ def _why_calls_are_forced(request: Mapping[str, Any]) -> str | None:
     parallel = request.get("parallel_tool_calls")
     if parallel is not None and not equals(parallel, True):
         return "sampling:parallel_tool_calls"
-    return "sampling:tools" if isinstance(tools, list) and any(map(_is_strict, tools)) else None
+    strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
+    return "sampling:tools" if strict else None
 
 
 def _is_strict(tool: Any) -> bool:

@@ -213,3 +213,13 @@ def test_any_request_is_read_or_refused(asked: dict[str, Any]) -> None:
     except RequestRefused:
         return
     assert 0 <= found.temperature < math.inf
+
+
+def test_calls_that_the_engine_holds_to_a_grammar_by_itself_are_named() -> None:
+    def why(**asked: Any) -> str | None:
+        return sampling_of(asked, default_temperature=1.0, holds_tools=True).unsampled
+
+    assert why(tools=[ADD]) == "sampling:tools"
+    assert why(tools=[ADD], tool_choice="none") is None
+    assert why(tools=[]) is None
+    assert why() is None

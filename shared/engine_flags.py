@@ -57,8 +57,10 @@ FLAGS: Mapping[str, FlagRule] = {
     "--spec-model": FlagRule(FlagEffect.HARMLESS),
     "--spec-tokens": FlagRule(FlagEffect.HARMLESS),
     "--per-request-spec-decode-metrics": FlagRule(FlagEffect.HARMLESS),
-    "--structured-outputs-config": FlagRule(FlagEffect.GRAMMAR),
-    "--guided-decoding-backend": FlagRule(FlagEffect.GRAMMAR),
+    "--structured-outputs-config": FlagRule(
+        FlagEffect.GRAMMAR, r'(\{\s*"backend":\s*"(auto|xgrammar)"\s*\}|backend (auto|xgrammar))'
+    ),
+    "--guided-decoding-backend": FlagRule(FlagEffect.GRAMMAR, "auto|xgrammar"),
     # Only a thinking_token_budget forces its tokens, and that is marked.
     "--reasoning-config": FlagRule(FlagEffect.HARMLESS),
     "--return-sampling-mask": FlagRule(FlagEffect.HARMLESS),
@@ -107,6 +109,12 @@ def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:
     rules = ((rule, value) for name, value in pairs if (rule := _rule_of(name)))
     held = any(rule.effect is FlagEffect.HOLDS_TOOLS and not _is_neutral(rule, value) for rule, value in rules)
     return held or parser in HOLDING_PARSERS
+
+
+def rebuilds_grammars(arguments: Sequence[str]) -> bool:
+    """Whether engines with these arguments enforce grammars as the trainer rebuilds them."""
+    rules = ((rule, value) for name, value in _pairs(arguments) if (rule := _rule_of(name)))
+    return all(rule.effect is not FlagEffect.GRAMMAR or _is_neutral(rule, value) for rule, value in rules)
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

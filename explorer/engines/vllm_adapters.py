@@ -23,10 +23,12 @@ _KEPT = 4
 def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
     """The weight routes of an engine, for full weights or adapters as the settings say."""
     name = settings.served_model_name
+    control = EngineControl(session, model_name=name, tolerance=tolerance)
     if settings.model.lora.rank:
         base = settings.model.model_path.absolute()
-        return AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
-    return EngineControl(session, model_name=name, tolerance=tolerance)
+        control = AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
+    control.rebuilds_grammars = settings.explorer.rebuilds_grammars
+    return control
 
 
 class AdapterControl(EngineControl):

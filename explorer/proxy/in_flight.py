@@ -3,6 +3,7 @@
 import time
 
 from tuneloop.explorer.capture.reply_id import TENANT
+from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.experience import Exchange
@@ -18,8 +19,8 @@ class ReplyInFlight:
         self.engine = engine
         self._loads = engine.loads
 
-    def exchange(self) -> Exchange:
-        """The exchange to record: the request, and the reply as far as it has arrived."""
+    def exchange(self, sampling: Sampling) -> Exchange:
+        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
         request, mixed = self.request, self.engine.loads != self._loads
         return Exchange(
             msg_id=request.msg_id,
@@ -29,7 +30,7 @@ class ReplyInFlight:
             received_at=request.received_at,
             latency_s=time.monotonic() - request.started,
             experiences=request.writer.transcript.experiences(
-                request.sampling,
+                sampling,
                 versions=(self.version, self.engine.version if mixed else self.version),
                 mixed=mixed,
             ),

@@ -145,6 +145,7 @@ HARMLESS = {
     *("return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
     # Read before, by a rule of their own; length_penalty is for beams alone.
     *("temperature", "response_format", "tools", "tool_choice", "parallel_tool_calls", "length_penalty"),
+    "structured_outputs",
     # For images, and those are named.
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
     # Who asks, when it is its turn, and which random numbers it gets.

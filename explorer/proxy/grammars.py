@@ -16,6 +16,7 @@ import structlog
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT
 from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.experience import Grammar
@@ -48,8 +49,9 @@ class Grammars:
         self._found: OrderedDict[bytes, Grammar | None] = OrderedDict()
         self._reasons: set[str] = set()
 
-    async def resolve(self, engine: Engine, request: Request) -> Sampling:
+    async def resolve(self, in_flight: ReplyInFlight) -> Sampling:
         """How the reply was sampled; what was held to a known grammar is a sample of the policy under that."""
+        engine, request = in_flight.engine, in_flight.request
         sampling = request.sampling
         if not (self._asks and sampling.by_grammar and sampling.drop_reason is None):
             return sampling

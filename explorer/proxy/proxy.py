@@ -250,8 +250,7 @@ class Proxy:
         """Write the exchange to disk, unless the client wants it not stored."""
         in_flight.recorded = True
         if in_flight.request.store and in_flight.request.writer.transcript.choices:
-            sampling = await self._grammars.resolve(in_flight.engine, in_flight.request)
-            await self._recorder.record(in_flight.exchange(sampling))
+            await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 
 
 def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:

@@ -6,6 +6,7 @@ These are also the records of the spool, so they are msgspec structs: `encode` a
 import hashlib
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -111,6 +112,18 @@ class AlarmState(StrEnum):
     CLEARED = "cleared"
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar that a reply was held to, as the engine made it of its request.
+
+    `spec` is a JSON schema, a regular expression, or xgrammar's structural tag as JSON. `stop_ids` are the tokens that
+    end the reply beside the model's own.
+    """
+
+    kind: Literal["json", "regex", "structural_tag"]
+    spec: str
+    stop_ids: tuple[int, ...] = ()
+
+
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a reply, as it was sampled.
 
@@ -118,7 +131,8 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     completion id, under the distribution that was sampled from). Weights may change while a reply is being sampled:
     `version_min` and `version_max` say which versions wrote it. `tool_calls` is the JSON list of the reply's message.
     `drop_reason` is set when it must not be trained on; `unsampled` when `logprobs` are not those of a sample of the
-    policy, so that only what needs no ratio of probabilities can learn from it.
+    policy, so that only what needs no ratio of probabilities can learn from it. With a `grammar` they are those of the
+    policy among the tokens that it allows.
     """
 
     choice: int
@@ -133,6 +147,7 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: bytes | None = None
     drop_reason: str | None = None
     unsampled: str | None = None
+    grammar: Grammar | None = None
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
@@ -212,11 +227,24 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
+class AllowedTokens(NamedTuple):
+    """What a grammar allowed at each position of a reply.
+
+    Each row of `rows` is a set of token ids: bit i of its word w is id 32 w + i. `at` has the row for each completion
+    id, -1 where all were allowed.
+    """
+
+    rows: Int32s
+    at: Int32s
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A leased experience as the trainer sees it: `completion_ids` and `logprobs` have the same length, at least 1.
 
     `unsampled` says why `logprobs` are not those of a sample of the policy, None where they are. `demonstration` is the
     reply as it should have been, by the latest edited answer that was not retracted: text, or a message as JSON.
+    `logprobs` are those of the policy among the tokens that its `grammar` allows: `allowed`, once the trainer has
+    rebuilt it.
     """
 
     id: int
@@ -239,3 +267,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     demonstration: str | None = None
     unsampled: str | None = None
     sampled_at: float = 0.0
+    grammar: Grammar | None = None
+    allowed: AllowedTokens | None = None

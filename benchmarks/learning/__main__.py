@@ -4,7 +4,7 @@
     .venv/bin/python -m benchmarks.learning ours ppo --flip 0.2 | --offset 1 | --coin | --late 8
     .venv/bin/python -m benchmarks.learning ours reinforce --raw [--offset 1]
     .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
-    .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--gpu]
+    .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--tools strict] [--gpu]
     .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
     .venv/bin/python -m benchmarks.learning all --out FOLDER --trl FOLDER/bin/python
     .venv/bin/python -m benchmarks.learning report --out FOLDER [--curves docs/methods]
@@ -21,10 +21,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.learning.plan import BUDGET, TRL_OFFLINE, Wanted, everything
 from benchmarks.learning.report import draw, tables
+from examples.tasks.drive import HeldTools
 from examples.tasks.methods import METHODS
 from examples.tasks.start import TASKS, start, teacher
 
@@ -79,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--late", type=int, default=0, help="steps between sampling and learning; `ours` only")
     parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
     parser.add_argument("--raw", action="store_true", help="`ours reinforce` only: rewards are compared with nothing")
+    parser.add_argument("--tools", choices=get_args(HeldTools), default="plain", help="grammar of calls; `loop` only")
     parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; `loop` only")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
     parser.add_argument("--out", type=Path, default=Path("learning"))
@@ -103,6 +105,7 @@ def _wanted(options: argparse.Namespace) -> Iterator[Wanted]:
                 offline=options.offline,
                 raw=options.raw,
                 gpu=options.gpu,
+                tools=options.tools,
                 changes=tuple(options.set),
             )
 
@@ -142,7 +145,7 @@ def _loop(wanted: Wanted, out: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         command = [sys.executable, "-m", "examples.tasks", wanted.task, "--method", wanted.method]
         command += ["--seed", wanted.seed, "--samples", wanted.samples, "--start", out, "--dir", folder]
-        command += ["--flip", wanted.flip, "--offset", wanted.offset]
+        command += ["--tools", wanted.tools, "--flip", wanted.flip, "--offset", wanted.offset]
         command += [f"--{mark}" for mark in ("coin", "gpu") if getattr(wanted, mark)]
         command += ["--set", *wanted.changes]
         _said(command)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from examples.tasks.drive import HeldTools
 from examples.tasks.methods import LEARNING_RATES_OF_TRL, METHODS, REINFORCEMENT
 
 #: `ours`: our trainer in one process; `loop`: both services with vLLM; `trl`: TRL's trainer of the method's name.
@@ -24,7 +25,8 @@ class Wanted:
     `flip`: the share of rewards that say the opposite; `offset`: added to each; `coin`: rewards are tossed; `late`:
     steps between sampling and learning; `offline`: learn from replies of the start weights alone; `raw`: the advantage
     of `reinforce` is the reward, compared with nothing, which no setting can do; `gpu`: the loop's vLLM is on a GPU;
-    `changes`: settings of `algorithm` over the method's own, as NAME=VALUE.
+    `tools`: how the loop's engine holds calls to a grammar; `changes`: settings of `algorithm` over the method's own,
+    as NAME=VALUE.
     """
 
     place: Place
@@ -39,6 +41,7 @@ class Wanted:
     offline: bool = False
     raw: bool = False
     gpu: bool = False
+    tools: HeldTools = "plain"
     changes: tuple[str, ...] = ()
 
     @property
@@ -47,6 +50,7 @@ class Wanted:
         marks = {"flip": self.flip, "offset": self.offset, "late": self.late}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
         said += [mark for mark in ("coin", "offline", "raw", "gpu") if getattr(self, mark)]
+        said += [self.tools] if self.tools != "plain" else []
         return "-".join([self.place, self.task, self.method, *said, *self.changes, str(self.samples)])
 
     @property

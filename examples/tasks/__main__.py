@@ -3,6 +3,7 @@
 python -m examples.tasks tools --method grpo
 python -m examples.tasks calculator --method ppo --samples 8192
 python -m examples.tasks sums --method reinforce --flip 0.2
+python -m examples.tasks tools --tools strict
 """
 
 import argparse
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -24,7 +25,7 @@ from examples.sums.loop import DemoFailed, Loop, url_of
 from examples.sums.services import ServiceFailed, Services
 from examples.sums.summary import Summary
 from examples.sums.view import view_on
-from examples.tasks.drive import Agent
+from examples.tasks.drive import Agent, HeldTools
 from examples.tasks.methods import BATCH, METHODS, Method
 from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS, start, teacher, teacher_of
@@ -77,6 +78,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--flip", type=float, default=0.0, help="share of rewards that say the opposite")
     parser.add_argument("--offset", type=float, default=0.0, help="added to each reward")
     parser.add_argument("--coin", action="store_true", help="rewards are tossed: the control, which must not learn")
+    parser.add_argument(
+        "--tools", choices=get_args(HeldTools), default="plain", help="how the engine holds calls to a grammar"
+    )
     parser.add_argument("--gpu", action="store_true", help="vLLM on the first GPU of CUDA_VISIBLE_DEVICES, or of all")
     parser.add_argument(
         "--set", nargs="*", default=[], type=_change, metavar="NAME=VALUE", help="settings of `algorithm`, dotted"
@@ -98,7 +102,9 @@ def agent_of(options: argparse.Namespace, settings: Settings) -> Agent:
     low, high = task.reward_range
     rater = Rater(low=low, high=high, flip=options.flip, offset=options.offset, coin=options.coin)
     demonstrate = method.feedback == "demonstration"
-    return Agent(url_of(settings), task, rater, runs=method.runs, most=options.samples, demonstrate=demonstrate)
+    agent = Agent(url_of(settings), task, rater, runs=method.runs, most=options.samples, demonstrate=demonstrate)
+    agent.held = options.tools
+    return agent
 
 
 async def _run(loop: Loop, agent: Agent, started: float) -> Summary:

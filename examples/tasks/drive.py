@@ -2,15 +2,18 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from examples.sums.drive import POLL_S, Client, Pace, together
-from examples.tasks.dialogue import Call, Message, Reply, Task, Verdict, forever, written
+from examples.tasks.dialogue import Call, Message, Reply, Task, Tool, Verdict, forever, written
 from examples.tasks.rating import Rater
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
+
+#: `strict`: the engine holds calls to the tools' schemas; `required`: and every reply to be a call.
+HeldTools = Literal["plain", "strict", "required"]
 
 
 class Turn(NamedTuple):
@@ -24,11 +27,13 @@ class Turn(NamedTuple):
 class Agent(Client):
     """One client of the explorer at `url`. It plays each question `runs` times, and at most `most` runs in all.
 
-    `demonstrate`: say beside the reward what the last reply should have been. `judged` are the verdicts so far.
+    `demonstrate`: say beside the reward what the last reply should have been. `held` is how the engine holds calls
+    to a grammar. `judged` are the verdicts so far.
     """
 
     def __init__(self, url: str, task: Task, rater: Rater, *, runs: int, most: int, demonstrate: bool = False) -> None:
         super().__init__(url)
+        self.held: HeldTools = "plain"
         self.judged: list[Verdict] = []
         self._task, self._rater, self._runs, self._most, self._demonstrate = task, rater, runs, most, demonstrate
 
@@ -95,14 +100,13 @@ class Agent(Client):
                 return msg_ids, end.value
 
     async def _ask(self, messages: list[Message], labels: dict[str, str]) -> tuple[str, Reply]:
-        tools: dict[str, Any] = {"tools": list(self._task.tools)} if self._task.tools else {}
         reply = await self._chat.chat.completions.create(
             model=self._task.name,
             messages=messages,  # type: ignore[arg-type]
             max_tokens=self._task.max_tokens,
             temperature=1.0,
             metadata=labels,
-            **tools,
+            **offered(self._task.tools, self.held),
         )
         said = reply.choices[0].message
         calls = [
@@ -111,6 +115,22 @@ class Agent(Client):
             if each.type == "function"
         ]
         return reply.id, Reply(said.content or "", tuple(calls))
+
+
+def offered(tools: Sequence[Tool], held: HeldTools) -> dict[str, Any]:
+    """What a request says of its tools, as agent frameworks say it."""
+    if not tools:
+        return {}
+    if held == "plain":
+        return {"tools": list(tools)}
+    strict = [_strict(tool) for tool in tools]
+    return {"tools": strict} | ({"tool_choice": "required"} if held == "required" else {})
+
+
+def _strict(tool: Tool) -> dict[str, Any]:
+    function = tool["function"]
+    parameters = {**function["parameters"], "additionalProperties": False}
+    return {**tool, "function": {**function, "parameters": parameters, "strict": True}}
 
 
 def turns_of(task: Task, seed: int, runs: int) -> Iterator[Turn]:

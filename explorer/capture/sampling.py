@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tuneloop.explorer.http.coercion import coerce_float, equals
 from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import Grammar
 
 #: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -26,7 +27,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (0,),
     "use_beam_search": (False,),
     "ignore_eos": (False,),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -54,17 +54,27 @@ _LOWEST = 0.01
 
 
 class Sampling(NamedTuple):
-    """How a reply is sampled: its temperature, why it is no sample of the policy, and why nothing can learn from it."""
+    """How a reply is sampled: its temperature, why it is no sample of the policy, and why nothing can learn from it.
+
+    `by_grammar`: it is none only for a grammar. Of which the engine knows, and with the `grammar` it is a sample again.
+    """
 
     temperature: float
     unsampled: str | None = None
     drop_reason: str | None = None
+    by_grammar: bool = False
+    grammar: Grammar | None = None
 
 
-def sampling_of(request: Mapping[str, Any], *, default_temperature: float) -> Sampling:
-    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none."""
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
+
+    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
+    """
     temperature = _temperature(request.get("temperature"), default_temperature)
-    return Sampling(temperature, _why_unsampled(request, temperature), _why_beyond_ids(request))
+    changed = _why_changed(request, temperature)
+    held = None if changed else _why_held(request, holds_tools)
+    return Sampling(temperature, changed or held, _why_beyond_ids(request), by_grammar=held is not None)
 
 
 def _temperature(asked: Any, default: float) -> float:
@@ -75,14 +85,19 @@ def _temperature(asked: Any, default: float) -> float:
     return max(temperature, _LOWEST) if temperature else 0.0
 
 
-def _why_unsampled(request: Mapping[str, Any], temperature: float) -> str | None:
+def _why_changed(request: Mapping[str, Any], temperature: float) -> str | None:
     if not temperature:
         return "sampling:temperature=0"
-    if why := _first_that_is_not_neutral(request, NEUTRAL):
-        return why
+    return _first_that_is_not_neutral(request, NEUTRAL)
+
+
+def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
+    """Why the engine holds the reply to a grammar."""
+    if request.get("structured_outputs") is not None:
+        return "sampling:structured_outputs"
     if request.get("response_format") not in (None, {"type": "text"}):
         return "sampling:response_format"
-    return _why_calls_are_forced(request)
+    return _why_calls_are_forced(request, holds_tools)
 
 
 def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
@@ -101,7 +116,7 @@ def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[s
     return None
 
 
-def _why_calls_are_forced(request: Mapping[str, Any]) -> str | None:
+def _why_calls_are_forced(request: Mapping[str, Any], holds_tools: bool) -> str | None:
     """vLLM holds tool calls to a grammar not only where one is required."""
     choice, tools = request.get("tool_choice"), request.get("tools")
     if choice not in (None, "none", "auto"):
@@ -111,7 +126,8 @@ def _why_calls_are_forced(request: Mapping[str, Any]) -> str | None:
     parallel = request.get("parallel_tool_calls")
     if parallel is not None and not equals(parallel, True):
         return "sampling:parallel_tool_calls"
-    return "sampling:tools" if isinstance(tools, list) and any(map(_is_strict, tools)) else None
+    strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
+    return "sampling:tools" if strict else None
 
 
 def _is_strict(tool: Any) -> bool:

@@ -157,6 +157,7 @@ class Transcript(ABC):
                     tool_calls=_as_list(choice.tool_calls),
                     drop_reason=reason or sampling.drop_reason,
                     unsampled="mixed_version" if mixed else sampling.unsampled,
+                    grammar=None if mixed else sampling.grammar,
                 )
             )
         return tuple(found)

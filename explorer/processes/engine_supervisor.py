@@ -67,6 +67,7 @@ async def keep_running(
             champion, probe = await servable_champion(ledger, verifier)
             await process.start(engine.control.initial_weights(actor_of(champion)))
             await engine.control.finish_start(actor_of(champion))
+            await engine.control.choose_grammars()
             if probe:
                 await engine.control.prove(probe)
             await fleet.begin_load(engine)
@@ -207,6 +208,7 @@ class Attachment:
             control.reset()
             life = await control.life()
             await control.require_processed_logprobs()
+            await control.choose_grammars()
             champion = await self._champions.give(engine, self._fleet)
             if await control.life() != life:
                 raise EngineError("it was started anew while it was given its weights")

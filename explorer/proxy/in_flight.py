@@ -3,6 +3,7 @@
 import time
 
 from tuneloop.explorer.capture.reply_id import TENANT
+from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.http.server import Headers
 from tuneloop.explorer.proxy.request import Request
@@ -24,8 +25,8 @@ class ReplyInFlight:
         attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
         return [*self.request.headers(self.version, kind), *attested]
 
-    def exchange(self) -> Exchange:
-        """The exchange to record: the request, and the reply as far as it has arrived."""
+    def exchange(self, sampling: Sampling) -> Exchange:
+        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
         request, mixed = self.request, self.engine.loads != self._loads
         return Exchange(
             msg_id=request.msg_id,
@@ -35,7 +36,7 @@ class ReplyInFlight:
             received_at=request.received_at,
             latency_s=time.monotonic() - request.started,
             experiences=request.writer.transcript.experiences(
-                request.sampling,
+                sampling,
                 versions=(self.version, self.engine.version if mixed else self.version),
                 mixed=mixed,
             ),

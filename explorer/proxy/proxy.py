@@ -22,6 +22,7 @@ from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.server import RawRequest
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.background_responses import BackgroundResponses
+from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request, RequestParser
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
@@ -69,6 +70,7 @@ class Proxy:
         self._parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics = metrics
+        self._grammars = Grammars(settings)
         self._shadow = shadow
         self._timeout_s = explorer.request_timeout
         self.admission = Admission(
@@ -246,7 +248,7 @@ class Proxy:
         """Write the exchange to disk, unless the client wants it not stored."""
         in_flight.recorded = True
         if in_flight.request.store and in_flight.request.writer.transcript.choices:
-            await self._recorder.record(in_flight.exchange())
+            await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 
 
 def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:

@@ -16,7 +16,7 @@ from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
 from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.server import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
-from tuneloop.shared import steady_time
+from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
 
@@ -97,7 +97,8 @@ class RequestParser:
         self._unsafe_fields = vllm.UNSAFE_ON_CPU if on_cpu else frozenset()
         # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
-        self._defaults = defaults if explorer.rollout_model.engine_urls else {}
+        self._defaults = defaults if rollout.engine_urls else {}
+        self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
     async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
         """Read and parse a request. Raises RequestRefused if it is not valid."""
@@ -110,7 +111,7 @@ class RequestParser:
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body)
         labels = labels_of(upstream)
-        sampling = sampling_of(upstream, default_temperature=self._default_temperature)
+        sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:
             sampling = sampling._replace(drop_reason="opt_out")
         ignored_fields = tuple(param for param in self._unsafe_fields if upstream.get(param) is not None)

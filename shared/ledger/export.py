@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, insert, or_, select, true, tuple_
+from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
 from tuneloop.shared.experience import HELD_OUT, Float32s, Int32s, State
 from tuneloop.shared.ledger.storage import codec
@@ -180,9 +180,13 @@ class Exports(LedgerPart):
 
 _PARAMETERS_PER_REPLY = 4
 
+#: A file has no grammars: without its own, a reply is no sample of the policy.
+_UNSAMPLED = func.coalesce(experiences.c.unsampled, case((experiences.c.grammar.is_not(None), "sampling:grammar")))
+
 _WITH_EXCHANGE = (
     select(
-        *(each for each in experiences.c if each.name in ExportedReply.__slots__ and each.name != "reward_rule"),
+        *(each for each in experiences.c if each.name in {*ExportedReply.__slots__} - {"reward_rule", "unsampled"}),
+        _UNSAMPLED.label("unsampled"),
         reward_rules.c.definition.label("reward_rule"),
         exchanges.c.endpoint,
         exchanges.c.request,

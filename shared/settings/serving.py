@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from tuneloop.shared import engine_flags
 from tuneloop.shared.settings.types import (
     Address,
     HardToGuess,
@@ -93,6 +94,7 @@ class ExplorerSettings(Section):
     on_reload: Literal["keep", "wait"] = "keep"
     min_running_model_num: NotNegative | None = None
     prefix_affinity: bool = True
+    train_on_grammars: bool = True
     durability: Literal["fsync", "write"] = "fsync"
     spool_dir: Path | None = None
     spool_max_bytes: Positive = 1 << 30
@@ -100,3 +102,8 @@ class ExplorerSettings(Section):
     max_body_bytes: Positive = 16 << 20
     admin_key: HardToGuess | None = None
     version_pins: bool = False
+
+    @property
+    def rebuilds_grammars(self) -> bool:
+        """Whether the trainer rebuilds the grammars that engines enforce, to train on what they held."""
+        return self.train_on_grammars and engine_flags.rebuilds_grammars(self.rollout_model.engine_args)

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from pydantic import SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
+from tuneloop.shared import engine_flags
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
@@ -48,6 +49,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
             *self._tools_without_a_parser(),
+            *self._engines_that_sample_otherwise(),
             *self.reward.contradictions(
                 of_pairs=self.mode != "serve"
                 and (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
@@ -111,6 +113,10 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
                 "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
                 " hermes"
             )
+
+    def _engines_that_sample_otherwise(self) -> Iterator[str]:
+        for problem in engine_flags.problems_of(self.explorer.rollout_model.engine_args):
+            yield f"explorer.rollout_model.engine_args: {problem}"
 
     def _groups_out_of_order(self) -> Iterator[str]:
         if self.buffer.order == "priority" and self.buffer.group_by != "none":

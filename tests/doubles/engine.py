@@ -123,6 +123,8 @@ class EngineDouble:
     answers_server_info: bool = True
     extended: bool = False  # its workers have our extension
     adapter_one_unit_off: bool = False  # in the sums of its adapters
+    rendered: bytes | None = None  # what its renderer answers; none: it was started without
+    renders: list[dict[str, Any]] = field(default_factory=list)
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
@@ -169,6 +171,9 @@ class EngineDouble:
             return await _send_reply(
                 send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()
             )
+        if path.endswith("/render"):
+            self.renders.append(json.loads(body))
+            return await _send_reply(send, 200 if self.rendered else 403, self.rendered or recorded("error_model.json"))
         if path == "/health":
             await _until(lambda: not self.silent)
             return await _send_reply(send, 200, b"")

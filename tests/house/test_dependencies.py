@@ -20,7 +20,7 @@ RUNNER = tomllib.loads((ROOT / "runner" / "pyproject.toml").read_text())["projec
 LOCK = ROOT / "requirements" / "lock.txt"
 
 #: The extras that a package of ours may import from. What others import of it is imported where it is needed.
-EXTRAS = {"trainer": {"trainer"}, "cli": {"parquet"}, "explorer": {"ray"}}
+EXTRAS = {"trainer": {"trainer", "grammar"}, "cli": {"parquet"}, "explorer": {"ray"}}
 
 
 def named(lines: list[str]) -> set[str]:

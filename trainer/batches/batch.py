@@ -4,6 +4,7 @@ Dimensions, written as suffixes of tensors throughout the trainer:
     B sequences   T positions of prompt and reply   R positions from the first reply token on
     N all reply tokens, sequence after sequence   C replies ("calls"; a merged sequence has several)
     D width of the model   V vocabulary
+    K sets of tokens that a grammar allows   W words of 32 bits, one bit for each token of the vocabulary
 T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 6 and R = 3:
     ids_BT       7 8 9 4 5 0
     predicts_BT  . . x x . .     the positions whose next token is a reply token
@@ -21,12 +22,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tuneloop.shared.experience import Int32s
 from tuneloop.trainer.batches.sequences import TokenSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Some sequences as tensors. `lengths_B` counts the tokens of prompt and reply together.
+
+    `allowed_KW` and `held_BR` are there where a grammar held some reply: at each of its tokens, which of the sets it
+    allowed, -1 where it allowed all.
 
     `calls_BR` numbers the replies of the whole batch, sequence after sequence: of which one a token is, -1 if of none.
     """
@@ -39,6 +44,8 @@ class Batch:
     temperatures_BR: Tensor
     calls_BR: Tensor
     lengths_B: Tensor
+    held_BR: Tensor | None = None
+    allowed_KW: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -49,15 +56,18 @@ class Batch:
         """The sequences `index_B`, without the padding that they do not need."""
         lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
         widths = {"T": int(lengths_B.max()), "R": _width(mask_BR)}
-        cut = {}
+        cut: dict[str, Tensor | None] = {"allowed_KW": self.allowed_KW}
         for field in fields(self):
-            each_B = getattr(self, field.name)[index_B]
-            cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
-        return Batch(**cut)
+            each_B = getattr(self, field.name)
+            if each_B is not None and field.name not in cut:
+                each_B = each_B[index_B]
+                cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
+        return Batch(**cut)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> "Batch":
         """The same on another device."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        there = {field.name: each for field in fields(self) if (each := getattr(self, field.name)) is not None}
+        return Batch(**{name: each.to(device) for name, each in there.items()})
 
 
 def collate(sequences: Sequence[TokenSequence]) -> Batch:
@@ -67,6 +77,7 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
     predicts = [np.append(sequence.of[1:] >= 0, False) for sequence in sequences]
     tails = [sequence.of[start:] for sequence, start in zip(sequences, starts, strict=True)]
     numbered = [np.where(of >= 0, of + first, -1) for of, first in zip(tails, before, strict=False)]
+    held_BR, allowed_KW = _grammar_tensors(sequences, tails)
     return Batch(
         ids_BT=_pad(sequence.ids for sequence in sequences).long(),
         predicts_BT=_pad(predicts),
@@ -78,7 +89,28 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
         ).float(),
         calls_BR=_pad(numbered, filler=-1).long(),
         lengths_B=torch.tensor([len(sequence.ids) for sequence in sequences]),
+        held_BR=held_BR,
+        allowed_KW=allowed_KW,
     )
+
+
+def _grammar_tensors(
+    sequences: Sequence[TokenSequence], tails: Sequence[Int32s]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`held_BR` and `allowed_KW` of a batch. Replies to one agent share most of their sets."""
+    if all(call.allowed is None for sequence in sequences for call in sequence.calls):
+        return None, None
+    sets: dict[bytes, int] = {}
+    held = []
+    for sequence, of in zip(sequences, tails, strict=True):
+        at = np.full(len(of), -1, np.int64)
+        for number, call in enumerate(sequence.calls):
+            if call.allowed is not None:
+                known = [sets.setdefault(row.tobytes(), len(sets)) for row in call.allowed.rows]
+                at[of == number] = np.array([*known, -1])[call.allowed.at]
+        held.append(at)
+    rows = [torch.from_numpy(np.frombuffer(each, np.int32).copy()) for each in sets]
+    return _pad(held, filler=-1).long(), torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.int32)
 
 
 def micro_batches(lengths_B: Tensor, budget: int, units_B: Tensor | None = None) -> list[Tensor]:

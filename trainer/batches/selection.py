@@ -9,6 +9,7 @@ import numpy as np
 from tuneloop.shared.experience import MAX_REWARD, Sample
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
 from tuneloop.trainer.batches.imitation import imitable, with_demonstrations
 from tuneloop.trainer.batches.pairs import make_pairs
 from tuneloop.trainer.batches.sequences import run_of, runs, superseded_calls
@@ -17,10 +18,14 @@ Refused = dict[str, list[Sample]]
 
 
 def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) -> tuple[list[Sample], Refused]:
-    """The samples that can be trained on, with edited answers where these are learnt; and the others by the reason."""
+    """The samples that can be trained on, with edited answers where these are learnt; and the others by the reason.
+
+    Those that a grammar held have with them what it allowed.
+    """
     edited, unwritable = with_demonstrations(samples, settings)
-    kept, refused = sort_out(edited, settings.algorithm, vocabulary=vocabulary, group_by=settings.buffer.group_by)
-    return kept, unwritable | refused
+    held, not_rebuilt = with_allowed_tokens(edited, settings, vocabulary=vocabulary)
+    kept, refused = sort_out(held, settings.algorithm, vocabulary=vocabulary, group_by=settings.buffer.group_by)
+    return kept, unwritable | not_rebuilt | refused
 
 
 def sort_out(

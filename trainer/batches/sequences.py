@@ -140,4 +140,6 @@ def saying(sample: Sample, ids: Sequence[int]) -> Sample:
         logprobs=np.zeros(len(ids), np.float32),
         temperature=1.0,
         finish_reason="stop",
+        grammar=None,
+        allowed=None,
     )

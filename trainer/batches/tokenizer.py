@@ -53,13 +53,27 @@ def ends_of(folder: Path, tokenizer: Tokenizer) -> list[int]:
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            named = json.loads((folder / name).read_bytes()).get("eos_token_id")
-            found += named if isinstance(named, list) else [] if named is None else [named]
+            found += _named_ends(folder / name)
     if not found:
         raise EnvironmentRefused(
             f"model.model_path: {folder} names no token that ends a reply; write eos_token_id into config.json"
         )
     return list(dict.fromkeys(found))
+
+
+def ends_in_engines(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens with which vLLM lets a reply end: the tokenizer's, and those of generation_config.json or, without
+    that file, of config.json."""
+    found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            return [*found, *_named_ends(folder / name)]
+    return found
+
+
+def _named_ends(file: Path) -> list[int]:
+    named = json.loads(file.read_bytes()).get("eos_token_id")
+    return named if isinstance(named, list) else [] if named is None else [named]
 
 
 @cache

@@ -7,7 +7,7 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,8 @@ from tuneloop.trainer.batches.batch import Batch, scatter_tokens
 
 # Logits of so many reply tokens exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
 _CHUNK = 2048
+#: The logit of a token that a grammar forbids: its probability underflows to 0 beside any other.
+_IMPOSSIBLE = -1e30
 _VALUE_HEAD = "value_head.safetensors"
 
 
@@ -62,15 +64,19 @@ class Actor:
         return base
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR."""
+        """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR.
+
+        Where a grammar held a reply, both are those of the distribution among the tokens that it allowed.
+        """
         targets_N = batch.replies_BR[batch.mask_BR]
         temperatures_N = batch.temperatures_BR[batch.mask_BR]
+        held_N = None if batch.held_BR is None else batch.held_BR[batch.mask_BR]
         features_N = self._features(batch.ids_BT)[batch.predicts_BT]
-        starts = range(0, len(targets_N), _CHUNK)
-        parts = [
-            self._chunk(features_N[i : i + _CHUNK], targets_N[i : i + _CHUNK], temperatures_N[i : i + _CHUNK])
-            for i in starts
-        ]
+        parts = []
+        for i in range(0, len(targets_N), _CHUNK):
+            part = slice(i, i + _CHUNK)
+            held = None if held_N is None or batch.allowed_KW is None else _Held(held_N[part], batch.allowed_KW)
+            parts.append(self._chunk(features_N[part], targets_N[part], temperatures_N[part], held))
         logprobs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
         return scatter_tokens(logprobs_N, batch.mask_BR), scatter_tokens(entropy_N, batch.mask_BR)
 
@@ -84,9 +90,11 @@ class Actor:
             return _run(self._body, ids_BT).last_hidden_state
         return _run(self.network, ids_BT).logits
 
-    def _chunk(self, features_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _chunk(
+        self, features_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor, held: "_Held | None"
+    ) -> tuple[Tensor, Tensor]:
         """Only the features are kept for the backward pass; the logits are computed again there."""
-        arguments = (self._logits, features_ND, targets_N, temperatures_N)
+        arguments = (self._logits, features_ND, targets_N, temperatures_N, held)
         if not torch.is_grad_enabled():
             return _logprobs(*arguments)
         # Untyped in torch 2.13.
@@ -198,10 +206,35 @@ def _run(network: nn.Module, ids_BT: Tensor) -> _Output:
     return cast(_Output, network(input_ids=ids_BT, use_cache=False))
 
 
+class _Held(NamedTuple):
+    """Which set of `allowed_KW` a grammar allowed at each of some reply tokens, -1 where it allowed all."""
+
+    held_N: Tensor
+    allowed_KW: Tensor
+
+    def forbidden(self, vocabulary: int) -> Tensor:
+        """The tokens that were not allowed, of shape NV."""
+        free_N = self.held_N < 0
+        if free_N.all():
+            return free_N.new_zeros(1, 1)
+        # Byte by byte: word by word would take four times the memory.
+        bytes_NX = self.allowed_KW.view(torch.uint8)[self.held_N.clamp(min=0)]
+        bits = torch.arange(8, dtype=torch.uint8, device=bytes_NX.device)
+        allowed_NV = ((bytes_NX[:, :, None] >> bits) & 1).flatten(1)[:, :vocabulary].bool()
+        return ~(allowed_NV | free_N[:, None])
+
+
 def _logprobs(
-    logits_of: Callable[[Tensor], Tensor], features_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor
+    logits_of: Callable[[Tensor], Tensor],
+    features_ND: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    held: _Held | None,
 ) -> tuple[Tensor, Tensor]:
     logits_NV = logits_of(features_ND).float() / temperatures_N[:, None]
+    if held is not None:
+        # Not minus infinity: the entropy multiplies it by probability 0, and would not be a number.
+        logits_NV = logits_NV.masked_fill(held.forbidden(logits_NV.shape[1]), _IMPOSSIBLE)
     norm_N = logits_NV.logsumexp(1)
     chosen_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
     entropy_N = norm_N - (logits_NV.softmax(1) * logits_NV).sum(1)

@@ -96,7 +96,9 @@ def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]
 def _share_of_adapter(module: Any, slot: int, rank: int) -> list[Any]:
     """The tensors of what a layer's adapter adds that only this worker holds, or that this one counts for all."""
     base = module.base_layer
-    down, up = ([stack[slot] for stack in _as_list(stacks)] for stacks in (module.lora_a_stacked, module.lora_b_stacked))
+    down, up = (
+        [stack[slot] for stack in _as_list(stacks)] for stacks in (module.lora_a_stacked, module.lora_b_stacked)
+    )
     if getattr(base, "tp_size", 1) == 1:
         return [*down, *up] if rank == 0 else []
     if "RowParallel" in type(base).__name__:

@@ -11,10 +11,11 @@ import struct
 import threading
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import zstandard
 
-from tuneloop.shared.experience import Experience, Float32s, Int32s
+from tuneloop.shared.experience import Experience, Float32s, Grammar, Int32s
 
 _HEADER = struct.Struct("<II")
 _FRAME = b"\x28\xb5\x2f\xfd"
@@ -80,3 +81,13 @@ def pack_text(text: bytes) -> bytes:
 def unpack_text(stored: bytes) -> bytes:
     """The text of `pack_text`'s bytes."""
     return _zstd.decompressor.decompress(stored) if stored.startswith(_FRAME) else stored
+
+
+def pack_grammar(grammar: Grammar | None) -> bytes | None:
+    """The grammar as compressed JSON."""
+    return None if grammar is None else pack_text(msgspec.json.encode(grammar))
+
+
+def unpack_grammar(stored: bytes | None) -> Grammar | None:
+    """The grammar of `pack_grammar`'s bytes."""
+    return None if stored is None else msgspec.json.decode(unpack_text(stored), type=Grammar)

@@ -46,6 +46,7 @@ def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, o
         "blob": codec.to_blob(experience),
         "sampled_at": exchange.received_at,
         "unsampled": experience.unsampled or None,
+        "grammar": codec.pack_grammar(experience.grammar),
     }
 
 
@@ -96,4 +97,5 @@ def sample(row: Any, *, demonstration: str | None = None) -> Sample:
         demonstration=demonstration,
         unsampled=row.unsampled,
         sampled_at=row.sampled_at,
+        grammar=codec.unpack_grammar(row.grammar),
     )

@@ -199,7 +199,8 @@ deletions = Table(
 
 #: `correction` 0 is the reply as it was sampled; higher ones are the same reply once more, with the reward of feedback
 #: that came when the one before had been trained on. `group_id` is the smallest id of a group that is complete.
-#: `unsampled` says why the log-probabilities are not those of a sample of the policy, NULL where they are.
+#: `unsampled` says why the log-probabilities are not those of a sample of the policy, NULL where they are. Where there
+#: is a `grammar`, they are those of the policy among the tokens that it allowed.
 experiences = Table(
     "experiences",
     metadata,
@@ -231,6 +232,7 @@ experiences = Table(
     Column("lease_until", Double, nullable=True),
     Column("trained_version", Integer, ForeignKey("versions.version"), nullable=True),
     Column("unsampled", Words, nullable=True),
+    Column("grammar", LargeBinary, nullable=True),
     UniqueConstraint("msg_id", "choice", "correction"),
     CheckConstraint(one_of("state", State), name="state"),
     CheckConstraint("(state IN ('expired', 'dropped')) = (reason IS NOT NULL)", name="aside_with_reason"),

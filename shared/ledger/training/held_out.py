@@ -28,7 +28,8 @@ def newest_held_out(count: int, temperature: float | None) -> Select[Any]:
     dropped = experiences.c.state == State.DROPPED
     rewarded = (experiences.c.reason == HELD_OUT, experiences.c.reward.is_not(None))
     not_empty = experiences.c.completion_tokens > 0
-    sampled = (not_empty, experiences.c.unsampled.is_(None), experiences.c.temperature > 0)
+    freely = experiences.c.unsampled.is_(None), experiences.c.grammar.is_(None)
+    sampled = (not_empty, *freely, experiences.c.temperature > 0)
     query = select(*_COLUMNS).where(dropped, *rewarded, *sampled)
     if temperature is not None:
         query = query.where(experiences.c.temperature == temperature)

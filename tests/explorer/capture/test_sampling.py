@@ -145,6 +145,7 @@ HARMLESS = {
     *("return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
     # Read before, by a rule of their own; length_penalty is for beams alone.
     *("temperature", "response_format", "tools", "tool_choice", "parallel_tool_calls", "length_penalty"),
+    "structured_outputs",
     # For images, and those are named.
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
     # Who asks, when it is its turn, and which random numbers it gets.
@@ -213,3 +214,13 @@ def test_any_request_is_read_or_refused(asked: dict[str, Any]) -> None:
     except RequestRefused:
         return
     assert 0 <= found.temperature < math.inf
+
+
+def test_calls_that_the_engine_holds_to_a_grammar_by_itself_are_named() -> None:
+    def why(**asked: Any) -> str | None:
+        return sampling_of(asked, default_temperature=1.0, holds_tools=True).unsampled
+
+    assert why(tools=[ADD]) == "sampling:tools"
+    assert why(tools=[ADD], tool_choice="none") is None
+    assert why(tools=[]) is None
+    assert why() is None

@@ -69,6 +69,17 @@ def test_the_openai_client_gets_the_engines_stream(
     assert not only(explorer).experiences[0].unsampled or "tools" in fields
 
 
+@pytest.mark.parametrize(("level", "why"), [("auto", None), ("parameter", "sampling:tools")])
+def test_calls_that_the_engines_own_arguments_hold_to_a_grammar_are_marked(
+    running_explorer: Run, double: EngineDouble, level: str, why: str | None
+) -> None:
+    rollout = {"engine_urls": [double.url], "dtype": "float32", "engine_args": ["--tool-strict-level", level]}
+    explorer = running_explorer(double, rollout_model=rollout)
+    with explorer.openai() as client:
+        client.chat.completions.create(**HELLO, tools=TOOLS["tools"])
+    assert only(explorer).experiences[0].unsampled == why
+
+
 async def test_the_async_client_gets_the_same(explorer: RunningExplorer, double: EngineDouble) -> None:
     plain = json.loads(recorded("whole_plain.json"))
     async with explorer.openai_async() as client:

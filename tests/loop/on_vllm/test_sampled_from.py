@@ -17,9 +17,9 @@ from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.export import ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import collate, micro_batches
-from tuneloop.trainer.batches.selection import sort_out
+from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.models.model import Actor
 
@@ -76,11 +76,40 @@ ON_POLICY: dict[str, tuple[str, Json]] = {
     "message, cool": (MESSAGES, {"temperature": 0.7, "system": "Be kind."}),
 }
 
+_FORMAT: Json = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+#: Requests whose replies a grammar holds: trained on too, as samples of the policy among what that allows.
+HELD: dict[str, tuple[str, Json]] = {
+    "regex": (CHAT, {"structured_outputs": {"regex": "[a-z]{9}[A-Z]+"}, "temperature": 0.7}),
+    "json": (CHAT, {"response_format": {"type": "json_object"}}),
+    "schema": (CHAT, {"response_format": _FORMAT, "n": 2, "max_tokens": 60}),
+    "schema, stopped": (CHAT, {"response_format": _FORMAT, "stop_token_ids": [200], "temperature": 1.5}),
+    "required": (CHAT, {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60}),
+    "required, strict": (CHAT, {"tools": [STRICT, WEATHER], "tool_choice": "required", "max_tokens": 90, "n": 3}),
+    "named": (CHAT, {"tools": [STRICT], "tool_choice": NAMED, "max_tokens": 90, "temperature": 0.7}),
+    "strict": (CHAT, {"tools": [STRICT]}),
+    "one call": (CHAT, {"tools": [WEATHER], "parallel_tool_calls": False}),
+    "text, regex": (TEXT, {"structured_outputs": {"regex": "[a-z]{9}"}, "prompt": ["One", "Two"]}),
+    "response, schema": (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}),
+    "message, forced": (
+        MESSAGES,
+        {
+            "tools": [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+}
+
+#: Of them, those whose first token need not be one that the grammar narrows: a call has to begin first.
+RARELY_HELD = {"strict", "one call"}
+
 #: Requests whose replies are not, and the reason.
 OFF_POLICY: dict[str, tuple[str, Json, str]] = {
     "greedy": (CHAT, {"temperature": 0}, "sampling:temperature=0"),
     "nucleus": (CHAT, {"top_p": 0.5, "n": 2}, "sampling:top_p"),
     "top k": (CHAT, {"top_k": 5}, "sampling:top_k"),
+    "schema, nucleus": (CHAT, {"response_format": {"type": "json_object"}, "top_p": 0.5}, "sampling:top_p"),
+    "choice": (CHAT, {"structured_outputs": {"choice": ["yes", "no"]}}, "sampling:structured_outputs"),
     "min p": (CHAT, {"min_p": 0.9}, "sampling:min_p"),
     "repetition": (CHAT, {"repetition_penalty": 1.5}, "sampling:repetition_penalty"),
     "presence": (CHAT, {"presence_penalty": 1.5, "temperature": 0.7}, "sampling:presence_penalty"),
@@ -90,17 +119,6 @@ OFF_POLICY: dict[str, tuple[str, Json, str]] = {
     "allowed": (CHAT, {"allowed_token_ids": [70, 71, 72]}, "sampling:allowed_token_ids"),
     "at least": (CHAT, {"min_tokens": 8}, "sampling:min_tokens"),
     "never over": (CHAT, {"ignore_eos": True}, "sampling:ignore_eos"),
-    "regex": (CHAT, {"structured_outputs": {"regex": "[a-z]{9}"}}, "sampling:structured_outputs"),
-    "json": (CHAT, {"response_format": {"type": "json_object"}}, "sampling:response_format"),
-    "schema": (
-        CHAT,
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-        "sampling:response_format",
-    ),
-    "required": (CHAT, {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60}, "sampling:tool_choice"),
-    "named": (CHAT, {"tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 60}, "sampling:tool_choice"),
-    "strict": (CHAT, {"tools": [STRICT]}, "sampling:tools"),
-    "one call": (CHAT, {"tools": [WEATHER], "parallel_tool_calls": False}, "sampling:parallel_tool_calls"),
     "continued": (
         CHAT,
         {
@@ -118,25 +136,11 @@ OFF_POLICY: dict[str, tuple[str, Json, str]] = {
     "hidden reasoning": (CHAT, {"include_reasoning": False}, "no_token_ids"),
     "text, nucleus": (TEXT, {"top_p": 0.5, "prompt": ["One", "Two"]}, "sampling:top_p"),
     "text, greedy": (TEXT, {"temperature": 0}, "sampling:temperature=0"),
-    "text, regex": (TEXT, {"structured_outputs": {"regex": "[a-z]{9}"}}, "sampling:structured_outputs"),
     "echo": (TEXT, {"echo": True}, "no_token_ids"),
     "echo alone": (TEXT, {"echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}, "no_token_ids"),
     "response, nucleus": (RESPONSES, {"top_p": 0.5}, "sampling:top_p"),
-    "response, schema": (
-        RESPONSES,
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
-        "sampling:response_format",
-    ),
     "message, top k": (MESSAGES, {"top_k": 3}, "sampling:top_k"),
     "message, greedy": (MESSAGES, {"temperature": 0}, "sampling:temperature=0"),
-    "message, forced": (
-        MESSAGES,
-        {
-            "tools": [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]}],
-            "tool_choice": {"type": "any"},
-        },
-        "sampling:tool_choice",
-    ),
 }
 
 #: Where each single token has the policy's log-probability all the same: what was chosen from it, or when it was
@@ -159,6 +163,7 @@ class Recorded(NamedTuple):
     replies: dict[str, list[ExportedReply]]
     leased: list[Sample]
     actor: Actor
+    settings: Settings
 
 
 def _ask(http: httpx.Client, model: str, path: str, body: Json) -> Iterator[str]:
@@ -176,7 +181,8 @@ def recorded(explorer: Service, ledger: Ledger) -> Recorded:
     """Everything asked, rewarded, committed and leased once."""
     model = explorer.settings.served_model_name
     with httpx.Client(base_url=explorer.url, timeout=60) as http:
-        kept = {each: name for name, (path, body) in ON_POLICY.items() for each in _ask(http, model, path, body)}
+        trained_on = ON_POLICY | HELD
+        kept = {each: name for name, (path, body) in trained_on.items() for each in _ask(http, model, path, body)}
         dropped = {each: name for name, (path, body, _) in OFF_POLICY.items() for each in _ask(http, model, path, body)}
         heard = http.post("/feedback", json={"msg_ids": [*kept, *dropped], "reward": 1}).raise_for_status()
         assert heard.json()["status"] == "success", heard.text
@@ -194,7 +200,7 @@ def recorded(explorer: Service, ledger: Ledger) -> Recorded:
                 replies.setdefault(reply.msg_id, []).append(reply)
     champion = ledger.versions.champion()
     actor = Actor.load(explorer.settings, champion.path / "actor" if champion.version else champion.path)
-    return Recorded(kept, dropped, replies, leased, actor)
+    return Recorded(kept, dropped, replies, leased, actor, explorer.settings)
 
 
 @torch.no_grad()
@@ -211,9 +217,7 @@ def ratios(actor: Actor, samples: Sequence[Sample], *, heat: float = 1.0) -> dic
 
 
 def test_the_ratio_is_one_before_any_update(recorded: Recorded) -> None:
-    accepted, refused = sort_out(
-        recorded.leased, AlgorithmSettings(), vocabulary=recorded.actor.vocabulary, group_by="none"
-    )
+    accepted, refused = select(recorded.leased, recorded.settings, vocabulary=recorded.actor.vocabulary)
     assert refused == {}
     expected = {reply.id for msg_id in recorded.kept for reply in recorded.replies[msg_id]}
     assert {sample.id for sample in accepted} == expected
@@ -225,9 +229,26 @@ def test_the_ratio_is_one_before_any_update(recorded: Recorded) -> None:
     assert {names[id_]: by for id_, by in far.items() if by > TOLERANCE} == {}
 
 
+def test_without_its_grammar_a_reply_that_was_held_would_not_match(recorded: Recorded) -> None:
+    names = {reply.id: name for msg_id, name in recorded.kept.items() for reply in recorded.replies[msg_id]}
+    held = [sample for sample in recorded.leased if names[sample.id] in HELD]
+    assert {names[sample.id] for sample in held if sample.grammar is not None} == HELD.keys()
+    free = [sample for sample in recorded.leased if names[sample.id] in ON_POLICY]
+    assert [names[sample.id] for sample in free if sample.grammar is not None] == []
+    found = ratios(recorded.actor, held)  # nobody has rebuilt the grammars of these
+    matches = {names[id_] for id_, ratio in found.items() if float((ratio - 1).abs().max()) <= TOLERANCE}
+    assert matches <= RARELY_HELD
+
+
+def test_a_reply_that_was_held_is_no_sample_in_a_file(recorded: Recorded) -> None:
+    for msg_id, name in recorded.kept.items():
+        expected = "sampling:grammar" if name in HELD else None
+        assert {(name, reply.unsampled) for reply in recorded.replies[msg_id]} == {(name, expected)}
+
+
 def test_log_probabilities_of_another_temperature_would_be_noticed(recorded: Recorded) -> None:
-    # A single token may happen to be as probable as before.
-    long = [sample for sample in recorded.leased if len(sample.completion_ids) >= 4]
+    # A single token may happen to be as probable as before, and one that a grammar forces always is.
+    long = [sample for sample in recorded.leased if len(sample.completion_ids) >= 4 and sample.grammar is None]
     assert len(long) > len(recorded.leased) / 2
     for ratio in ratios(recorded.actor, long, heat=1.1).values():
         assert float((ratio - 1).abs().max()) > TOLERANCE
@@ -254,9 +275,7 @@ def test_marks_are_not_set_without_need(recorded: Recorded) -> None:
             samples = [_as_sample(reply) for reply in recorded.replies[msg_id]]
             found = max(float((ratio - 1).abs().max()) for ratio in ratios(recorded.actor, samples).values())
             furthest[name] = max(furthest.get(name, 0.0), found)
-    # A call has to begin before its grammar shows.
-    rare = {"strict", "one call"}
-    same = {name for name, by in furthest.items() if by <= TOLERANCE} - rare
+    same = {name for name, by in furthest.items() if by <= TOLERANCE}
     assert same == {name for name, (_, _, reason) in OFF_POLICY.items() if reason in SAME_LOGPROBS}
 
 

@@ -266,6 +266,13 @@ def test_tool_choice_needs_a_parser(tmp_path):
     assert "enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser" in found
 
 
+def test_engines_are_not_told_to_sample_otherwise(tmp_path):
+    text = MODEL + "explorer: {rollout_model: {engine_args: [--tool-strict-level, parameter, --logprobs-mode, %s]}}\n"
+    assert problems(tmp_path, text % "processed_logprobs") == []
+    (found,) = problems(tmp_path, text % "raw_logprobs")
+    assert "explorer.rollout_model.engine_args: --logprobs-mode raw_logprobs: log-probabilities must be" in found
+
+
 def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
     text = "model: {model_path: x, max_model_len: 5, max_response_tokens: 10}\ntrainer: {seed: x}\nbatch: 3\n"
     assert [each.split(": ")[1] for each in problems(tmp_path, text)] == [

@@ -1,0 +1,126 @@
+"""Asks an engine which grammar it holds replies to, so that the trainer can rebuild it.
+
+vLLM makes the grammar of a request's tools, formats and constraints, in its tool parser's own way; its renderer tells
+which. It does not depend on the messages, so it is asked once for all requests of an agent.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import orjson
+import structlog
+
+from tuneloop.explorer.capture.sampling import Sampling
+from tuneloop.explorer.dialects.dialect import CHAT, TEXT
+from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.proxy.in_flight import ReplyInFlight
+from tuneloop.explorer.proxy.request import Request
+from tuneloop.shared.errors import EngineError
+from tuneloop.shared.experience import Grammar
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: Of a request, what its grammar depends on.
+_DECISIVE = (
+    *("model", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs"),
+    *("stop_token_ids", "chat_template_kwargs", "reasoning_effort"),
+)
+#: Instead of the prompt.
+_STAND_IN: Mapping[str, object] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+
+#: Grammars that are remembered, and how long an engine may take to tell one, in seconds.
+_REMEMBERED = 1024
+_TIMEOUT_S = 5.0
+
+
+class _UnknownGrammar(Exception):
+    """The message says why a grammar cannot be known, or not be rebuilt."""
+
+
+class Grammars:
+    """The grammars of requests, as the engines tell them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._asks = settings.explorer.rebuilds_grammars
+        self._found: OrderedDict[bytes, Grammar | None] = OrderedDict()
+        self._reasons: set[str] = set()
+
+    async def resolve(self, in_flight: ReplyInFlight) -> Sampling:
+        """How the reply was sampled; what was held to a known grammar is a sample of the policy under that."""
+        engine, request = in_flight.engine, in_flight.request
+        sampling = request.sampling
+        if not (self._asks and sampling.by_grammar and sampling.drop_reason is None):
+            return sampling
+        if request.writer.transcript.broken or request.dialect.upstream_path not in {CHAT, TEXT}:
+            return sampling
+        try:
+            grammar = await self._grammar_of(engine, request)
+        except _UnknownGrammar as unknown:
+            if str(unknown) not in self._reasons:
+                self._reasons.add(str(unknown))
+                log.warning("grammar_unknown", engine=engine.number, reason=str(unknown))
+            return sampling
+        return sampling._replace(unsampled=None, grammar=grammar)
+
+    async def _grammar_of(self, engine: Engine, request: Request) -> Grammar | None:
+        path, upstream = request.dialect.upstream_path, orjson.loads(request.upstream_body)
+        asked = {name: upstream[name] for name in _DECISIVE if upstream.get(name) is not None}
+        asked |= {name: value for name, value in _STAND_IN.items() if name in upstream}
+        body = orjson.dumps(asked)
+        key = path.encode() + body
+        if key in self._found:
+            self._found.move_to_end(key)
+        else:
+            self._found[key] = await _render(engine, f"{path}/render", body)
+            if len(self._found) > _REMEMBERED:
+                self._found.popitem(last=False)
+        return self._found[key]
+
+
+async def _render(engine: Engine, path: str, body: bytes) -> Grammar | None:
+    """The grammar of a request, None if the engine holds its reply to none. Raises _UnknownGrammar."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reply = await engine.http.request("POST", path, body, {"Content-Type": "application/json"})
+            try:
+                answer = await reply.read()
+            finally:
+                reply.close()
+    except (EngineError, TimeoutError) as error:
+        raise _UnknownGrammar(f"the engine did not tell it: {str(error) or type(error).__name__}") from error
+    if reply.status != 200:
+        raise _UnknownGrammar(f"the engine answered {reply.status}; it needs --enable-scale-out")
+    try:
+        rendered = orjson.loads(answer)
+        return _grammar(rendered[0] if isinstance(rendered, list) else rendered)
+    except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise _UnknownGrammar(f"the engine's answer cannot be read: {error!r}") from error
+
+
+def _grammar(rendered: Mapping[str, Any]) -> Grammar | None:
+    """What vLLM makes a grammar of, as its `get_structured_output_key` reads it."""
+    params = rendered["sampling_params"]
+    constraints = params.get("structured_outputs") or {}
+    kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+    found = [(kind, constraints[kind]) for kind in kinds if constraints.get(kind) is not None]
+    if not found:
+        return None
+    if rendered.get("reasoning_parser_kwargs") is not None:
+        raise _UnknownGrammar("a reasoning parser decides where it begins")
+    kind, spec = found[0]
+    ends = tuple(params.get("stop_token_ids") or ())
+    match kind:
+        case "json":
+            # As the engine writes it: the order of a schema's keys is the order of the reply's.
+            text = spec if isinstance(spec, str) else orjson.dumps(spec).decode()
+            return msgspec.convert({"kind": kind, "spec": text, "stop_ids": ends}, Grammar)
+        case "json_object" if spec:
+            return Grammar(kind="json", spec='{"type": "object"}', stop_ids=ends)
+        case "regex" | "structural_tag":
+            return msgspec.convert({"kind": kind, "spec": spec, "stop_ids": ends}, Grammar)
+        case _:
+            raise _UnknownGrammar(f"it is a {kind}, which is not rebuilt")

@@ -1,0 +1,139 @@
+"""What vLLM's own arguments do to sampling: `explorer.rollout_model.engine_args` may change much, but not the policy.
+
+The trainer recomputes log softmax(logits / temperature). An argument that makes every reply a sample of something else
+is refused; one that holds tool calls to a grammar marks the replies that it can touch. docs/sampling.md tells it to
+users.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+
+class FlagEffect(Enum):
+    """What is done about an argument that touches sampling."""
+
+    HARMLESS = "harmless"  # the same distribution, or only the prompt, whose ids are recorded
+    REFUSED = "refused"
+    HOLDS_TOOLS = "holds tools"  # replies to requests with tools are marked
+    GRAMMAR = "grammar"  # how a grammar is enforced where a request asks for one: those replies are marked anyway
+
+
+class FlagRule(NamedTuple):
+    """One argument: its effect, the values (a pattern) that have none, and for a refusal what to write instead."""
+
+    effect: FlagEffect
+    neutral: str | None = None
+    instead: str = ""
+
+
+_REQUESTS = "clients ask for it, and their replies are marked"
+_OF_A_REPLY = f"replies would be samples of another distribution than the policy's; {_REQUESTS}"
+
+#: Of the arguments of vLLM 0.26 to 0.33, those that touch sampling or its log-probabilities, or sound as if they did.
+FLAGS: Mapping[str, FlagRule] = {
+    "--tool-strict-level": FlagRule(FlagEffect.HOLDS_TOOLS, "auto"),
+    "--tool-parser-plugin": FlagRule(FlagEffect.HOLDS_TOOLS, ""),  # what a parser of one's own does, nobody knows
+    "--logprobs-mode": FlagRule(
+        FlagEffect.REFUSED, "processed_logprobs", "log-probabilities must be those that are sampled from"
+    ),
+    "--generation-config": FlagRule(
+        FlagEffect.REFUSED, "vllm", "a model's own top_p, top_k or penalties would apply to every reply; leave it out"
+    ),
+    "--override-generation-config": FlagRule(
+        FlagEffect.REFUSED, None, f"write model.temperature; whatever else is sampled by, {_REQUESTS}"
+    ),
+    "--logits-processors": FlagRule(FlagEffect.REFUSED, None, _OF_A_REPLY),
+    "--watermark-config": FlagRule(FlagEffect.REFUSED, None, _OF_A_REPLY),
+    "--diffusion-config": FlagRule(FlagEffect.REFUSED, None, "replies must be sampled token by token"),
+    "--enable-trace-replay": FlagRule(FlagEffect.REFUSED, None, "a reply's tokens could be given instead of sampled"),
+    "--config": FlagRule(FlagEffect.REFUSED, None, "write its arguments here, where they are checked"),
+    # Drafts are accepted by the policy's own probabilities, unless they are accepted at rates that were made up.
+    "--speculative-config": FlagRule(
+        FlagEffect.REFUSED, r"(?s)(?!.*synthetic).*", "synthetic acceptance does not sample from the policy"
+    ),
+    "--spec-method": FlagRule(FlagEffect.HARMLESS),
+    "--spec-model": FlagRule(FlagEffect.HARMLESS),
+    "--spec-tokens": FlagRule(FlagEffect.HARMLESS),
+    "--per-request-spec-decode-metrics": FlagRule(FlagEffect.HARMLESS),
+    "--structured-outputs-config": FlagRule(
+        FlagEffect.GRAMMAR, r'(\{\s*"backend":\s*"(auto|xgrammar)"\s*\}|backend (auto|xgrammar))'
+    ),
+    "--guided-decoding-backend": FlagRule(FlagEffect.GRAMMAR, "auto|xgrammar"),
+    # Only a thinking_token_budget forces its tokens, and that is marked.
+    "--reasoning-config": FlagRule(FlagEffect.HARMLESS),
+    "--return-sampling-mask": FlagRule(FlagEffect.HARMLESS),
+    "--use-fp64-gumbel": FlagRule(FlagEffect.HARMLESS),
+    "--enable-batch-sharded-sampling": FlagRule(FlagEffect.HARMLESS),
+    "--max-logprobs": FlagRule(FlagEffect.HARMLESS),
+    "--sparse-indexer-topk-backend": FlagRule(FlagEffect.HARMLESS),
+    "--enable-mamba-cache-stochastic-rounding": FlagRule(FlagEffect.HARMLESS),
+    "--kv-cache-metrics-sample": FlagRule(FlagEffect.HARMLESS),
+    "--watermark": FlagRule(FlagEffect.HARMLESS),  # of the KV cache
+    "--limit-mm-per-prompt": FlagRule(FlagEffect.HARMLESS),
+}
+
+_SHORT: Mapping[str, str] = {"-sc": "--speculative-config", "-dc": "--diffusion-config"}
+
+#: Parsers that hold calls to a grammar without being asked to.
+HOLDING_PARSERS = frozenset({"glm45", "glm47", "mistral", "cohere_command3", "cohere_command4"})
+
+#: In the name of an argument that is not in the table, they say that it touches sampling.
+_SUSPICIOUS = re.compile(
+    r"sampl|logit|logprob|temperature|top-?[kp]\b|min-p\b|penalt|strict-level|watermark|guided|structured|grammar"
+    r"|generation-config|gumbel|stochastic|trace-replay|greedy|beam|speculat|(^|-)spec-|diffusion"
+)
+
+
+def sounds_like_sampling(name: str) -> bool:
+    """Whether an argument's name says that it touches what replies are sampled from; `--no-…` turns off what does."""
+    return not name.startswith("--no-") and _SUSPICIOUS.search(name) is not None
+
+
+def problems_of(arguments: Sequence[str]) -> Iterator[str]:
+    """Why arguments of an engine are refused: sentences."""
+    for name, value in _pairs(arguments):
+        rule = _rule_of(name)
+        if rule is None:
+            if sounds_like_sampling(name):
+                yield f"{name} is not known, and sounds as if it changed what replies are sampled from. Leave it out"
+        elif rule.effect is FlagEffect.REFUSED and not _is_neutral(rule, value):
+            yield f"{' '.join(filter(None, (name, value)))}: {rule.instead}"
+
+
+def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:
+    """Whether engines with these arguments and this tool parser may hold calls to a grammar that nobody asks for."""
+    pairs = list(_pairs(arguments))
+    parser = next((value for name, value in reversed(pairs) if name == "--tool-call-parser"), parser)
+    rules = ((rule, value) for name, value in pairs if (rule := _rule_of(name)))
+    held = any(rule.effect is FlagEffect.HOLDS_TOOLS and not _is_neutral(rule, value) for rule, value in rules)
+    return held or parser in HOLDING_PARSERS
+
+
+def rebuilds_grammars(arguments: Sequence[str]) -> bool:
+    """Whether engines with these arguments enforce grammars as the trainer rebuilds them."""
+    rules = ((rule, value) for name, value in _pairs(arguments) if (rule := _rule_of(name)))
+    return all(rule.effect is not FlagEffect.GRAMMAR or _is_neutral(rule, value) for rule, value in rules)
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each argument by its long name, as vLLM reads it, with its value: `--a b`, `--a=b`, `--a.key b`, `--A_B`."""
+    for at, argument in enumerate(arguments):
+        if re.match(r"--?[A-Za-z]", argument):
+            written, _, value = argument.partition("=")
+            name, _, key = written.partition(".")
+            follows = arguments[at + 1] if at + 1 < len(arguments) and not arguments[at + 1].startswith("--") else ""
+            yield _SHORT.get(name, name.replace("_", "-")), " ".join(filter(None, (key, value or follows)))
+
+
+def _rule_of(name: str) -> FlagRule | None:
+    """The rule of an argument; vLLM takes the beginning of a name for the name."""
+    if name in FLAGS:
+        return FLAGS[name]
+    near = [flag for flag in FLAGS if flag.startswith(name) and len(name) > len("--x")]
+    return FLAGS[near[0]] if len(near) == 1 else None
+
+
+def _is_neutral(rule: FlagRule, value: str) -> bool:
+    return rule.neutral is not None and re.fullmatch(rule.neutral, value) is not None

@@ -1,0 +1,143 @@
+"""What an engine held to a grammar is recorded with it, as the engine's renderer tells it; else it is marked."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.running import HELLO, RunningExplorer
+from tuneloop.shared.experience import Experience, Grammar
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+STRICT = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}
+TAG = '{"type": "structural_tag"}'
+
+
+def rendered(*, stop_token_ids: list[int] | None = None, parser: Any = None, **constraint: Any) -> bytes:
+    """An answer of vLLM 0.32's renderer, with what is read of it."""
+    names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    outputs = dict.fromkeys(names) | {"disable_any_whitespace": False, "_backend": None} | constraint
+    params = {"n": 1, "stop_token_ids": stop_token_ids or [], "structured_outputs": outputs if constraint else None}
+    return json.dumps(
+        {
+            "request_id": "x",
+            "token_ids": [1],
+            "sampling_params": params,
+            "reasoning_ended": None,
+            "reasoning_parser_kwargs": parser,
+        }
+    ).encode()
+
+
+def recorded(explorer: RunningExplorer) -> list[Experience]:
+    return [each for exchange in explorer.exchanges() for each in exchange.experiences]
+
+
+def ask(explorer: RunningExplorer, **fields: Any) -> Experience:
+    with explorer.openai() as client:
+        client.chat.completions.create(**HELLO, **fields)
+    return recorded(explorer)[-1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "grammar"),
+    [
+        (rendered(structural_tag=TAG), Grammar(kind="structural_tag", spec=TAG)),
+        (rendered(regex="a+", stop_token_ids=[5, 6]), Grammar(kind="regex", spec="a+", stop_ids=(5, 6))),
+        (rendered(json=SCHEMA), Grammar(kind="json", spec=json.dumps(SCHEMA, separators=(",", ":")))),
+        (rendered(json='{"type": "object"}'), Grammar(kind="json", spec='{"type": "object"}')),
+        (rendered(json_object=True), Grammar(kind="json", spec='{"type": "object"}')),
+        (rendered(), None),  # strict for a parser that knows no grammar: nothing was held
+    ],
+)
+def test_the_grammar_is_what_the_engine_made_of_the_request(
+    explorer: RunningExplorer, double: EngineDouble, answer: bytes, grammar: Grammar | None
+) -> None:
+    double.rendered = answer
+    found = ask(explorer, tools=[STRICT], stream=False)
+    assert (found.unsampled, found.grammar) == (None, grammar)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        b"{}",
+        b"no JSON",
+        b"[]",
+        rendered(choice=["a"]),
+        rendered(grammar='root ::= "a"'),
+        rendered(json_object=False),
+        rendered(regex=3),
+        rendered(structural_tag=TAG, parser={"chat_template_kwargs": None}),
+    ],
+)
+def test_without_a_grammar_that_can_be_rebuilt_the_reply_is_marked(
+    explorer: RunningExplorer, double: EngineDouble, answer: bytes | None
+) -> None:
+    double.rendered = answer
+    found = ask(explorer, tools=[STRICT])
+    assert (found.unsampled, found.grammar) == ("sampling:tools", None)
+
+
+def test_an_engine_is_asked_once_for_all_requests_of_an_agent(explorer: RunningExplorer, double: EngineDouble) -> None:
+    double.rendered = rendered(structural_tag=TAG)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    for text in ("a", "b"):
+        for fields in ({"tools": [STRICT]}, {"tools": [STRICT], "tool_choice": "required"}, {"response_format": form}):
+            said = {**HELLO, "messages": [{"role": "user", "content": text}]}
+            with explorer.openai() as client:
+                list(client.chat.completions.create(**said, **fields, stream=True))  # type: ignore[misc]
+    assert len(double.renders) == 3
+    assert all(each["messages"] == [{"role": "user", "content": "a"}] for each in double.renders)
+    assert [each.get("tool_choice") for each in double.renders] == [None, "required", None]
+    assert {each.grammar for each in recorded(explorer)} == {Grammar(kind="structural_tag", spec=TAG)}
+
+
+def test_nobody_is_asked_about_other_replies(explorer: RunningExplorer, double: EngineDouble) -> None:
+    double.rendered = rendered(structural_tag=TAG)
+    found = [
+        ask(explorer).unsampled,
+        ask(explorer, tools=[{"type": "function", "function": {"name": "add"}}]).unsampled,
+        ask(explorer, tools=[STRICT], top_p=0.5).unsampled,
+        ask(explorer, tools=[STRICT], metadata={"train": "false"}).drop_reason,
+    ]
+    assert found == [None, None, "sampling:top_p", "opt_out"]
+    assert double.renders == []
+
+
+@pytest.mark.parametrize(
+    "but",
+    [
+        {"train_on_grammars": False},
+        {"arguments": ["--structured-outputs-config", '{"backend": "guidance"}']},
+        {"arguments": ["--structured-outputs-config.disable_any_whitespace", "true"]},
+    ],
+)
+def test_who_does_not_want_it_or_cannot_rebuild_it_asks_nobody(
+    running_explorer: Run, double: EngineDouble, but: dict[str, Any]
+) -> None:
+    rollout = {"engine_urls": [double.url], "dtype": "float32", "engine_args": but.pop("arguments", [])}
+    double.rendered = rendered(structural_tag=TAG)
+    explorer = running_explorer(double, rollout_model=rollout, **but)
+    assert ask(explorer, tools=[STRICT]).unsampled == "sampling:tools"
+    assert double.renders == []
+
+
+def test_xgrammar_itself_may_be_named(running_explorer: Run, double: EngineDouble) -> None:
+    arguments = ["--structured-outputs-config", '{"backend": "xgrammar"}']
+    double.rendered = rendered(structural_tag=TAG)
+    rollout = {"engine_urls": [double.url], "dtype": "float32", "engine_args": arguments}
+    assert ask(running_explorer(double, rollout_model=rollout), tools=[STRICT]).grammar is not None
+
+
+def test_calls_that_the_engine_holds_by_itself_are_recorded_with_their_grammar(
+    running_explorer: Run, double: EngineDouble
+) -> None:
+    rollout = {"engine_urls": [double.url], "dtype": "float32", "engine_args": ["--tool-strict-level", "function"]}
+    double.rendered = rendered(structural_tag=TAG)
+    plain = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    found = ask(running_explorer(double, rollout_model=rollout), tools=[plain])
+    assert (found.unsampled, found.grammar) == (None, Grammar(kind="structural_tag", spec=TAG))

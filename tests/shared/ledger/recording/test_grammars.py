@@ -1,0 +1,51 @@
+"""Replies that a grammar held: samples of the policy for who has the grammar, and for nobody else."""
+
+from sqlalchemy import Engine
+
+from tests.factories import exchange, experience, feedback
+from tuneloop.shared.experience import HELD_OUT, Grammar, State, decode, encode
+from tuneloop.shared.ledger.export import Selection
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.training.held_out import newest_held_out
+
+GRAMMAR = Grammar(kind="json", spec='{"type": "object", "title": "' + "Grüezi! " * 100 + '"}', stop_ids=(7, 8))
+
+
+def test_it_comes_to_the_trainer_with_its_grammar(engine: Engine) -> None:
+    ledger = Ledger(engine)
+    said = exchange(experiences=(experience(grammar=GRAMMAR), experience(choice=1)))
+    assert decode(encode(said)) == said
+    ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+    ledger.recording.commit("acme")
+    assert ledger.reports.not_trained([said.msg_id], any_reply=False) == {}
+    epoch = ledger.training.take_epoch("trainer")
+    leased = ledger.training.lease(epoch, 2, BatchPolicy())
+    assert [(each.grammar, each.unsampled, each.allowed) for each in leased] == [
+        (GRAMMAR, None, None),
+        (None, None, None),
+    ]
+    with engine.connect() as connection:
+        stored = connection.execute(experiences.select().where(experiences.c.choice == 0)).one().grammar
+    assert len(stored) < len(GRAMMAR.spec) / 2
+
+
+def test_a_file_says_that_it_is_no_sample(engine: Engine) -> None:
+    """Files have no grammars, and what is imported from one is none either."""
+    ledger = Ledger(engine)
+    marked = experience(choice=2, unsampled="sampling:top_p")
+    said = exchange(experiences=(experience(grammar=GRAMMAR), experience(choice=1), marked))
+    ledger.recording.record([said])
+    [page] = ledger.exports.replies(Selection(tenant="acme"))
+    assert [reply.unsampled for reply in page] == ["sampling:grammar", None, "sampling:top_p"]
+
+
+def test_versions_are_not_compared_on_it(engine: Engine) -> None:
+    ledger = Ledger(engine)
+    for but in ({"grammar": GRAMMAR}, {}):
+        said = exchange(experiences=(experience(drop_reason=HELD_OUT, **but),))
+        ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+    with engine.connect() as connection:
+        found = connection.execute(newest_held_out(10, None)).all()
+    assert [row.id for row in found] == [2]
+    assert ledger.reports.counts()[State.DROPPED] == 2

@@ -1,0 +1,286 @@
+"""Grammars are rebuilt as the engine enforced them, and log-probabilities are those among the tokens they allow."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xgrammar
+
+from examples.sums.model import build, save
+from tests.trainer.factories import sample
+from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
+from tuneloop.trainer.batches.batch import Batch, collate, micro_batches
+from tuneloop.trainer.batches.selection import select
+from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.batches.tokenizer import ends_in_engines, tokenizer_of
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.models.model import Actor
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+YES_OR_NO = Grammar(kind="json", spec=json.dumps(SCHEMA))
+TAGGED = Grammar(
+    kind="structural_tag",
+    spec=json.dumps(
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<tool_call>"],
+                "tags": [
+                    {
+                        "begin": '<tool_call>{"name": "add", "arguments": ',
+                        "content": {"type": "json_schema", "json_schema": SCHEMA},
+                        "end": "}</tool_call>",
+                    }
+                ],
+            },
+        }
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are bytes."""
+    found = tmp_path_factory.mktemp("bytes")
+    save(*build(), found)
+    return found
+
+
+@pytest.fixture
+def of_bytes(settings: Callable[..., Settings], folder: Path) -> Callable[..., Settings]:
+    """Makes settings of an experiment with it."""
+    return lambda **but: settings(**{"model": {"model_path": folder}, **but})
+
+
+@pytest.fixture
+def actor(of_bytes: Callable[..., Settings], folder: Path) -> Actor:
+    return Actor.load(of_bytes(), folder)
+
+
+def _ids(settings: Settings, text: str) -> np.ndarray[Any, Any]:
+    return np.array(tokenizer_of(settings).encode(text, add_special_tokens=False), np.int32)
+
+
+def _sampled(actor: Actor, settings: Settings, grammar: Grammar, *, temperature: float = 0.7, seed: int = 0) -> Sample:
+    """A reply as an engine samples it: one step at a time, every forbidden token's logit at minus infinity."""
+    words = tokenizer_of(settings)
+    info = xgrammar.TokenizerInfo.from_huggingface(words, vocab_size=actor.vocabulary)  # type: ignore[arg-type]
+    compiler = xgrammar.GrammarCompiler(info)
+    compiled = (
+        compiler.compile_json_schema(grammar.spec)
+        if grammar.kind == "json"
+        else compiler.compile_structural_tag(grammar.spec)
+        if grammar.kind == "structural_tag"
+        else compiler.compile_regex(grammar.spec)
+    )
+    matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[words.eos_token_id, *grammar.stop_ids])
+    random, prompt = torch.Generator().manual_seed(seed), _ids(settings, "a<tool_call>"[: 1 + 11 * (seed % 2)])
+    ids: list[int] = []
+    logprobs: list[float] = []
+    with torch.no_grad():
+        while len(ids) < 60 and not matcher.is_terminated():
+            logits = actor.network(torch.tensor([[*prompt.tolist(), *ids]])).logits[0, -1:].float()
+            bitmask = xgrammar.allocate_token_bitmask(1, actor.vocabulary)
+            matcher.fill_next_token_bitmask(bitmask)
+            xgrammar.apply_token_bitmask_inplace(logits, bitmask)
+            spread = (logits[0] / temperature).log_softmax(0)
+            chosen = int(torch.multinomial(spread.exp(), 1, generator=random))
+            assert matcher.accept_token(chosen)
+            ids.append(chosen)
+            logprobs.append(float(spread[chosen]))
+    return sample(
+        seed,
+        prompt_ids=prompt,
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        temperature=temperature,
+        grammar=grammar,
+        reward=float(seed % 2),
+    )
+
+
+def _scored(actor: Actor, samples: list[Sample]) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    batch = collate(assemble(samples, merge=False))
+    return batch, *actor.score(batch)
+
+
+REGEX = Grammar(kind="regex", spec="[a-z]{3}[A-Z]+", stop_ids=(200,))
+
+
+@pytest.mark.parametrize("grammar", [YES_OR_NO, TAGGED, REGEX])
+def test_the_ratio_is_one_under_the_grammar(actor: Actor, of_bytes: Callable[..., Settings], grammar: Grammar) -> None:
+    settings = of_bytes()
+    given = [_sampled(actor, settings, grammar, seed=seed) for seed in range(6)]
+    held, refused = with_allowed_tokens(given, settings, vocabulary=actor.vocabulary)
+    assert refused == {}
+    batch, logprobs_BR, entropy_BR = _scored(actor, held)
+    assert torch.allclose(logprobs_BR, batch.sampled_BR, atol=1e-4)
+    assert torch.isfinite(entropy_BR).all()
+    free, logprobs_free_BR, _ = _scored(actor, given)
+    assert free.held_BR is None
+    if grammar is not TAGGED:
+        assert not torch.allclose(logprobs_free_BR, batch.sampled_BR, atol=0.1)
+
+
+def _allowed(actor: Actor, given: Sample, sets: list[set[int]], at: list[int]) -> Sample:
+    words = -(-actor.vocabulary // 32)
+    bits = np.zeros((len(sets), words * 32), np.uint8)
+    for row, each in enumerate(sets):
+        bits[row, list(each)] = 1
+    rows = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return sample(
+        given.id,
+        prompt_ids=given.prompt_ids,
+        completion_ids=given.completion_ids,
+        logprobs=given.logprobs,
+        temperature=given.temperature,
+        allowed=AllowedTokens(rows, np.array(at, np.int32)),
+    )
+
+
+def _given(*, temperature: float, number: int = 1) -> Sample:
+    ids = {"prompt_ids": np.array([5, 6], np.int32), "completion_ids": np.array([7, 8, 9], np.int32)}
+    return sample(number, logprobs=np.zeros(3, np.float32), temperature=temperature, **ids)
+
+
+def test_log_probability_and_entropy_are_those_among_what_is_allowed(actor: Actor) -> None:
+    """Against a sum over the allowed tokens; all of the vocabulary's last word, and a token that stands alone."""
+    temperature, last = 0.7, actor.vocabulary - 1
+    sets = [{7, 20, last}, {9}]
+    first = _allowed(actor, _given(temperature=temperature), sets, [0, -1, 1])
+    with torch.no_grad():
+        batch, logprobs_BR, entropy_BR = _scored(actor, [first, _given(temperature=temperature, number=2)])
+        logits_TV = actor.network(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:4].double() / temperature
+    for position, (allowed, token) in enumerate(zip([sets[0], set(range(last + 1)), sets[1]], [7, 8, 9], strict=True)):
+        among = logits_TV[position, sorted(allowed)].softmax(0)
+        chosen = among[sorted(allowed).index(token)]
+        assert float(logprobs_BR[0, position]) == pytest.approx(float(chosen.log()), abs=1e-5)
+        assert float(entropy_BR[0, position]) == pytest.approx(float(-(among * among.log()).sum()), abs=1e-5)
+    plain = logits_TV.log_softmax(1).gather(1, torch.tensor([[7], [8], [9]]))[:, 0]
+    assert torch.allclose(logprobs_BR[1].double(), plain, atol=1e-5)
+    assert batch.held_BR is not None
+    assert batch.held_BR.tolist() == [[0, -1, 1], [-1, -1, -1]]
+
+
+def test_a_token_that_was_forced_teaches_nothing(actor: Actor) -> None:
+    forced = _allowed(actor, _given(temperature=1.0), [{7}, {8}, {9}], [0, 1, 2])
+    _, logprobs_BR, entropy_BR = _scored(actor, [forced])
+    (logprobs_BR.sum() + entropy_BR.sum()).backward()
+    assert logprobs_BR.abs().max() == 0
+    gradients = [each.grad for each in actor.network.parameters() if each.grad is not None]
+    assert all(torch.isfinite(each).all() and not each.any() for each in gradients)
+
+
+def test_gradients_are_those_of_the_masked_distribution(actor: Actor) -> None:
+    sets = [{7, 20, 30}]
+    _, logprobs_BR, entropy_BR = _scored(actor, [_allowed(actor, _given(temperature=0.7), sets, [0, -1, -1])])
+    weight = next(actor.network.parameters())
+    (found,) = torch.autograd.grad(logprobs_BR[0, 0] + entropy_BR[0, 0], weight)
+    logits = actor.network(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1, [7, 20, 30]] / 0.7
+    spread = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad(spread[0] - (spread.exp() * spread).sum(), weight)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_micro_batches_have_the_same_grammars(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    settings = of_bytes()
+    given = [_sampled(actor, settings, [YES_OR_NO, TAGGED][seed % 2], seed=seed) for seed in range(6)]
+    held, _ = with_allowed_tokens(given, settings, vocabulary=actor.vocabulary)
+    batch, whole_BR, _ = _scored(actor, held)
+    for index_B in micro_batches(batch.lengths_B, 120):
+        part = batch.rows(index_B).to(torch.device("cpu"))
+        logprobs_BR, _ = actor.score(part)
+        assert torch.allclose(logprobs_BR, whole_BR[index_B, : logprobs_BR.shape[1]], atol=1e-5)
+
+
+def test_calls_that_share_a_sequence_keep_each_its_own_grammar(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    settings = of_bytes()
+    first = _sampled(actor, settings, YES_OR_NO)
+    ids = np.concatenate([first.prompt_ids, first.completion_ids, _ids(settings, "go on")])
+    free = sample(9, prompt_ids=ids, completion_ids=np.array([70, 71], np.int32), logprobs=np.zeros(2, np.float32))
+    [held, other], _ = with_allowed_tokens([first, free], settings, vocabulary=actor.vocabulary)
+    merged = TokenSequence.alone(held).then(other)
+    batch = collate([merged])
+    assert batch.held_BR is not None
+    length = len(held.completion_ids)
+    assert held.allowed is not None
+    assert batch.held_BR[0, :length].tolist() == held.allowed.at.tolist()
+    assert batch.held_BR[0, length:].tolist() == [-1] * (len(merged.ids) - merged.start - length)
+    alone_BR, _ = actor.score(collate([TokenSequence.alone(held)]))
+    together_BR, _ = actor.score(batch)
+    assert torch.allclose(together_BR[0, :length], alone_BR[0], atol=1e-5)
+
+
+def test_a_step_begins_at_ratio_one_and_learns(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    settings = of_bytes(algorithm={"algorithm_type": "reinforce", "kl_coef": 0.1, "entropy_coef": 0.01})
+    learner = Learner(settings, actor=actor, critic=None, reference=actor.reference(settings))
+    given = [_sampled(actor, settings, YES_OR_NO, temperature=1.0, seed=seed) for seed in range(8)]
+    kept, refused = select(given, settings, vocabulary=actor.vocabulary)
+    assert refused == {}
+    before = [each.clone() for each in actor.network.parameters()]
+    metrics = learner.step(kept, version=0)
+    assert metrics["mismatch_kl/fresh"] == pytest.approx(0, abs=1e-6)
+    assert any(not torch.equal(old, new) for old, new in zip(before, actor.network.parameters(), strict=True))
+
+
+def test_a_reply_that_the_grammar_does_not_allow_is_refused(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    settings = of_bytes()
+    said = _sampled(actor, settings, YES_OR_NO)
+    other = sample(1, completion_ids=_ids(settings, "hello"), logprobs=np.full(5, -1, np.float32), grammar=YES_OR_NO)
+    in_doubt = sample(
+        2, completion_ids=said.completion_ids, logprobs=said.logprobs - np.float32(0.5), grammar=YES_OR_NO
+    )
+    unreadable = sample(3, grammar=Grammar(kind="json", spec='{"type": 3}'))
+    kept, refused = with_allowed_tokens([said, other, in_doubt, unreadable], settings, vocabulary=actor.vocabulary)
+    assert [each.id for each in kept] == [said.id]
+    by_reason = {reason: [each.id for each in samples] for reason, samples in refused.items()}
+    assert sorted(by_reason.values()) == [[1, 2], [3]]
+    assert any(reason.startswith("the grammar that held it cannot be rebuilt: ") for reason in by_reason)
+
+
+def test_without_xgrammar_it_is_said_what_is_missing(
+    actor: Actor, of_bytes: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "same"
+    save(*build(), elsewhere)
+    said = _sampled(actor, of_bytes(), YES_OR_NO)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    settings = of_bytes(model={"model_path": elsewhere})
+    kept, refused = with_allowed_tokens([said, sample(7)], settings, vocabulary=actor.vocabulary)
+    assert [each.id for each in kept] == [7]
+    [(reason, [dropped])] = refused.items()
+    assert dropped is said
+    assert "pip install tuneloop[grammar]" in reason
+
+
+@pytest.mark.parametrize("kind", ["sft", "kto"])
+def test_methods_of_any_reply_need_no_grammar(of_bytes: Callable[..., Settings], kind: str) -> None:
+    settings = of_bytes(algorithm={"algorithm_type": kind})
+    given = [sample(1, grammar=Grammar(kind="json", spec="unreadable"))]
+    assert with_allowed_tokens(given, settings, vocabulary=265) == (given, {})
+
+
+def test_a_teacher_elsewhere_is_not_compared_under_a_grammar(of_bytes: Callable[..., Settings]) -> None:
+    distill = {"teacher_url": "http://teacher", "teacher_model": "t"}
+    settings = of_bytes(algorithm={"algorithm_type": "distill", "distill": distill})
+    given = [sample(1, grammar=YES_OR_NO), sample(2)]
+    kept, refused = with_allowed_tokens(given, settings, vocabulary=265)
+    assert kept == given[1:]
+    assert [samples for samples in refused.values()] == [given[:1]]
+
+
+def test_replies_end_as_in_engines(tmp_path: Path, of_bytes: Callable[..., Settings]) -> None:
+    words = tokenizer_of(of_bytes())
+    assert ends_in_engines(tmp_path, words) == [words.eos_token_id]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert ends_in_engines(tmp_path, words) == [words.eos_token_id, 5]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert ends_in_engines(tmp_path, words) == [words.eos_token_id, 6, 7]

@@ -12,6 +12,7 @@ import yaml
 
 from tuneloop.cli import alarms, doctor, export, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
+from tuneloop.cli.data import backup_commands
 from tuneloop.cli.options import ConfigOption, SetOption
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.retention import add_to as add_retention
@@ -41,6 +42,7 @@ app.add_typer(alarms.app, name="alarms")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
 add_retention(app)
+backup_commands.add_to(app)
 app.command()(doctor.doctor)
 
 

@@ -12,6 +12,7 @@ Each process has a slot:
 """
 
 import contextlib
+import fcntl
 import struct
 import time
 import zlib
@@ -87,6 +88,16 @@ def spool_status(root: Path) -> SpoolStatus:
 def slots(root: Path) -> list[Path]:
     """The folders of all processes, dead or alive, that ever spooled below `root`."""
     return sorted(path for path in root.glob("*") if path.name.isdigit())
+
+
+def is_taken(slot: Path) -> bool:
+    """Whether a process that lives on this machine owns the slot."""
+    with contextlib.suppress(FileNotFoundError), (slot / "lock").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def segments(folder: Path) -> list[int]:

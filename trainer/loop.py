@@ -27,6 +27,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
+from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.ledger.storage import database
@@ -76,6 +77,7 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
 
     Where this experiment was trained before, a database that is away is waited for; a first start is refused without.
     """
+    require_restored(settings.job_dir)
     trained_before = (settings.tensorboard_dir / _RUN).exists()
     while not stop.is_set():
         try:

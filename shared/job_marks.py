@@ -49,11 +49,6 @@ def note_registered(job_dir: Path, version: int, epoch: int) -> None:
         _write(job_dir / _REGISTERED, after)
 
 
-def forget_registered(job_dir: Path) -> None:
-    """The ledger that is here now is not compared with the one before it."""
-    (job_dir / _REGISTERED).unlink(missing_ok=True)
-
-
 def restoring_in(job_dir: Path) -> Restoring | None:
     """The restore that has not come to its end here, if any."""
     try:
@@ -85,6 +80,7 @@ def require_restored(job_dir: Path) -> None:
 
 
 def _write(path: Path, mark: msgspec.Struct) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     with draft.open("wb") as file:
         file.write(msgspec.json.encode(mark))

@@ -17,7 +17,6 @@ from tuneloop.shared.job_marks import (
     begin_restoring,
     end_restoring,
     note_registered,
-    registered_in,
     restoring_in,
 )
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S
@@ -34,12 +33,9 @@ from tuneloop.shared.operations.backup_format import (
     rows_path,
     verify_backup,
 )
+from tuneloop.shared.operations.older_ledger import MIN_SKIPPED, offer_again, registered_here, round_up
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import QUARANTINE, backlog_of, is_taken, size_of, slots
-
-#: So many version numbers are left out at least, and one for each second since the backup: no trainer publishes faster
-#: for long.
-MIN_SKIPPED = 1000
 
 #: Why the version before the next one is none.
 LEFT_OUT = "restored from a backup: versions up to this number may have been published after it"
@@ -90,7 +86,7 @@ def restore(
         raise EnvironmentRefused(
             f"there is something here already: {', '.join(there)}; `--replace` puts the backup in its place"
         )
-    before = max(manifest.newest, registered_in(settings.job_dir).version)
+    before = max(manifest.newest, registered_here(settings.job_dir).version)
     if next_version is not None and next_version <= before:
         raise EnvironmentRefused(
             f"--next-version: version {before} was published already, so {next_version} cannot be next"
@@ -159,12 +155,14 @@ class _Restore:
 
     def _number_on(self, next_version: int | None) -> int:
         """Leave out the numbers that may have been given since the backup; the next one."""
-        ledger, seen = Ledger.of(self._settings), registered_in(self._job)
+        ledger, seen = Ledger.of(self._settings), registered_here(self._job)
+        # One for each second since the backup at least: no trainer publishes faster for long.
         skipped = max(MIN_SKIPPED, math.ceil(self._now - self._manifest.cut_at))
-        last = _round_up(max(seen.version, self._manifest.newest) + skipped)
+        last = round_up(max(seen.version, self._manifest.newest) + skipped)
         if next_version is not None:
             last = next_version - 1
         with closing(ledger):
+            offer_again(self._settings.spool_dir, ledger)
             now = ledger.restoration.begin_anew(version=last, epoch=seen.epoch + skipped, reason=LEFT_OUT)
         note_registered(self._job, now.version, now.epoch)
         return now.version + 1
@@ -213,11 +211,6 @@ def _rows_there(settings: Settings) -> dict[str, int]:
     if revisions.current(settings.database_url, schema=schema) is None:
         return {}
     return count_rows(settings.database_url, schema=schema)
-
-
-def _round_up(number: int) -> int:
-    """Up to a thousand, so that people see that it is none that was counted to."""
-    return -(-number // 1000) * 1000
 
 
 def _copy_folder(source: Path, target: Path) -> None:

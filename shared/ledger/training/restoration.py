@@ -1,13 +1,14 @@
 """The verbs after a database was put back to an earlier moment: numbers given since are not given again."""
 
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from sqlalchemy import Connection, func, insert, select, update
 
 from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone
+from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, versions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.events import Decision, note
 
@@ -55,6 +56,32 @@ class Restoration(LedgerPart):
             if version > newest:
                 _leave_out(connection, version, epoch, Decision(RESTORE, now, reason))
         return Numbers(max(version, newest), epoch)
+
+    def lost(self, minted_at: Mapping[str, float]) -> set[str]:
+        """Which of these replies, each minted then, the ledger lost when it was put back: the older ones not there.
+
+        All that was acknowledged must be in the database.
+        """
+        restored_at = self.last_at()
+        older = [each for each, at in minted_at.items() if restored_at is not None and at < restored_at]
+        found: set[str] = set()
+        for portion in portions(older):
+            found |= self._present(portion)
+        return {*older} - found
+
+    def absent(self, msg_ids: Collection[str]) -> set[str]:
+        """Which of these replies, not too many, the ledger does not have."""
+        return {*msg_ids} - self._present(msg_ids)
+
+    def numbers(self) -> Numbers:
+        """The newest version and epoch that were registered; 0 where there is none."""
+        newest = [select(func.max(column)) for column in (versions.c.version, epochs.c.epoch)]
+        version, epoch = (self._read(query)[0][0] or 0 for query in newest)
+        return Numbers(version, epoch)
+
+    def _present(self, msg_ids: Collection[str]) -> set[str]:
+        found = self._read(select(exchanges.c.msg_id).where(exchanges.c.msg_id.in_(msg_ids)))
+        return {row.msg_id for row in found}
 
     def last_at(self) -> float | None:
         """When the ledger was last put back, in seconds since 1970; None if it never was."""

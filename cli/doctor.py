@@ -14,7 +14,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print it for programs.
 
 
 def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
-    """Report whether the ledger balances (exit code 1 if not), what waits where, and why no step is happening."""
+    """Report whether the ledger balances, what waits where, and why no step is happening.
+
+    Exit code 1 if it does not balance, is older than what was made with it, or is half restored.
+    """
     settings = read_settings(config, set_ or ()).valid_settings()
     report = examine_experiment(settings)
     if for_programs:
@@ -23,5 +26,5 @@ def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOptio
         typer.echo("\n".join(as_text(report, settings)))
     if report.facts.ledger is None:
         raise EnvironmentRefused(report.facts.away)
-    if report.imbalance:
+    if report.imbalance or report.older or report.restoring:
         raise typer.Exit(1)

@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, NoReturn, assert_never
 
@@ -12,7 +14,8 @@ import yaml
 
 from tuneloop.cli import alarms, doctor, export, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
-from tuneloop.cli.options import ConfigOption, SetOption
+from tuneloop.cli.data import backup_commands
+from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.retention import add_to as add_retention
 from tuneloop.shared import VERSION
@@ -20,6 +23,8 @@ from tuneloop.shared.errors import StartupError, TuneloopError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.operations.older_ledger import adopt
+from tuneloop.shared.operations.restore import require_stopped
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings, holds_secret
@@ -41,6 +46,7 @@ app.add_typer(alarms.app, name="alarms")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
 add_retention(app)
+backup_commands.add_to(app)
 app.command()(doctor.doctor)
 
 
@@ -171,6 +177,17 @@ def db_current(config: ConfigOption, set_: SetOption = None) -> None:
     schema = settings.buffer.trainer_input.experience_buffer.name
     there = revisions.current(settings.database_url, schema=schema)
     typer.echo(f"{there or 'empty'} (newest: {revisions.newest()})")
+
+
+@db_app.command("adopt")
+def db_adopt(config: ConfigOption, set_: SetOption = None) -> None:
+    """Go on with a database that was put back without its checkpoints and spool. No service may run."""
+    settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        require_stopped(settings, now=time.time())
+        done = adopt(settings, ledger)
+    typer.echo(f"{done.offered} records of the spool were offered to the database again, {done.refused} were refused")
+    typer.echo(f"the next version is {done.next_version}")
 
 
 @config_app.command("show")

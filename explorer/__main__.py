@@ -19,6 +19,7 @@ from tuneloop.explorer.http.server import check_uvicorn
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
@@ -80,6 +81,7 @@ def serve(settings: Settings) -> None:
     check_model(settings)
     check_engine(settings)
     make_job_dir(settings)
+    require_restored(settings.job_dir)
     load_key(key_path(settings))
     with ExitStack() as stack:
         uvloop.run(control(settings, listen(settings, stack)))

@@ -34,6 +34,7 @@ from typing import Literal
 import msgspec
 
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
+from tuneloop.shared.held_files import clear_held
 
 ACTOR, CRITIC, TRAINER_STATE = "actor", "critic", "trainer_state"
 
@@ -224,6 +225,28 @@ class CheckpointStore:
         for path in self._root.glob(f"{_GARBAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
+        clear_held(self._root)
+
+    def folders(self) -> list[Path]:
+        """The folders of versions, registered or not."""
+        return sorted(path for path in self._root.glob(f"{_VERSION}*") if _version_in(path.name) is not None)
+
+    def put_back(self, copy: Path) -> Path:
+        """Copy a version's folder that lies elsewhere to its place, under the same name; what is there goes.
+
+        No service may run. Raises OSError.
+        """
+        staging, target = self.stage(0), self._root / copy.name
+        shutil.copytree(copy, staging, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        self.seal(staging)
+        staging.chmod(self._folder_mode)
+        if target.exists():
+            self._bin(target)
+        staging.rename(target)
+        self._let_in()
+        sync_folder(self._root)
+        return target
+
     def _let_in(self) -> None:
         """Let who may read the checkpoints into the folder that they are in; nobody is kept out of it for that."""
         rights = stat.S_IMODE(self._root.stat().st_mode)
@@ -288,15 +311,18 @@ def _for_going_on(path: Path) -> list[Path]:
     return [path / CRITIC, *state] if (path / CRITIC).exists() else state
 
 
+def files_at(path: Path, manifest: Manifest) -> list[File]:
+    """The files of the manifest that must be in the folder: those that an older version is rid of need not be."""
+    return [file for file in manifest.files if not is_weights_only(path) or _stays(file.path)]
+
+
 def check_files(path: Path, manifest: Manifest, *, folder: str | None = None) -> None:
     """Raise CheckpointRejected unless the files are exactly those of the manifest, below `folder` if given.
 
     Those that an older version is rid of need not be there.
     """
     top = path if folder is None else path / folder
-    wanted = [file for file in manifest.files if folder is None or file.path.startswith(f"{folder}/")]
-    if is_weights_only(path):
-        wanted = [file for file in wanted if _stays(file.path)]
+    wanted = [file for file in files_at(path, manifest) if folder is None or file.path.startswith(f"{folder}/")]
     if not wanted:
         raise CheckpointRejected(f"{top.name} of {path.name}: the manifest names no file of it")
     for file in wanted:

@@ -9,13 +9,17 @@ Each process has a slot:
     {spool_dir}/{slot}/quarantine.seg records that the database refused repeatedly
     {spool_dir}/refused               why the database refuses what it is given, while it does, as JSON
     {spool_dir}/{slot}/00000001.torn  a segment that could not be read to its end
+    {spool_dir}/{slot}/00000001.kept  a segment whose records the database had, and has lost
 """
 
 import contextlib
+import fcntl
+import os
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -87,6 +91,16 @@ def spool_status(root: Path) -> SpoolStatus:
 def slots(root: Path) -> list[Path]:
     """The folders of all processes, dead or alive, that ever spooled below `root`."""
     return sorted(path for path in root.glob("*") if path.name.isdigit())
+
+
+def is_taken(slot: Path) -> bool:
+    """Whether a process that lives on this machine owns the slot."""
+    with contextlib.suppress(FileNotFoundError), (slot / "lock").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def segments(folder: Path) -> list[int]:
@@ -161,6 +175,22 @@ def recorded_at(segment: Path, payload: bytes | None) -> float:
         return segment.stat().st_mtime
     except FileNotFoundError:  # the flusher was faster
         return time.time()
+
+
+def payloads_before(slot: Path, done: Position) -> Iterator[bytes]:
+    """The records that are still in the slot although the database has taken them, oldest first."""
+    for path in sorted(slot.glob("*.kept")):
+        with path.open("rb") as file:
+            yield from iter(partial(next_payload, file), None)
+    with contextlib.suppress(FileNotFoundError), segment_path(slot, done.segment).open("rb") as file:
+        while file.tell() < done.offset and (payload := next_payload(file)) is not None:
+            yield payload
+
+
+def keep_segment(slot: Path, number: int) -> None:
+    """Give a segment a second name, under which it stays when the database has all of it."""
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        os.link(segment_path(slot, number), slot / f"{number:08d}.kept")
 
 
 def frame(payload: bytes) -> bytes:

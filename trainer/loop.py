@@ -27,10 +27,12 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
+from tuneloop.shared.job_marks import note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.tensorboard import Curves
 from tuneloop.trainer.batches import metrics
@@ -76,12 +78,14 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
 
     Where this experiment was trained before, a database that is away is waited for; a first start is refused without.
     """
+    require_restored(settings.job_dir)
     trained_before = (settings.tensorboard_dir / _RUN).exists()
     while not stop.is_set():
         try:
             database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
             ledger.own(settings.project, settings.name)
             ledger.versions.ensure_base(settings.model.model_path.absolute())
+            _require_newest(settings, ledger)
             return True
         except (DatabaseAway, LedgerUnavailable) as error:
             if not trained_before:
@@ -89,6 +93,18 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
             _log.warning("waiting_for_the_database", reason=str(error))
             stop.wait(_AGAIN_S)
     return False
+
+
+def _require_newest(settings: Settings, ledger: Ledger) -> None:
+    """Raise EnvironmentRefused if a version was published that the database does not know: it would get a namesake."""
+    if (older := find_lost_versions(settings.job_dir, ledger)) is not None:
+        raise EnvironmentRefused(older)
+
+
+def _take_epoch(settings: Settings, ledger: Ledger) -> int:
+    epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
+    note_registered(settings.job_dir, 0, epoch)
+    return epoch
 
 
 class TrainingLoop:
@@ -114,7 +130,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
-        self._epoch = self._ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
+        self._epoch = _take_epoch(self._settings, self._ledger)
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(self._epoch)
         self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch)

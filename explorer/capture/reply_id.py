@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from tuneloop.shared.checkpoint import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.job_marks import KEY
 from tuneloop.shared.settings.settings import Settings
 
 PREFIX = "chatcmpl-"
@@ -108,7 +109,7 @@ def minted_at(msg_id: str) -> float:
 
 def key_path(settings: Settings) -> Path:
     """Where the key of an experiment lies."""
-    return settings.job_dir / "secrets" / "msg_id.key"
+    return settings.job_dir / KEY
 
 
 def load_key(path: Path) -> bytes:

@@ -18,7 +18,7 @@ class Cleared(NamedTuple):
 
 def kept_files(slot: Path) -> list[Path]:
     """The files of a slot that are not deleted when the database has what the spool held."""
-    return sorted([*slot.glob("*.torn"), *slot.glob(QUARANTINE)])
+    return sorted(path for name in ("*.torn", "*.kept", QUARANTINE) for path in slot.glob(name))
 
 
 def clear(path: Path, erased: Mapping[Person, float]) -> Cleared:

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
+from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import optional_id, optional_time, read_object
@@ -145,9 +145,21 @@ class FeedbackRoutes:
         told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
         absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
         told |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
+        told |= dict.fromkeys(self._about_lost(events, told), Outcome.UNKNOWN)
         late = [event for event in events if told[event.event_id] is Outcome.LATE][:_MOST_APART]
         apart = {event.event_id: self._ledger.recording.outcomes_apart(event) for event in late}
         return told, {event_id: choices for event_id, choices in apart.items() if choices}
+
+    def _about_lost(self, events: Sequence[Feedback], told: Mapping[str, Outcome]) -> Iterator[str]:
+        """The events that wait in vain: a restored backup does not have their reply."""
+        named = {
+            event.event_id: [each for each in (event.msg_id, event.other_msg_id) if each is not None]
+            for event in events
+            if told[event.event_id] is Outcome.PENDING
+        }
+        ids = {each for about in named.values() for each in about}
+        lost = self._ledger.restoration.lost({each: minted_at(each) for each in ids}) if ids else set()
+        yield from (event_id for event_id, about in named.items() if not lost.isdisjoint(about))
 
 
 def _choices(heard: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:

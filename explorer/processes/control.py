@@ -45,7 +45,9 @@ from tuneloop.explorer.processes.channel import (
 )
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
-from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, TuneloopError
+from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.older_ledger import report_older
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import WITH_SECRETS
 
@@ -286,6 +288,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
+        await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
         _say(settings, sockets)
         workers.serve_with(services)
@@ -299,6 +302,15 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
                 task.cancel()
     if failures:
         raise failures[0]
+
+
+def _compare(settings: Settings, ledger: Ledger) -> None:
+    """Say so if the ledger is older than what was made with it."""
+    try:
+        for sentence in report_older(settings, ledger):
+            log.error("ledger_older", sentence=sentence)
+    except (LedgerError, OSError) as error:
+        log.warning("ledger_not_compared", reason=str(error))
 
 
 async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> None:

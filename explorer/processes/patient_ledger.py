@@ -16,6 +16,7 @@ import structlog
 from sqlalchemy import Connection, Engine, Executable
 
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
+from tuneloop.shared.job_marks import SERVED
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.database import connect, upgrade
 from tuneloop.shared.ledger.storage.transactions import Transactions
@@ -158,7 +159,7 @@ class PatientLedger(Ledger):
             compensate_late=settings.feedback.compensate_late,
             transactions=partial(PatientTransactions, prepare=partial(_prepare, settings)),
         )
-        path, base = settings.job_dir / "served.json", _base_of(settings)
+        path, base = settings.job_dir / SERVED, _base_of(settings)
         self.versions = RememberedVersions(self.transactions, path=path, base=base)
 
     @classmethod

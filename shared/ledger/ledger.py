@@ -25,6 +25,7 @@ from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.restoration import Restoration
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.comparison import Comparisons
@@ -59,6 +60,7 @@ class Ledger:
         self.settlement = Settlement(rule, compensate_late=compensate_late, clock=clock)
         self.recording = Recording(self.transactions, self.settlement, ticks=ticks)
         self.training = Training(self.transactions, self.settlement)
+        self.restoration = Restoration(self.transactions, self.settlement)
         self.retention = Retention(self.transactions, self.settlement)
         self.stored = StoredCompletions(self.transactions, self.settlement)
         self.versions = Versions(self.transactions)

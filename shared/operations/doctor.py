@@ -8,11 +8,13 @@ from tuneloop.shared.checkpoint import read_manifest, size_of, size_without_weig
 from tuneloop.shared.disk_space import DiskSpace, measure_space
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, read_engines
+from tuneloop.shared.operations.older_ledger import find_older
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
@@ -32,22 +34,35 @@ _WAITS_FOR = {
 class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
-    `open_versions` are the waiting candidate, the canary and the pinned version; `engines` those of the explorer that
-    answers where the settings say, None without one.
+    `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than the
+    ledger, `restoring` that a restore has not come to its end. `engines` are those of the explorer that answers where
+    the settings say, None without one.
     """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
     open_versions: tuple[OpenVersion, ...]
-    engines: list[EngineSummary] | None
+    older: tuple[str, ...] = ()
+    restoring: str = ""
+    engines: list[EngineSummary] | None = None
+
+
+class _Examined(NamedTuple):
+    """What the database says."""
+
+    ledger: LedgerFacts | None = None
+    imbalance: tuple[str, ...] = ()
+    open_versions: tuple[OpenVersion, ...] = ()
+    disk: DiskSpace | None = None
+    older: tuple[str, ...] = ()
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
     """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed."""
-    ledger, imbalance, open_versions, away, disk = None, list[str](), tuple[OpenVersion, ...](), "", None
+    found, away = _Examined(), ""
     try:
-        ledger, imbalance, open_versions, disk = _read_ledger(settings)
+        found = _read_ledger(settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
@@ -56,31 +71,46 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.
         now=clock(),
         rules=Rules.of(settings),
         spool=spool_status(settings.spool_dir),
-        ledger=ledger,
+        ledger=found.ledger,
         away=away,
-        disk=disk,
+        disk=found.disk,
     )
-    return DoctorReport(facts, imbalance, diagnose(facts), open_versions, read_engines(settings))
+    return DoctorReport(
+        facts,
+        list(found.imbalance),
+        diagnose(facts),
+        found.open_versions,
+        found.older,
+        _restoring(settings),
+        read_engines(settings),
+    )
 
 
-def _read_ledger(
-    settings: Settings,
-) -> tuple[LedgerFacts, list[str], tuple[OpenVersion, ...], DiskSpace | None]:
+def _restoring(settings: Settings) -> str:
+    try:
+        require_restored(settings.job_dir)
+    except EnvironmentRefused as error:
+        return str(error)
+    return ""
+
+
+def _read_ledger(settings: Settings) -> _Examined:
     schema = settings.buffer.trainer_input.experience_buffer.name
     present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
     if present is None:  # nothing has run yet
-        return LedgerFacts(states={}), [], (), None
+        return _Examined(LedgerFacts(states={}))
     if present != newest:
         raise EnvironmentRefused(
             f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
         )
     ledger = Ledger.of(settings)
     try:
-        return (
+        return _Examined(
             ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS),
-            ledger.reports.audit(),
+            tuple(ledger.reports.audit()),
             find_open_versions(ledger, settings),
             _space(ledger, settings),
+            tuple(find_older(settings, ledger)),
         )
     finally:
         ledger.close()
@@ -108,7 +138,7 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         sections["Ledger"] = [facts.away]
     else:
         wrong = [f"does NOT hold: {sentence}" for sentence in report.imbalance]
-        sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"])]
+        sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"]), *report.older]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
         sections["Trainer"] = [_trainer(facts.ledger, facts.now)]
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
@@ -119,6 +149,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
+    if report.restoring:
+        sections["Restore"] = [report.restoring]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
     for title, lines in sections.items():
         yield from (f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
@@ -190,6 +222,8 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "now": facts.now,
         "holds": None if ledger is None else not report.imbalance,
         "imbalance": report.imbalance,
+        "older": report.older,
+        "restoring": report.restoring or None,
         "spool": facts.spool._asdict(),
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],

@@ -13,6 +13,7 @@ from tuneloop.shared.checkpoint import CheckpointStore, File, Manifest, Probe
 from tuneloop.shared.disk_space import DiskSpace, measure_space
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.job_marks import note_registered
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm
@@ -54,6 +55,7 @@ class Publisher:
                 _log.error("waiting_for_room", reason=str(error))
             self._alarm_may_be_open = True
             return None
+        self._note(version)
         if self._alarm_may_be_open and self._ledger.alarms.clear(DISK_FULL):
             _log.info("room_again", version=version)
         self._alarm_may_be_open = False
@@ -62,6 +64,12 @@ class Publisher:
         for sentence in self._ledger.reports.imbalance():
             _log.error("ledger_out_of_balance", reason=sentence, version=version)
         return version
+
+    def _note(self, version: int) -> None:
+        try:
+            note_registered(self._settings.job_dir, version, self._epoch)
+        except OSError as error:  # The next one is noted, too.
+            _log.warning("version_not_noted", version=version, reason=str(error))
 
 
 class Publication:

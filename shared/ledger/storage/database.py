@@ -80,8 +80,8 @@ def _let_us_begin(engine: Engine) -> None:
         connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', 'DEFERRED')}")
 
 
-def upgrade(url: str, *, schema: str | None = None) -> None:
-    """Bring the database to the newest schema, or leave it alone if it is.
+def upgrade(url: str, *, schema: str | None = None, to: str = "head") -> None:
+    """Bring the database to the newest schema, or to the revision `to`, or leave it alone if it is there.
 
     Raises EnvironmentRefused if that fails, DatabaseAway if it may go well later.
     """
@@ -89,7 +89,7 @@ def upgrade(url: str, *, schema: str | None = None) -> None:
     place = without_password(url)
     try:
         with _only_one(engine):
-            _run_migrations(engine, schema)
+            _run_migrations(engine, schema, to)
     except DBAPIError as error:
         passes = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
         raise (DatabaseAway if passes else EnvironmentRefused)(
@@ -137,11 +137,11 @@ def _only_one(engine: Engine) -> Iterator[None]:
             connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _LOCK_KEY})
 
 
-def _run_migrations(engine: Engine, schema: str | None) -> None:
+def _run_migrations(engine: Engine, schema: str | None, to: str) -> None:
     config = migrations()
     with engine.begin() as connection:
         # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
         if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):
             connection.execute(CreateSchema(schema))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        command.upgrade(config, to)

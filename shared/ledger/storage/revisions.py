@@ -16,6 +16,11 @@ def newest() -> str | None:
     return ScriptDirectory.from_config(migrations()).get_current_head()
 
 
+def is_known(revision: str) -> bool:
+    """Whether this release can bring a database of that revision to the newest."""
+    return revision in {each.revision for each in ScriptDirectory.from_config(migrations()).walk_revisions()}
+
+
 def current(url: str, *, schema: str) -> str | None:
     """The revision of the database, None if it is empty or not there yet."""
     parsed = parse_url(url)

@@ -1,0 +1,75 @@
+"""Second names for files that others may delete meanwhile, for as long as they are being copied.
+
+{root}/.holding-*/    the files, and `lock`, held by the process that wants them
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_HOLDING = ".holding-"
+
+
+@contextmanager
+def hold(root: Path, folders: Collection[Path]) -> Iterator[Path]:
+    """A folder below `root` with second names for all that is in `folders`, each under its own name.
+
+    What is not there, or goes while it is looked at, is left out. Raises OSError.
+    """
+    if not folders:
+        yield root
+        return
+    clear_held(root)
+    holding = Path(tempfile.mkdtemp(prefix=_HOLDING, dir=root))
+    try:
+        with _lock(holding):
+            for folder in folders:
+                while _link_new(folder, holding / folder.name):
+                    pass  # what came while we were at it, such as a note that the rest is about to go
+            yield holding
+    finally:
+        shutil.rmtree(holding, ignore_errors=True)
+
+
+def clear_held(root: Path) -> None:
+    """Delete what is held for nobody any more."""
+    for path in root.glob(f"{_HOLDING}*"):
+        with suppress(OSError), _lock(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _link_new(source: Path, target: Path) -> bool:
+    """Link the files that are not there yet; whether there was one."""
+    found = False
+    for leaf in sorted(path for path in source.rglob("*") if path.is_symlink() or path.is_file()):
+        place = target / leaf.relative_to(source)
+        if not place.is_symlink() and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                _link(leaf, place)
+                found = True
+    return found
+
+
+def _link(leaf: Path, place: Path) -> None:
+    try:
+        os.link(leaf, place, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:  # No links on this file system, or not to another user's file.
+        shutil.copyfile(leaf, place, follow_symlinks=False)

@@ -1,0 +1,90 @@
+"""What is written down in an experiment's folder, beside the database, so that the two can be compared.
+
+{job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
+{job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
+{job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
+{job_dir}/secrets/msg_id.key the key that the names of replies are signed with
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from tuneloop.shared.checkpoint import sync_folder
+from tuneloop.shared.errors import EnvironmentRefused
+
+#: Below a job folder: what the explorer served last, and the key that replies are named with.
+SERVED, KEY = "served.json", "secrets/msg_id.key"
+_REGISTERED, _RESTORING = "registered.json", "restoring.json"
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """The newest version and epoch that were registered; 0 before the first."""
+
+    version: int = 0
+    epoch: int = 0
+
+
+class Restoring(msgspec.Struct, frozen=True):
+    """The backup that is being restored, and since when (seconds since 1970)."""
+
+    backup: str
+    since: float
+
+
+def registered_in(job_dir: Path) -> Registered:
+    """What was registered by services that share this folder. A damaged file says nothing."""
+    try:
+        return msgspec.json.decode((job_dir / _REGISTERED).read_bytes(), type=Registered)
+    except (OSError, msgspec.MsgspecError):
+        return Registered()
+
+
+def note_registered(job_dir: Path, version: int, epoch: int) -> None:
+    """Write down what was registered, unless newer ones were. Raises OSError."""
+    before = registered_in(job_dir)
+    after = Registered(max(version, before.version), max(epoch, before.epoch))
+    if after != before:
+        _write(job_dir / _REGISTERED, after)
+
+
+def restoring_in(job_dir: Path) -> Restoring | None:
+    """The restore that has not come to its end here, if any."""
+    try:
+        return msgspec.json.decode((job_dir / _RESTORING).read_bytes(), type=Restoring)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError:
+        return Restoring("", 0.0)
+
+
+def begin_restoring(job_dir: Path, restoring: Restoring) -> None:
+    """Keep services from starting here until `end_restoring`. Raises OSError."""
+    _write(job_dir / _RESTORING, restoring)
+
+
+def end_restoring(job_dir: Path) -> None:
+    """The restore is complete."""
+    (job_dir / _RESTORING).unlink(missing_ok=True)
+    sync_folder(job_dir)
+
+
+def require_restored(job_dir: Path) -> None:
+    """Raise EnvironmentRefused while a restore is not complete."""
+    if (restoring := restoring_in(job_dir)) is not None:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {job_dir} is half restored: let `tuneloop restore {restoring.backup}` end, or give "
+            "it again if it was interrupted"
+        )
+
+
+def _write(path: Path, mark: msgspec.Struct) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    with draft.open("wb") as file:
+        file.write(msgspec.json.encode(mark))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)

@@ -1,0 +1,107 @@
+"""The verbs after a database was put back to an earlier moment: numbers given since are not given again."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, versions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.ledger.training.run_results import give_all_back
+from tuneloop.shared.ledger.versions.events import Decision, note
+
+#: The trainer of the epoch in which a ledger was put back, and who says so of its versions.
+RESTORE = "tuneloop restore"
+
+#: The largest number that the database has room for.
+_LARGEST = (1 << 31) - 1
+
+_NO_MANIFEST = "0" * 64
+
+
+class Numbers(NamedTuple):
+    """The newest version and the newest epoch."""
+
+    version: int
+    epoch: int
+
+
+class Restoration(LedgerPart):
+    """What a ledger that was put back must know."""
+
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
+
+    def begin_anew(self, *, version: int, epoch: int, reason: str) -> Numbers:
+        """Give back all leases, and let versions and epochs count on after these; returns where they are then.
+
+        A version beyond the newest is registered as rejected, with the reason and without files. Raises OverflowError
+        beyond the largest number.
+        """
+        now = self._clock()
+        with self._write() as connection:
+            alone(connection, "epochs")
+            newest: int = connection.scalar(select(func.max(versions.c.version))) or 0
+            epoch = max(epoch, 1 + (connection.scalar(select(func.max(epochs.c.epoch))) or 0))
+            if max(epoch, version) >= _LARGEST:
+                raise OverflowError(f"no numbers are left after version {version} and epoch {epoch}")
+            connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
+            restored = {"epoch": epoch, "trainer": RESTORE, "started_at": now, "seen_at": now, "ended_at": now}
+            connection.execute(insert(epochs).values(restored))
+            self._settlement.release(connection, experiences.c.lease_epoch < epoch)
+            give_all_back(connection)
+            if version > newest:
+                _leave_out(connection, version, epoch, Decision(RESTORE, now, reason))
+        return Numbers(max(version, newest), epoch)
+
+    def lost(self, minted_at: Mapping[str, float]) -> set[str]:
+        """Which of these replies, each minted then, the ledger lost when it was put back: the older ones not there.
+
+        All that was acknowledged must be in the database.
+        """
+        restored_at = self.last_at()
+        older = [each for each, at in minted_at.items() if restored_at is not None and at < restored_at]
+        found: set[str] = set()
+        for portion in portions(older):
+            found |= self._present(portion)
+        return {*older} - found
+
+    def absent(self, msg_ids: Collection[str]) -> set[str]:
+        """Which of these replies, not too many, the ledger does not have."""
+        return {*msg_ids} - self._present(msg_ids)
+
+    def numbers(self) -> Numbers:
+        """The newest version and epoch that were registered; 0 where there is none."""
+        newest = [select(func.max(column)) for column in (versions.c.version, epochs.c.epoch)]
+        version, epoch = (self._read(query)[0][0] or 0 for query in newest)
+        return Numbers(version, epoch)
+
+    def _present(self, msg_ids: Collection[str]) -> set[str]:
+        found = self._read(select(exchanges.c.msg_id).where(exchanges.c.msg_id.in_(msg_ids)))
+        return {row.msg_id for row in found}
+
+    def last_at(self) -> float | None:
+        """When the ledger was last put back, in seconds since 1970; None if it never was."""
+        query = select(func.max(epochs.c.started_at)).where(epochs.c.trainer == RESTORE)
+        found: float | None = self._read(query)[0][0]
+        return found
+
+
+def _leave_out(connection: Connection, version: int, epoch: int, decision: Decision) -> None:
+    connection.execute(
+        insert(versions).values(
+            version=version,
+            state=VersionState.REJECTED,
+            step=0,
+            epoch=epoch,
+            path="",
+            manifest_sha256=_NO_MANIFEST,
+            consumed=0,
+            created_at=decision.at,
+            reason=decision.reason,
+        )
+    )
+    note(connection, version, VersionAction.REJECTED, decision)

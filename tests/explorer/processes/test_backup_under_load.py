@@ -1,0 +1,142 @@
+"""A backup of a service under load, as operators take it: what was acknowledged before is in it once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.databases import Schemas
+from tests.doubles.engine import CHAT, EngineDouble
+from tests.explorer.checkpoints import register
+from tests.explorer.running import HELLO, eventually
+from tests.explorer.test_main import attached_to, job, service, write_settings
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.dump import open_snapshot
+from tuneloop.shared.settings.loader import load_settings
+
+
+class Crowd:
+    """Clients that chat and rate until told to stop: what they were told is in `replies` and `rated`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.replies: list[str] = []
+        self.rated: list[str] = []
+        self._threads = [threading.Thread(target=self._chat) for _ in range(3)]
+
+    def __enter__(self) -> "Crowd":
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for each in self._threads:
+            each.join()
+
+    def _chat(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
+            while not self._stop.is_set():
+                said = http.post(CHAT, json=HELLO).raise_for_status().json()["id"]
+                self.replies.append(said)
+                http.post("/feedback", json={"msg_ids": [said], "reward": 0.5}).raise_for_status()
+                self.rated.append(said)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def databases(request: pytest.FixtureRequest) -> Iterator[list[dict[str, str]]]:
+    """Where the ledger is, and where it is restored to: settings of the buffer."""
+    if request.param == "sqlite":
+        yield [{}, {"name": "restored"}]
+        return
+    url, schemas = request.getfixturevalue("postgres_url"), request.getfixturevalue("schemas")
+    names = [f"under_load_{os.getpid()}_{number}" for number in range(2)]
+    yield [{"path": url, "name": name} for name in names]
+    assert isinstance(schemas, Schemas)
+    for name in names:
+        schemas.drop(name)
+
+
+def settings_file(folder: Path, double: EngineDouble, buffer: dict[str, str]) -> Path:
+    return write_settings(
+        folder,
+        explorer__workers=2,
+        explorer__service_status_check_interval=0.1,
+        buffer__trainer_input__experience_buffer=buffer,
+        **attached_to(double),
+    )
+
+
+def tuneloop(*arguments: object) -> str:
+    command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def version(http: httpx.Client) -> int:
+    return int(http.post(CHAT, json=HELLO).headers["x-tuneloop-version"])
+
+
+def publish(settings: Path) -> int:
+    """What a trainer does."""
+    read = load_settings(settings)
+    with closing(Ledger.of(read)) as ledger:
+        return register(ledger, read.job_dir)
+
+
+def rewards(settings: Path) -> list[tuple[str, float | None]]:
+    """Every reply in the ledger, with its reward."""
+    read = load_settings(settings)
+    schema = read.buffer.trainer_input.experience_buffer.name
+    with open_snapshot(read.database_url, schema=schema) as snapshot:
+        return [(row["msg_id"], row["reward"]) for row in snapshot.rows("experiences") if row["tenant"] == "default"]
+
+
+def test_a_service_goes_on_from_a_backup_that_was_taken_under_load(
+    tmp_path: Path, double: EngineDouble, databases: list[dict[str, str]]
+) -> None:
+    first = settings_file(tmp_path, double, databases[0])
+    with service(first) as (running, http):
+        assert publish(first) == 1
+        eventually(lambda: version(http) == 1)
+        with Crowd(str(http.base_url)) as crowd:
+            eventually(lambda: len(crowd.rated) > 40)
+            before = set(crowd.replies), set(crowd.rated)
+            tuneloop("backup", tmp_path / "backup", "-c", first)
+            until = len(crowd.rated) + 40
+            eventually(lambda: len(crowd.rated) > until)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    job(tmp_path).rename(tmp_path / "lost")
+    second = settings_file(tmp_path, double, databases[1])
+    assert "the next version is 2001" in tuneloop("restore", tmp_path / "backup", "-c", second)
+    with service(second) as (_, http):
+        eventually(lambda: http.post("/commit").status_code == 200)
+        assert version(http) == 1
+        there = rewards(second)
+        assert len(dict(there)) == len(there)
+        assert before[0] <= dict(there).keys()
+        assert all(dict(there)[each] == 0.5 for each in before[1])
+        lost = [each for each in crowd.replies if each not in dict(there)]
+        assert len(lost) >= 40
+        asked = {"msg_ids": [lost[-1], crowd.replies[0]], "reward": 1}
+        told = http.post("/feedback", json=asked).json()["outcomes"]
+        assert told == {lost[-1]: "unknown", crowd.replies[0]: "accepted"}
+        late = http.post(CHAT, json=HELLO).json()["id"]
+        assert http.post("/feedback", json={"msg_ids": [late], "reward": 1}).json()["outcomes"] == {late: "accepted"}
+        assert http.post("/commit").json()["committed"] >= 1
+        assert publish(second) == 2001
+        eventually(lambda: version(http) == 2001)
+    with closing(Ledger.of(load_settings(second))) as ledger:
+        assert ledger.reports.audit() == []
+        assert ledger.reports.counts()[State.TRAINED] == 2

@@ -1,0 +1,444 @@
+"""Backups: one consistent cut of ledger, spool and checkpoints, put back elsewhere, on either database."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from tests.conftest import Place
+from tests.databases import Schemas
+from tests.explorer.checkpoints import register, write_model
+from tests.factories import committed, exchange, experience, feedback, leased
+from tuneloop.shared.checkpoint import check_files, read_manifest
+from tuneloop.shared.errors import EnvironmentRefused, FileRefused
+from tuneloop.shared.experience import Kind, State, encode
+from tuneloop.shared.job_marks import KEY, require_restored
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database, dump, revisions
+from tuneloop.shared.operations import restore as restoring
+from tuneloop.shared.operations.backup import back_up
+from tuneloop.shared.operations.restore import check_backup, restore
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import frame, segment_path, spool_status
+
+NUL = "a \0 and half a pair \ud800"
+
+
+def settings_at(place: Place, folder: Path, model: Path) -> Settings:
+    buffer: dict[str, object] = {"path": place.url}
+    if place.schema is not None:
+        buffer["name"] = place.schema
+    return Settings.model_validate(
+        {
+            "checkpoint_root_dir": folder / "checkpoints",
+            "model": {"model_path": model},
+            "buffer": {"trainer_input": {"experience_buffer": buffer}},
+        }
+    )
+
+
+def open_ledger(settings: Settings) -> Ledger:
+    database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+    ledger = Ledger.of(settings)
+    ledger.own(settings.project, settings.name)
+    ledger.versions.ensure_base(settings.model.model_path.absolute())
+    return ledger
+
+
+class Experiment:
+    """An experiment that services could run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.ledger = open_ledger(settings)
+
+    @property
+    def job(self) -> Path:
+        return self.settings.job_dir
+
+    def tables(self) -> dict[str, list[str]]:
+        """All rows, but the paths of versions, which are another folder's elsewhere."""
+        schema = self.settings.buffer.trainer_input.experience_buffer.name
+        with dump.open_snapshot(self.settings.database_url, schema=schema) as snapshot:
+            return {
+                table: sorted(repr({k: v for k, v in row.items() if k != "path"}) for row in snapshot.rows(table))
+                for table in snapshot.tables
+            }
+
+    def spool(self, *records: bytes) -> None:
+        """Bring records to disk that the database does not have, as a worker that was killed leaves them."""
+        folder = self.settings.spool_dir / "0"
+        folder.mkdir(parents=True, exist_ok=True)
+        segment_path(folder, 1).write_bytes(b"".join(map(frame, records)))
+
+
+class Bench:
+    """Makes experiments in databases of their own: on the first kind, restored to the second."""
+
+    def __init__(self, folder: Path, kinds: tuple[str, str], request: pytest.FixtureRequest) -> None:
+        self._folder, self._kinds = folder, kinds
+        on_postgres = "postgres" in kinds
+        self._url: str = request.getfixturevalue("postgres_url") if on_postgres else ""
+        self._admin: Schemas | None = request.getfixturevalue("schemas") if on_postgres else None
+        self._opened: list[Experiment] = []
+        self._schemas: list[str] = []
+        self.model = write_model(folder / "model")
+
+    def settings(self, name: str) -> Settings:
+        kind = self._kinds[1 if self._opened else 0]
+        if kind == "sqlite":
+            return settings_at(Place(f"sqlite:///{self._folder}/{name}.db", None), self._folder / name, self.model)
+        schema = f"backup_{os.getpid()}_{self._folder.name[-20:]}_{name}".lower()
+        self._schemas.append(schema)
+        return settings_at(Place(self._url, schema), self._folder / name, self.model)
+
+    def open(self, settings: Settings) -> Experiment:
+        self._opened.append(found := Experiment(settings))
+        return found
+
+    def close(self) -> None:
+        for each in self._opened:
+            each.ledger.close()
+        for schema in self._schemas:
+            assert self._admin is not None
+            self._admin.drop(schema)
+
+
+BOTH = [
+    ("sqlite", "sqlite"),
+    pytest.param(("postgres", "postgres"), marks=pytest.mark.postgres),
+]
+EITHER = [
+    *BOTH,
+    pytest.param(("sqlite", "postgres"), marks=pytest.mark.postgres),
+    pytest.param(("postgres", "sqlite"), marks=pytest.mark.postgres),
+]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    found = Bench(tmp_path, getattr(request, "param", ("sqlite", "sqlite")), request)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def source(bench: Bench) -> Experiment:
+    """An experiment with rows in every state, two versions, and records in its spool."""
+    found = bench.open(bench.settings("source"))
+    ledger, job = found.ledger, found.job
+    for _ in range(2):
+        ledger.versions.promote(register(ledger, job))
+    committed(ledger, 3)
+    leased(ledger, 2)
+    said = exchange(user=NUL, task_id="t", run_id="r", experiences=(experience(), experience(choice=1)))
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, kind=Kind.COMMENT, value=None, text=NUL)])
+    ledger.versions.pin(2, instead_of=2, by="ann", reason="demo")
+    ledger.retention.erase("acme", "somebody")
+    (job / KEY).parent.mkdir()
+    (job / KEY).write_bytes(os.urandom(32))
+    found.spool(encode(exchange(msg_id="chatcmpl-spooled")), encode(feedback(msg_id="chatcmpl-spooled")))
+    return found
+
+
+@pytest.mark.parametrize("bench", EITHER, indirect=True)
+def test_what_was_backed_up_is_there_again_elsewhere(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    before = source.tables()
+    backup = back_up(source.settings, tmp_path / "backup")
+    assert source.tables() == before
+    assert not list(source.job.glob(".*"))
+    there = bench.settings("target")
+    restored = restore(there, tmp_path / "backup")
+    target = bench.open(there)
+    after = target.tables()
+    changed = {table for table in before if before[table] != after[table]}
+    assert changed <= {"epochs", "versions", "version_events", "experiences"}, "leases are given back, numbers left out"
+    assert sum(backup.rows.values()) == sum(map(len, before.values()))
+    counts = source.ledger.reports.counts()
+    leased_rows = counts.pop(State.LEASED)
+    assert target.ledger.reports.counts() == counts | {
+        State.LEASED: 0,
+        State.COMMITTED: counts[State.COMMITTED] + leased_rows,
+    }
+    assert target.ledger.reports.audit() == []
+    assert (target.job / KEY).read_bytes() == (source.job / KEY).read_bytes()
+    champion = target.ledger.versions.champion()
+    assert (champion.version, champion.path, champion.pinned) == (2, target.job / "global_step_2", True)
+    check_files(champion.path, read_manifest(champion.path, sha256=champion.manifest_sha256))
+    assert spool_status(there.spool_dir).bytes == spool_status(source.settings.spool_dir).bytes > 0
+    assert restored.next_version > 1000
+    target.ledger.versions.unpin(by="ann")
+    assert register(target.ledger, target.job) == restored.next_version
+    assert target.ledger.versions.newest().version == restored.next_version
+
+
+@pytest.mark.parametrize("bench", BOTH, indirect=True)
+def test_nothing_is_replaced_unless_it_is_said(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    before, later = source.tables(), partial(sum, [time.time(), 61])
+    with pytest.raises(EnvironmentRefused, match=r"rows in the database, 2 checkpoints .*, \d+ bytes in .*--replace"):
+        restore(source.settings, tmp_path / "backup", clock=later)
+    assert source.tables() == before
+    committed(source.ledger, 5)
+    lost = register(source.ledger, source.job)
+    source.ledger.close()
+    with pytest.raises(EnvironmentRefused, match=r"trainer trainer was seen \d s ago: stop all services first"):
+        restore(source.settings, tmp_path / "backup", replace=True)
+    after = source.settings
+    restored = restore(after, tmp_path / "backup", replace=True, clock=later)
+    again = bench.open(after)
+    assert again.tables()["exchanges"] == before["exchanges"]
+    assert restored.next_version > lost
+    assert again.ledger.reports.audit() == []
+
+
+def test_the_numbers_of_versions_that_may_have_been_published_are_left_out(
+    source: Experiment, bench: Bench, tmp_path: Path
+) -> None:
+    now = time.time()
+    back_up(source.settings, tmp_path / "backup", clock=lambda: now)
+
+    def next_version(name: str, seconds: float, **but: int) -> int:
+        there = bench.settings(name)
+        found = restore(there, tmp_path / "backup", clock=lambda: now + seconds, **but).next_version
+        target = bench.open(there)
+        assert register(target.ledger, target.job) == found
+        return found
+
+    assert next_version("soon", 1) == 2001
+    assert next_version("late", 86400) == 87001
+    assert next_version("clock_behind", -5000) == 2001
+    assert next_version("by_hand", 1, next_version=3) == 3
+    with pytest.raises(EnvironmentRefused, match="version 2 was published already"):
+        next_version("taken", 1, next_version=2)
+
+
+def test_every_damage_is_found_before_anything_is_touched(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    whole = tmp_path / "backup"
+    manifest = back_up(source.settings, whole)
+    there = bench.settings("target")
+    for name in ["backup.json", *(file.path for file in manifest.files)]:
+        damaged = tmp_path / "damaged"
+        shutil.copytree(whole, damaged)
+        data = bytearray((damaged / name).read_bytes())
+        for change in ("flipped", "cut", "gone"):
+            if change == "flipped" and data:
+                data[len(data) // 2] ^= 1
+                (damaged / name).write_bytes(data)
+            elif change == "cut" and data:
+                (damaged / name).write_bytes(data[:-1])
+            else:
+                (damaged / name).unlink(missing_ok=True)
+            with pytest.raises(FileRefused, match=r"damaged|no backup"):
+                restore(there, damaged)
+        shutil.rmtree(damaged)
+    assert not there.job_dir.exists()
+    restore(there, whole)
+
+
+def test_a_backup_of_another_experiment_or_model_is_refused(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    there = bench.settings("target")
+    with pytest.raises(
+        EnvironmentRefused, match=r"is a backup of tuneloop/default, the settings are those of tuneloop/other"
+    ):
+        restore(there.model_copy(update={"name": "other"}), tmp_path / "backup")
+    (bench.model / "config.json").write_text("{}")
+    with pytest.raises(EnvironmentRefused, match="is not the model that the versions of the backup come from"):
+        restore(there, tmp_path / "backup")
+    assert not there.job_dir.exists()
+
+
+def test_a_backup_of_a_newer_release_is_refused(
+    source: Experiment, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    there = bench.settings("target")
+    with monkeypatch.context() as patch:
+        patch.setattr(restoring.revisions, "is_known", lambda revision: False)
+        with pytest.raises(EnvironmentRefused, match=r"has the schema .* of tuneloop .*: install that release"):
+            restore(there, tmp_path / "backup")
+    monkeypatch.setattr("tuneloop.shared.operations.backup_format.FORMAT", 0)
+    with pytest.raises(FileRefused, match="install that release, or a newer one"):
+        restore(there, tmp_path / "backup")
+    assert not there.job_dir.exists()
+
+
+@pytest.mark.parametrize("bench", BOTH, indirect=True)
+def test_a_backup_of_an_older_schema_is_brought_up_to_date(bench: Bench, tmp_path: Path) -> None:
+    settings = bench.settings("old")
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    database.upgrade(settings.database_url, schema=schema, to="0001")
+    old = Ledger.of(settings)
+    with old.transactions.write() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO versions (version, state, step, path, consumed, created_at, served_at) "
+                "VALUES (0, 'champion', 0, '/old/model', 0, 1, 1)"
+            )
+        )
+        connection.execute(
+            text(
+                "INSERT INTO exchanges (msg_id, tenant, endpoint, request, received_at, latency_s) "
+                "VALUES ('chatcmpl-old', 'acme', '/v1/chat/completions', :request, 1, 1)"
+            ),
+            {"request": b"{}"},
+        )
+    old.close()
+    manifest = back_up(settings, tmp_path / "backup")
+    assert manifest.revision == "0001"
+    bench.open(bench.settings("unused"))
+    there = bench.settings("target")
+    restore(there, tmp_path / "backup")
+    target = bench.open(there)
+    assert (
+        revisions.current(there.database_url, schema=there.buffer.trainer_input.experience_buffer.name)
+        == revisions.newest()
+    )
+    assert "chatcmpl-old" in target.tables()["exchanges"][0]
+
+
+def test_a_folder_that_is_not_empty_takes_no_backup(source: Experiment, tmp_path: Path) -> None:
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "backup" / "mine").touch()
+    with pytest.raises(FileRefused, match="is not empty"):
+        back_up(source.settings, tmp_path / "backup")
+    assert [each.name for each in (tmp_path / "backup").iterdir()] == ["mine"]
+
+
+def test_a_champion_that_is_not_there_is_said(source: Experiment, tmp_path: Path) -> None:
+    weights = source.job / "global_step_2" / "actor" / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(EnvironmentRefused, match="version 2 is needed and its files are missing or damaged"):
+        back_up(source.settings, tmp_path / "backup")
+    shutil.rmtree(source.job / "global_step_2")
+    with pytest.raises(EnvironmentRefused, match="version 2 is needed and its files are missing or damaged"):
+        back_up(source.settings, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+    assert not list(source.job.glob(".*"))
+    shutil.rmtree(source.job / "global_step_1")
+    source.ledger.versions.unpin(by="ann")
+    source.ledger.versions.roll_back(2, by="ann", reason="gone")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that has no room for a whole backup."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root may mount")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("no mounts here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_leaves_no_half_backup(source: Experiment, small_disk: Path) -> None:
+    before = source.tables()
+    with pytest.raises(FileRefused, match=r"No space left on device.*nothing of it is left there"):
+        back_up(source.settings, small_disk / "backup")
+    assert list(small_disk.iterdir()) == []
+    assert source.tables() == before
+
+
+def test_a_restore_onto_a_full_disk_is_given_again(
+    source: Experiment, bench: Bench, small_disk: Path, tmp_path: Path
+) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    there = bench.settings("target")
+    full = there.model_copy(update={"checkpoint_root_dir": small_disk})
+    with pytest.raises(FileRefused, match=r"No space left on device.*give it again: no service starts before"):
+        restore(full, tmp_path / "backup")
+    with pytest.raises(EnvironmentRefused, match="is half restored"):
+        require_restored(full.job_dir)
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    restore(full, tmp_path / "backup")
+    require_restored(full.job_dir)
+
+
+#: What a process asks the system for when it changes files.
+_CALLS = {
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.link",
+    "os.rmdir",
+    "os.chmod",
+    "fcntl.flock",
+    "sqlite3.connect",
+}
+
+
+def killed_at(number: int, run: Callable[[], object]) -> bool:
+    """Run it in a process that is killed at its so-manieth call; whether it was."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(number))
+        sys.addaudithook(
+            lambda name, _: os.kill(os.getpid(), 9) if name in _CALLS and next(calls, None) is None else None
+        )
+        try:
+            run()
+        except (FileRefused, EnvironmentRefused):
+            os._exit(1)
+        finally:
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in {0, 9}
+    return status == 9
+
+
+def test_a_backup_killed_at_any_point_harms_nothing_and_is_refused(
+    source: Experiment, bench: Bench, tmp_path: Path
+) -> None:
+    before, files = source.tables(), sorted(path for path in source.job.rglob("*"))
+    there, points, incomplete = bench.settings("target"), 0, 0
+    source.ledger.close()
+    while killed_at(3 * points, partial(back_up, source.settings, tmp_path / f"backup-{points}")):
+        if not (tmp_path / f"backup-{points}" / "backup.json").exists():
+            with pytest.raises(FileRefused, match="no backup"):
+                check_backup(there, tmp_path / f"backup-{points}")
+            incomplete += 1
+        else:
+            check_backup(there, tmp_path / f"backup-{points}")
+        points += 1
+    assert incomplete > 30
+    check_backup(there, tmp_path / f"backup-{points}")
+    assert source.tables() == before
+    assert sorted(path for path in source.job.rglob("*")) == files
+
+
+def test_a_restore_killed_at_any_point_is_given_again(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    source.ledger.close()
+    half = 0
+    for number in itertools.count():
+        there = bench.settings(f"target-{number}")
+        if not killed_at(5 * number, partial(restore, there, tmp_path / "backup")):
+            break
+        if restoring.restoring_in(there.job_dir):
+            with pytest.raises(EnvironmentRefused, match="is half restored"):
+                require_restored(there.job_dir)
+            half += 1
+            restore(there, tmp_path / "backup")
+        elif revisions.current(there.database_url, schema="") is None:
+            assert not list(there.job_dir.rglob("global_step_*")) + list(there.job_dir.rglob("*.seg"))
+            continue
+        require_restored(there.job_dir)
+        with closing(Ledger.of(there)) as ledger:
+            assert ledger.restoration.last_at()
+            assert ledger.reports.audit() == []
+            assert sum(ledger.reports.counts().values()) == 9
+        check_files(there.job_dir / "global_step_2", read_manifest(there.job_dir / "global_step_2"))
+    assert half > 20

@@ -1,0 +1,78 @@
+"""Training goes on from a backup to the bit, under new numbers; on an older database it does not start."""
+
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from tests.trainer.factories import commit, sample
+from tuneloop.shared.checkpoint import read_manifest
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import Registered, registered_in
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import dump
+from tuneloop.shared.operations.backup import back_up
+from tuneloop.shared.operations.backup_format import decode_rows, rows_path
+from tuneloop.shared.operations.older_ledger import adopt
+from tuneloop.shared.operations.restore import restore
+from tuneloop.trainer.loop import run
+
+
+def weights(path: Path) -> dict[str, str]:
+    """The sha256 of everything that is trained."""
+    return {file.path: file.sha256 for file in read_manifest(path).files if file.path.endswith(".safetensors")}
+
+
+@pytest.fixture
+def backup(settings, ledger, tmp_path):
+    """A backup after two versions of four rows each, with rows for two more; one was published since."""
+    ledger.own(settings().project, settings().name)
+    ledger.versions.ensure_base(settings().model.model_path.absolute())
+    commit(ledger, [sample(i) for i in range(16)])
+    run(settings(trainer={"total_steps": 2}), Event())
+    back_up(settings(), tmp_path / "backup")
+    run(settings(trainer={"total_steps": 3}), Event())
+    return tmp_path / "backup"
+
+
+def test_training_goes_on_to_the_bit_under_new_numbers(settings, ledger, backup, tmp_path):
+    there = settings(trainer={"total_steps": 3}).model_copy(update={"checkpoint_root_dir": tmp_path / "there"})
+    assert restore(there, backup).next_version == 2001
+    run(there, Event())
+    with closing(Ledger.of(there)) as restored:
+        newest = restored.versions.newest()
+        assert (newest.version, newest.step) == (2001, 3)
+        assert restored.reports.audit() == []
+        assert restored.reports.counts()[State.TRAINED] == 12
+        assert read_manifest(newest.path).parent == 2
+    assert weights(newest.path) == weights(ledger.versions.newest().path)
+    assert registered_in(there.job_dir).version == 2001
+
+
+def test_a_trainer_does_not_start_on_a_database_that_was_put_back_alone(settings, ledger, backup, tmp_path):
+    chosen = settings(trainer={"total_steps": 4})
+    assert registered_in(chosen.job_dir) == Registered(version=3, epoch=2)
+    ledger.close()
+    with dump.open_snapshot(chosen.database_url, schema="") as snapshot:
+        present = snapshot.revision
+    dump.drop_tables(chosen.database_url, schema="")
+    dump.load_rows(
+        chosen.database_url,
+        schema="",
+        revision=present,
+        rows=lambda table: decode_rows(backup / rows_path(table)),
+    )
+    with pytest.raises(
+        EnvironmentRefused, match=r"knows versions up to 2 and .* version 3 and epoch 2 were registered"
+    ):
+        run(chosen, Event())
+    (chosen.job_dir / "registered.json").unlink()  # of a release that wrote none: the checkpoints tell, too
+    with pytest.raises(EnvironmentRefused, match=r"version 2 and epoch 2 were registered.*tuneloop db adopt"):
+        run(chosen, Event())
+    with closing(Ledger.of(chosen)) as older:
+        assert adopt(chosen, older).next_version == 2001
+        run(chosen, Event())
+        assert [each.version for each in older.versions.all()][-2:] == [2001, 2002]
+        assert older.reports.audit() == []

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import structlog
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.checkpoint import CheckpointStore, check_files, read_manifest
@@ -193,10 +194,11 @@ class TrainingLoop:
         """Become the newest registered version."""
         if newest.version:
             _require_whole(newest, self._store)
-        self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
-        self._learner.teacher = self._teacher.teacher
-        self._learner.micro_batch_tokens = self._micro_batch.tokens
-        snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
+        with _room_for_weights():
+            self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
+            self._learner.teacher = self._teacher.teacher
+            self._learner.micro_batch_tokens = self._micro_batch.tokens
+            snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
         self._unpublished.clear()
         self._unpublished_steps = 0
@@ -316,6 +318,19 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     finally:
         with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
             ledger.training.end(epoch)
+
+
+@contextmanager
+def _room_for_weights() -> Iterator[None]:
+    """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise EnvironmentRefused(
+            f"model.model_path: the GPU's memory has no room for the weights and optimisers: {reason}. Lower "
+            "explorer.rollout_model.gpu_memory_utilization if an engine shares it, or train an adapter: model.lora.rank"
+        ) from None
 
 
 def _require_whole(version: Version, store: CheckpointStore) -> None:

@@ -2,8 +2,10 @@
 
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.errors import EnvironmentRefused
@@ -86,3 +88,50 @@ def test_a_file_that_says_nothing_sensible_counts_for_nothing(settings, content)
     chosen.job_dir.mkdir(parents=True)
     (chosen.job_dir / "micro_batch.json").write_bytes(content)
     assert MicroBatch(chosen).tokens == 512
+
+
+def test_weights_that_have_no_room_are_refused_with_what_to_do(settings, ledger, monkeypatch):
+    def load(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free")
+
+    monkeypatch.setattr(snapshot, "load", load)
+    with pytest.raises(EnvironmentRefused, match=r"CUDA out of memory\. Lower .*gpu_memory_utilization"):
+        run(settings(), Event())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_that_is_too_small_the_step_is_made_in_smaller_pieces(tmp_path, settings):
+    """The real thing: the same step on all of its memory, and on a part that holds the weights and little beside."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = Qwen3Config(vocab_size=32_000, num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, **shape)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    made = settings(model={"model_path": tmp_path / "model"}, trainer={"device": "cuda", "micro_batch_tokens": 1 << 20})
+    rows = [
+        sample(i, completion_ids=np.arange(1000, dtype=np.int32), logprobs=np.full(1000, -10.0, np.float32))
+        for i in range(64)
+    ]
+    whole, expected, peak = _step_within(made, rows, None)
+    smaller, weights, _ = _step_within(made, rows, peak)
+    assert smaller < whole == 1 << 20
+    assert MicroBatch(made).tokens == smaller
+    assert all(torch.allclose(expected[name].float(), each.float(), atol=1e-3) for name, each in weights.items())
+
+
+def _step_within(made, rows, peak):
+    """The micro-batch that a step came down to, the weights after it, and the most bytes that it took.
+
+    With the `peak` of another one it has what it holds at rest, and 40 % of what that took beside.
+    """
+    learner, micro_batch = snapshot.load(made, None), MicroBatch(made)
+    at_rest = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = 1.0 if peak is None else (at_rest + (peak - at_rest) * 0.4) / total
+    torch.cuda.set_per_process_memory_fraction(room)
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        micro_batch.step(learner, rows, version=0)
+        return micro_batch.tokens, _weights(learner), torch.cuda.max_memory_allocated()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        del learner
+        torch.cuda.empty_cache()

@@ -99,7 +99,7 @@ def test_weights_that_have_no_room_are_refused_with_what_to_do(settings, ledger,
         run(settings(), Event())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_that_is_too_small_the_step_is_made_in_smaller_pieces(tmp_path, settings):
     """The real thing: the same step on all of its memory, and on a part that holds the weights and little beside."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}

@@ -201,7 +201,12 @@ class CheckpointStore:
         return deleted
 
     def strip(self, path: Path) -> None:
-        """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser."""
+        """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser.
+
+        A folder that is not one of these checkpoints is left alone.
+        """
+        if _version_in(path.name) is None or path.parent.resolve() != self._root.resolve():
+            return
         if not path.exists() or _is_stripped(path):
             return
         (path / _WEIGHTS_ONLY).touch()

@@ -113,7 +113,8 @@ def adopt(settings: Settings, ledger: Ledger) -> Adoption:
     here, known = registered_here(settings.job_dir), ledger.restoration.numbers()
     last = round_up(max(here.version, known.version) + MIN_SKIPPED)
     reason = "the database was put back: versions up to this number may have been published since"
-    now = ledger.restoration.begin_anew(version=last, epoch=here.epoch + MIN_SKIPPED, reason=reason)
+    path = CheckpointStore(settings.job_dir).path(last)
+    now = ledger.restoration.begin_anew(version=last, epoch=here.epoch + MIN_SKIPPED, reason=reason, path=path)
     note_registered(settings.job_dir, now.version, now.epoch)
     ledger.alarms.clear(LEDGER_OLDER)
     return Adoption(offered, refused, now.version + 1)

@@ -163,7 +163,12 @@ class _Restore:
             last = next_version - 1
         with closing(ledger):
             offer_again(self._settings.spool_dir, ledger)
-            now = ledger.restoration.begin_anew(version=last, epoch=seen.epoch + skipped, reason=LEFT_OUT)
+            now = ledger.restoration.begin_anew(
+                version=last,
+                epoch=seen.epoch + skipped,
+                reason=LEFT_OUT,
+                path=CheckpointStore(self._job).path(last),
+            )
         note_registered(self._job, now.version, now.epoch)
         return now.version + 1
 

@@ -323,3 +323,13 @@ def test_links_are_not_sealed(store: CheckpointStore, tmp_path: Path) -> None:
     (staging / "actor" / "linked").symlink_to(tmp_path)
     with pytest.raises(CheckpointRejected, match="actor/linked: a checkpoint holds files, not links"):
         store.seal(staging)
+
+
+def test_a_folder_that_is_no_version_is_never_stripped(tmp_path: Path) -> None:
+    store, others = CheckpointStore(tmp_path / "job"), [tmp_path / "job" / "notes", tmp_path / "global_step_3"]
+    for folder in others:
+        (folder / "critic").mkdir(parents=True)
+        (folder / "trainer_state").mkdir()
+        (folder / "trainer_state" / "a").touch()
+        store.strip(folder)
+        assert sorted(path.name for path in folder.rglob("*")) == ["a", "critic", "trainer_state"]

@@ -1,6 +1,7 @@
 """The verbs after a database was put back to an earlier moment: numbers given since are not given again."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from sqlalchemy import Connection, func, insert, select, update
@@ -35,11 +36,11 @@ class Restoration(LedgerPart):
         super().__init__(transactions)
         self._settlement = settlement
 
-    def begin_anew(self, *, version: int, epoch: int, reason: str) -> Numbers:
+    def begin_anew(self, *, version: int, epoch: int, reason: str, path: Path) -> Numbers:
         """Give back all leases, and let versions and epochs count on after these; returns where they are then.
 
-        A version beyond the newest is registered as rejected, with the reason and without files. Raises OverflowError
-        beyond the largest number.
+        A version beyond the newest is registered as rejected, with the reason and without files; `path` is where they
+        would lie. Raises OverflowError beyond the largest number.
         """
         now = self._clock()
         with self._write() as connection:
@@ -54,7 +55,7 @@ class Restoration(LedgerPart):
             self._settlement.release(connection, experiences.c.lease_epoch < epoch)
             give_all_back(connection)
             if version > newest:
-                _leave_out(connection, version, epoch, Decision(RESTORE, now, reason))
+                _leave_out(connection, version, epoch, path, Decision(RESTORE, now, reason))
         return Numbers(max(version, newest), epoch)
 
     def lost(self, minted_at: Mapping[str, float]) -> set[str]:
@@ -90,14 +91,14 @@ class Restoration(LedgerPart):
         return found
 
 
-def _leave_out(connection: Connection, version: int, epoch: int, decision: Decision) -> None:
+def _leave_out(connection: Connection, version: int, epoch: int, path: Path, decision: Decision) -> None:
     connection.execute(
         insert(versions).values(
             version=version,
             state=VersionState.REJECTED,
             step=0,
             epoch=epoch,
-            path="",
+            path=str(path),
             manifest_sha256=_NO_MANIFEST,
             consumed=0,
             created_at=decision.at,

@@ -125,6 +125,7 @@ class EngineDouble:
     adapter_one_unit_off: bool = False  # in the sums of its adapters
     rendered: bytes | None = None  # what its renderer answers; none: it was started without
     renders: list[dict[str, Any]] = field(default_factory=list)
+    grammars_given: int = 0  # text completions under a grammar
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
@@ -267,6 +268,7 @@ class EngineDouble:
         request = json.loads(body)
         if request["model"] not in {MODEL, *self.adapters}:
             return await _send_reply(send, 404, recorded("error_model.json"))
+        self.grammars_given += "structured_outputs" in request
         reply = json.loads(recorded("completions_probe.json"))
         if request.get("top_k") == 1:
             self.asked_for_one += 1

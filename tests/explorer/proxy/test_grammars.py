@@ -141,3 +141,11 @@ def test_calls_that_the_engine_holds_by_itself_are_recorded_with_their_grammar(
     plain = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
     found = ask(running_explorer(double, rollout_model=rollout), tools=[plain])
     assert (found.unsampled, found.grammar) == (None, Grammar(kind="structural_tag", spec=TAG))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_engine_that_is_attached_to_is_given_a_grammar(
+    running_explorer: Run, double: EngineDouble, trained: bool
+) -> None:
+    with running_explorer(double, train_on_grammars=trained).openai():
+        assert double.grammars_given == int(trained)

@@ -11,11 +11,13 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.operations.clock_skew import ClockSkew
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import spool_status
+from tuneloop.shared.steady_time import SteadyClock
 
 #: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
@@ -38,46 +40,64 @@ class DoctorReport(NamedTuple):
     imbalance: list[str]
     reasons: list[Reason]
     open_versions: tuple[OpenVersion, ...]
+    clock: ClockSkew | None = None
 
 
-def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
-    """Look at the ledger and the spool; nothing is changed."""
-    ledger, imbalance, open_versions, away, disk = None, list[str](), tuple[OpenVersion, ...](), "", None
+class _LedgerReading(NamedTuple):
+    """What the database says at its time `now`. The database's clock is `skew_s` ahead of that."""
+
+    facts: LedgerFacts
+    imbalance: list[str]
+    open_versions: tuple[OpenVersion, ...]
+    disk: DiskSpace | None
+    now: float
+    skew_s: float
+
+
+def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
+    """Look at the ledger and the spool; nothing is changed. `clock` tells the time in the place of the ledger's."""
+    found, away, skew, waits_by = None, "", None, SteadyClock()
     try:
-        ledger, imbalance, open_versions, disk = _read_ledger(settings)
+        found = _read_ledger(settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {without_password(settings.database_url)}: {error}"
+    now = time.time()
+    if found is not None:
+        skew, now = ClockSkew(now - found.now, found.skew_s), found.now
+        waits_by.follow(now)
     facts = Facts(
-        now=clock(),
+        now=clock() if clock else now,
         rules=Rules.of(settings),
-        spool=spool_status(settings.spool_dir),
-        ledger=ledger,
+        spool=spool_status(settings.spool_dir, waits_by),
+        ledger=found and found.facts,
         away=away,
-        disk=disk,
+        disk=found and found.disk,
     )
-    return DoctorReport(facts, imbalance, diagnose(facts), open_versions)
+    if found is None:
+        return DoctorReport(facts, [], diagnose(facts), ())
+    return DoctorReport(facts, found.imbalance, diagnose(facts), found.open_versions, skew)
 
 
-def _read_ledger(
-    settings: Settings,
-) -> tuple[LedgerFacts, list[str], tuple[OpenVersion, ...], DiskSpace | None]:
+def _read_ledger(settings: Settings) -> _LedgerReading:
     schema = settings.buffer.trainer_input.experience_buffer.name
     present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
     if present is None:  # nothing has run yet
-        return LedgerFacts(states={}), [], (), None
+        return _LedgerReading(LedgerFacts(states={}), [], (), None, time.time(), 0.0)
     if present != newest:
         raise EnvironmentRefused(
             f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
         )
     ledger = Ledger.of(settings)
     try:
-        return (
+        return _LedgerReading(
             ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS),
             ledger.reports.audit(),
             find_open_versions(ledger, settings),
             _space(ledger, settings),
+            ledger.transactions.time(),
+            ledger.transactions.clock_skew(),
         )
     finally:
         ledger.close()
@@ -111,6 +131,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+    if report.clock is not None and report.clock.wrong:
+        sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
@@ -185,6 +207,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "now": facts.now,
         "holds": None if ledger is None else not report.imbalance,
         "imbalance": report.imbalance,
+        "clock": report.clock and report.clock._asdict(),
         "spool": facts.spool._asdict(),
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],

@@ -1,7 +1,6 @@
 """This file is `tuneloop versions`."""
 
 import getpass
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Annotated
@@ -45,10 +44,8 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = Fa
     """List the versions, the newest first."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        rows = list_versions(ledger)
-    typer.echo(
-        _as_json(rows) if for_programs else "\n".join(_table_lines(rows, time.time())) or "no version is registered yet"
-    )
+        rows, now = list_versions(ledger), ledger.transactions.time()
+    typer.echo(_as_json(rows) if for_programs else "\n".join(_table_lines(rows, now)) or "no version is registered yet")
 
 
 @app.command()

@@ -179,7 +179,12 @@ def open_services(
 ) -> tuple[Services, list[Task]]:
     """Open the services that the routes call, and the tasks that they need."""
     explorer = settings.explorer
-    limits = SpoolLimits(spool, max_bytes=explorer.spool_max_bytes, max_age_s=explorer.spool_max_age)
+    limits = SpoolLimits(
+        spool,
+        max_bytes=explorer.spool_max_bytes,
+        max_age_s=explorer.spool_max_age,
+        check_database=ledger.recording.check_place,
+    )
     signer, recorder = ReplyIdSigner(load_key(key_path(settings))), Recorder(spool, limits, metrics)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     shadow = Shadow(

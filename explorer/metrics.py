@@ -176,6 +176,12 @@ class Metrics:
         self.ledger_imbalance = Gauge(
             "tuneloop_ledger_imbalance", "Violated invariants of the ledger; 0 is right", registry=registry
         )
+        self.clock_skew = Gauge(
+            "tuneloop_clock_skew_seconds",
+            "By how much a clock, this machine's or the database's, is ahead of the ledger's time",
+            ["clock"],
+            registry=registry,
+        )
         self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
 
     def _add_judge_metrics(self, registry: CollectorRegistry) -> None:

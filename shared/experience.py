@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tuneloop.shared.steady_time import Stamp
+from tuneloop.shared import steady_time
+from tuneloop.shared.steady_time import Stamp, SteadyClock
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -155,6 +156,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
 
     `request` is the client's JSON body, `user` the person it is for; times are seconds since 1970, UTC. A higher
     `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered.
+    Where it has a `stamp`, that says when it was received, and `received_at` only until the ledger's time is known.
     """
 
     msg_id: str
@@ -169,6 +171,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     user: str | None = None
     priority: float = 0.0
     engine: int | None = None
+    stamp: Stamp | None = None
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
@@ -179,7 +182,8 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
     `other_choice`. With a `msg_id`, `task_id` and `run_id` name the reply's own where its request did not.
 
     Of two events with one `event_id` the first is stored: `call_id` names the request that brought it. `occurred_at` is
-    when it happened, by the client's clock. Its `stamp` is for the order in which it was said.
+    when it happened, by the client's clock. Its `stamp` is for the order in which it was said, and says when it was
+    received, as that of an exchange does.
     """
 
     event_id: str
@@ -202,6 +206,13 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
 
 
 Record = Exchange | Feedback
+
+
+def time_received(record: Record, clock: SteadyClock = steady_time.now) -> float:
+    """When a record was received, in seconds since 1970, as well as this process knows."""
+    by_stamp = clock.time_of(record.stamp) if record.stamp else None
+    return record.received_at if by_stamp is None else by_stamp
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

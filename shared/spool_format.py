@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import os
 import struct
-import time
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -25,7 +24,9 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from tuneloop.shared.experience import Exchange, decode
+from tuneloop.shared import steady_time
+from tuneloop.shared.experience import Exchange, decode, time_received
+from tuneloop.shared.steady_time import SteadyClock
 
 HEAD = struct.Struct("<II")
 POSITION = struct.Struct("<QII")  # offset, segment, crc32 of the two
@@ -76,10 +77,10 @@ def note_refusal(root: Path, refusal: Refusal | None) -> None:
     draft.replace(root / REFUSAL)
 
 
-def spool_status(root: Path) -> SpoolStatus:
-    """The totals over the slots of all processes."""
+def spool_status(root: Path, clock: SteadyClock = steady_time.now) -> SpoolStatus:
+    """The totals over the slots of all processes; what has waited since when by this clock."""
     folders = slots(root)
-    waits = [recorded_at(*found) for slot in folders if (found := next_after(slot, flushed_of(slot)))]
+    waits = [recorded_at(*found, clock) for slot in folders if (found := next_after(slot, flushed_of(slot)))]
     quarantined = sum(size_of(slot / QUARANTINE) for slot in folders)
     refusal = refusal_of(root)
     backlog = sum(map(backlog_of, folders))
@@ -162,7 +163,7 @@ def next_after(folder: Path, done: Position) -> tuple[Path, bytes | None] | None
     return None
 
 
-def recorded_at(segment: Path, payload: bytes | None) -> float:
+def recorded_at(segment: Path, payload: bytes | None, clock: SteadyClock = steady_time.now) -> float:
     """When the record was written; for bytes that are none, when their segment was last written to."""
     if payload is not None:
         try:
@@ -170,11 +171,11 @@ def recorded_at(segment: Path, payload: bytes | None) -> float:
         except msgspec.MsgspecError:
             pass
         else:
-            return record.received_at + (record.latency_s if isinstance(record, Exchange) else 0.0)
+            return time_received(record, clock) + (record.latency_s if isinstance(record, Exchange) else 0.0)
     try:
         return segment.stat().st_mtime
     except FileNotFoundError:  # the flusher was faster
-        return time.time()
+        return clock()
 
 
 def payloads_before(slot: Path, done: Position) -> Iterator[bytes]:

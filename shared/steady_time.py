@@ -12,10 +12,17 @@ def since_boot() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+class Stamp(NamedTuple):
+    """When something was said, whatever any clock says: `seconds` after this `boot` of a machine."""
+
+    boot: str
+    seconds: float
+
+
 class SteadyClock:
     """Seconds since 1970 by `wall` when it was made, and from then on by `ticks`.
 
-    What a clock was wrong by at the start of a process stays until its end, and all the process's times fit together.
+    What a clock was wrong by at the start of a process stays until that knows the ledger's time, and follows it.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, ticks: Callable[[], float] = since_boot) -> None:
@@ -26,21 +33,26 @@ class SteadyClock:
         """The time of now."""
         return self._offset + self._ticks()
 
+    def follow(self, now: float) -> None:
+        """Go on from `now`: somebody knows better."""
+        self._offset = now - self._ticks()
+
+    def time_at(self, ticks: float) -> float:
+        """The time when the ticks were that many, even if this clock has learnt since what time it is."""
+        return self._offset + ticks
+
+    def time_of(self, stamp: Stamp) -> float | None:
+        """When it was, by this clock; None if the machine was started since, or it was another machine."""
+        return self.time_at(stamp.seconds) if stamp.boot and stamp.boot == boot() else None
+
 
 #: The time of now, in seconds since 1970, for this process.
 now = SteadyClock()
 
 
-class Stamp(NamedTuple):
-    """When something was said, for the order of what was said on one machine: later on one `boot` is larger."""
-
-    boot: str
-    seconds: float
-
-
-def stamp() -> Stamp:
-    """The stamp of now."""
-    return Stamp(boot(), since_boot())
+def stamp(*, ago_s: float = 0.0) -> Stamp:
+    """The stamp of now, or of a moment so many seconds ago."""
+    return Stamp(boot(), since_boot() - ago_s)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ stays, rewards are recomputed from the feedback, and a row starts as recorded, r
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -195,7 +194,7 @@ class ParsedRow(NamedTuple):
 
 
 def import_file(
-    ledger: Ledger, path: Path, *, tenant: str = "default", clock: Callable[[], float] = time.time
+    ledger: Ledger, path: Path, *, tenant: str = "default", clock: Callable[[], float] | None = None
 ) -> ImportResult:
     """Import a file, all of its rows; a file with mistakes not at all.
 
@@ -206,7 +205,7 @@ def import_file(
     if mistakes:
         more = ["and more"] if len(mistakes) > _MAX_MISTAKES else []
         raise FileRefused("\n".join([*mistakes[:_MAX_MISTAKES], *more, f"{path}: nothing was imported"]))
-    now = clock()
+    now = (clock or ledger.transactions.time)()
     rows = (parse_row(location, tenant=tenant, now=now) for location in files.read(path, columns))
     result = ImportResult(0, 0, 0)
     while page := list(islice(rows, _PAGE)):

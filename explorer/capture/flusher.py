@@ -126,6 +126,7 @@ class Flusher:
         while True:
             stopping = self._stop.is_set()
             self._wake.clear()
+            self._intake.look()
             adopts_all = stopping or time.monotonic() >= adopt_at
             all_moved = self._move(self._left_behind(everywhere=adopts_all and not self._stop.is_set()))
             if adopts_all:

@@ -82,6 +82,7 @@ class Intake:
         self._quarantined = quarantined
         self._say_away = say_away
         self._refusal: Refusal | None = None
+        self._misplaced = False
 
     def move(self, group: Sequence[tuple[Path, bytes]]) -> bool:
         """Put records, each with its slot, into the database; False if we were told to stop while it was away."""
@@ -96,6 +97,18 @@ class Intake:
         except (LedgerError, *_NO_ROW) as error:
             log.warning("group_refused", records=len(records), reason=_reason(error))
         return all(self._one(folder, payload) for folder, payload in group)
+
+    def look(self) -> None:
+        """See whether the database is where it was, so that all know before there is something to move."""
+        try:
+            self._recording.check_place()
+        except LedgerForbidden as error:
+            self._misplaced = True
+            self._refuse(_reason(error))
+        else:
+            if self._misplaced:
+                self._misplaced = False
+                self._refuse(None)
 
     def note(self, refusal: Refusal | None) -> None:
         """Let everybody see whether, and why, the database refuses."""

@@ -12,7 +12,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
-from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.errors import LedgerForbidden, SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, encode
 from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, refusal_of, slots
 
@@ -36,7 +36,8 @@ class SpoolLimits:
 
     `admit` is asked for every request and reads nothing: our own bytes are counted as they are written, what others
     hold and the disk are looked at every half a second. Between two looks all is well until we have written as much as
-    there was room for.
+    there was room for. `check_database` raises LedgerForbidden where what is spooled could reach no ledger of ours: its
+    file was deleted or replaced.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class SpoolLimits:
         *,
         max_bytes: int,
         max_age_s: float,
+        check_database: Callable[[], None] = lambda: None,
         disk: Callable[[Path], os.statvfs_result] = os.statvfs,
     ) -> None:
         self._own = own
+        self._check_database = check_database
+        self._misplaced: str | None = None
         self._disk = disk
         self._root = own.folder.parent
         self._max_bytes = max_bytes
@@ -67,6 +71,7 @@ class SpoolLimits:
 
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""
+        self._misplaced = self._why_misplaced()
         self._own.check()
         found = slots(self._root)
         self._refusal = refusal_of(self._root)
@@ -85,6 +90,8 @@ class SpoolLimits:
 
     def admit(self) -> None:
         """Raise SpoolFull when no more should be taken on, because it might not be kept."""
+        if self._misplaced:
+            raise SpoolFull(self._misplaced)
         if self._own.broken:
             raise SpoolFull(self._own.broken)
         if self._own.written < self._fine_until:
@@ -112,6 +119,13 @@ class SpoolLimits:
         if not self.bytes():
             return 0.0
         return max((steady_time.now() - waits.since for waits in self._waits.values()), default=0.0)
+
+    def _why_misplaced(self) -> str | None:
+        try:
+            self._check_database()
+        except LedgerForbidden as error:
+            return f"the database is not there any more: {error}"
+        return None
 
     def _disk_is_full(self) -> bool:
         return self._free - (self._own.written - self._written) < self._reserve

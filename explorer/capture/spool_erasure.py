@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from tuneloop.shared.experience import time_received
 from tuneloop.shared.ledger.recording.erasures import Person, without_erased
 from tuneloop.shared.quarantine import keeping, pieces_of, replace_pieces
 from tuneloop.shared.spool_format import QUARANTINE
@@ -25,10 +28,9 @@ def clear(path: Path, erased: Mapping[Person, float]) -> Cleared:
     """Write the file anew without what the erased people had said until then. The caller holds the slot."""
     with keeping(path.parent):
         pieces = list(pieces_of(path.read_bytes()))
-        kept = {
-            id(record) for record in without_erased((each.record for each in pieces if each.record is not None), erased)
-        }
-        left = [each for each in pieces if each.record is None or id(each.record) in kept]
+        dated = [each.record and replace(each.record, received_at=time_received(each.record)) for each in pieces]
+        kept = {id(record) for record in without_erased((each for each in dated if each is not None), erased)}
+        left = [each for each, record in zip(pieces, dated, strict=True) if record is None or id(record) in kept]
         if len(left) < len(pieces):
             replace_pieces(path, left)
     return Cleared(len(pieces) - len(left), sum(len(each.data) for each in left if each.record is None))

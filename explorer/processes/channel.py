@@ -125,6 +125,8 @@ class StartInfo(msgspec.Struct, frozen=True):
 
     settings: bytes
     engines: list[EngineView]
+    #: The ledger's SQLite file: a worker that starts after it was replaced must not take the other for it.
+    database_file: tuple[int, int] | None = None
 
 
 _Any = (

@@ -47,6 +47,7 @@ from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import WITH_SECRETS
@@ -135,11 +136,12 @@ class Workers:
         self._running: dict[int, WorkerProcess] = {}
         self._stopping = asyncio.Event()
         self._services: ControlServices
+        self._database: DatabaseFile
         self._begun = asyncio.Event()
 
-    def serve_with(self, services: ControlServices) -> None:
+    def serve_with(self, services: ControlServices, database: DatabaseFile) -> None:
         """Let the workers begin, which have only been started until now."""
-        self._services = services
+        self._services, self._database = services, database
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
@@ -230,7 +232,7 @@ class Workers:
         match question:
             case GetStartInfo():
                 settings = _share(self._settings).model_dump_json(context=WITH_SECRETS)
-                return StartInfo(settings.encode(), _views(services))
+                return StartInfo(settings.encode(), _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
             case WaitUntilFlushed(timeout_s):
@@ -291,7 +293,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
         _say(settings, sockets)
-        workers.serve_with(services)
+        workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
             await ending.wait()

@@ -1,7 +1,6 @@
 """Keeps engines serving the champion: starts them, and again when they die or hang; attaches to those of others."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.loading import KnownProbes, Verifier, actor_of, load, servable_champion
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
@@ -147,7 +147,7 @@ class Champions:
         await fleet.end_load(engine, champion.version)
         await self._probes.prove(engine, champion)
         if not champion.version:
-            with suppress(EngineError):  # the periodic proof tries again
+            with suppress(EngineError, LedgerUnavailable):  # the periodic proof tries again
                 await self._probes.of(engine)
         return champion
 
@@ -168,7 +168,10 @@ class Attachment:
         doubt_restarted: Callable[[Engine, float], Awaitable[None]],
         host: Engine | None = None,
     ) -> None:
-        """`doubt_restarted` is called with an engine that was started anew, and when it was last known not to be."""
+        """`doubt_restarted` is called with an engine that was started anew, and when it was last known not to be.
+
+        In seconds since this machine was started.
+        """
         self._engine = engine
         self._fleet = fleet
         self._champions = champions
@@ -187,7 +190,7 @@ class Attachment:
     async def _turn(self) -> float | None:
         engine, host = self._engine, self._host
         hosted = host is None or host.state in {EngineState.READY, EngineState.RELOADING}
-        looked_at = time.time()
+        looked_at = steady_time.since_boot()
         healthy = hosted and await engine.control.healthy(self._health_timeout_s)
         missed = self._misses > 0
         self._misses = 0 if healthy else self._misses + 1 if hosted else _MISSES
@@ -203,7 +206,7 @@ class Attachment:
 
     async def _attach(self) -> float | None:
         """Take the engine into rotation, once it is proven. After a failure: how long to wait, in seconds."""
-        engine, control, began = self._engine, self._engine.control, time.time()
+        engine, control, began = self._engine, self._engine.control, steady_time.since_boot()
         try:
             control.reset()
             life = await control.life()

@@ -6,6 +6,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.clock_alarm import ClockAlarm
 from tuneloop.explorer.processes.spool_alarms import SpoolAlarms
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError
@@ -36,6 +37,7 @@ class LedgerGauges:
         self._written: dict[int, tuple[int, int, float]] = {}
         self._alarmed: set[str] = set()
         self._spool_alarms = SpoolAlarms(settings.spool_dir, ledger.alarms, metrics)
+        self._clock_alarm = ClockAlarm(ledger.transactions, ledger.alarms, metrics)
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -78,6 +80,7 @@ class LedgerGauges:
         if ledger is None:
             return
         self._spool_alarms.update(spool)
+        self._clock_alarm.update()
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:

@@ -15,10 +15,12 @@ import msgspec
 import structlog
 from sqlalchemy import Connection, Engine, Executable
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from tuneloop.shared.job_marks import SERVED
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.database import connect, upgrade
+from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.ledger.versions.events import Details
@@ -51,6 +53,7 @@ class PatientTransactions(Transactions):
         """Bring the schema up to date and the base model in. Raises LedgerUnavailable if that may go well later."""
         if self._opened:
             return
+        self.file.check()
         before = self._failures
         if not self._opening.acquire(timeout=_PATIENCE_S):
             raise LedgerUnavailable("the database is still being opened")
@@ -65,8 +68,20 @@ class PatientTransactions(Transactions):
                 self._failures += 1
                 raise
             self._opened = True
+            steady_time.now.follow(super().time())
         finally:
             self._opening.release()
+
+    def time(self) -> float:
+        """The ledger's time."""
+        self.open()
+        return super().time()
+
+    def keep_time(self) -> None:
+        """Compare the ledger's time with the database's clock, if that was not done lately."""
+        self.open()
+        super().keep_time()
+        steady_time.now.follow(super().time())
 
     def read(self, query: Executable) -> Sequence[Any]:
         """The rows of a query."""
@@ -157,6 +172,7 @@ class PatientLedger(Ledger):
             engine,
             rule=settings.reward,
             compensate_late=settings.feedback.compensate_late,
+            clock=LedgerClock(engine),
             transactions=partial(PatientTransactions, prepare=partial(_prepare, settings)),
         )
         path, base = settings.job_dir / SERVED, _base_of(settings)
@@ -179,7 +195,7 @@ def _prepare(settings: Settings, engine: Engine) -> None:
         upgrade(settings.database_url, schema=schema)
     except DatabaseAway as error:
         raise LedgerUnavailable(str(error)) from None
-    ledger = Ledger(engine)
+    ledger = Ledger(engine, clock=LedgerClock(engine))
     ledger.own(settings.project, settings.name)
     ledger.versions.ensure_base(_base_of(settings))
 

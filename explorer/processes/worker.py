@@ -153,6 +153,7 @@ class Worker:
 
     async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
+        ledger.transactions.file.identity = beginning.database_file
         app = create_app(settings, ledger, opening=partial(self._open, ledger, beginning), on_failure=self._fail)
         config = uvicorn.Config(
             app,

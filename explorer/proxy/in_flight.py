@@ -34,6 +34,7 @@ class ReplyInFlight:
             endpoint=request.dialect.path,
             request=request.body,
             received_at=request.received_at,
+            stamp=request.stamp,
             latency_s=time.monotonic() - request.started,
             experiences=request.writer.transcript.experiences(
                 sampling,

@@ -44,6 +44,7 @@ class Request(NamedTuple):
     ignored_fields: tuple[str, ...]
     request_id: str
     received_at: float
+    stamp: steady_time.Stamp
     started: float
     writer: ReplyWriter
     prefix_hashes: tuple[int, ...] = ()
@@ -144,7 +145,8 @@ class RequestParser:
             ignored_fields=ignored_fields,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
-            received_at=steady_time.now() - (time.monotonic() - started),
+            received_at=steady_time.now() - (waited_s := time.monotonic() - started),
+            stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),

@@ -7,7 +7,6 @@ engine that has it says of a text.
 
 import asyncio
 import math
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -40,10 +39,12 @@ _NOT_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """When a probe that found an engine right began, by both clocks, and how often its weights had changed by then."""
+    """When a probe that found an engine right began, in seconds since this machine was started.
 
-    at: float
-    monotonic: float
+    `loads`: how often the engine's weights had changed by then.
+    """
+
+    began_s: float
     loads: int
 
 
@@ -74,7 +75,7 @@ class Attestation:
         self._ledger = ledger
         self._metrics = metrics
         self._reloader = reloader
-        self._began = steady_time.now()
+        self._began_s = steady_time.since_boot()
         self._proofs: dict[int, _Proof] = {}
         self.probes = reloader.probes
         self._untold: list[Mismatch] = []
@@ -97,12 +98,14 @@ class Attestation:
         if engine.state is not EngineState.READY:
             return False
         proof = self._proofs.get(engine.number)
-        return proof is None or proof.loads != engine.loads or time.monotonic() - proof.monotonic >= self._interval_s
+        return (
+            proof is None or proof.loads != engine.loads or steady_time.since_boot() - proof.began_s >= self._interval_s
+        )
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
         before, loads = engine.proof, engine.loads
-        proof = _Proof(steady_time.now(), time.monotonic(), loads)
+        proof = _Proof(steady_time.since_boot(), loads)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -124,7 +127,7 @@ class Attestation:
     def _note(self, engine: Engine, proof: _Proof) -> None:
         self._proofs[engine.number] = proof
         self._metrics.probes.labels("matched").inc()
-        self._metrics.last_good_probe.labels(str(engine.number)).set(proof.at)
+        self._metrics.last_good_probe.labels(str(engine.number)).set(steady_time.now.time_at(proof.began_s))
         self._metrics.has_fingerprint.labels(str(engine.number)).set(engine.proof == "fingerprint")
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
@@ -134,7 +137,7 @@ class Attestation:
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
             return
-        proof, again = _Proof(steady_time.now(), time.monotonic(), engine.loads), None
+        proof, again = _Proof(steady_time.since_boot(), engine.loads), None
         with suppress(EngineError):
             again = await _fault_of(engine, probe)
             if again is None:
@@ -143,19 +146,20 @@ class Attestation:
             await self._fleet.set_state(engine, EngineState.DOWN)  # its supervisor starts it anew
             await self._doubt(engine, version, again)
 
-    async def doubt_restarted(self, engine: Engine, since: float) -> None:
+    async def doubt_restarted(self, engine: Engine, since_s: float) -> None:
         """Take out of training what an engine has sampled since a time after which it was started anew, unproven.
 
-        The engine must be out of rotation. `since` is in seconds since 1970.
+        The engine must be out of rotation. `since_s` is in seconds since this machine was started.
         """
         self._proofs.pop(engine.number, None)
         reason = "it was started anew, and answered before it was given these weights again"
-        await self._distrust(Mismatch(engine.number, engine.version, since, time.time(), reason, {}))
+        since = steady_time.now.time_at(since_s)
+        await self._distrust(Mismatch(engine.number, engine.version, since, steady_time.now(), reason, {}))
 
     async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
         proof = self._proofs.get(engine.number)
-        since = proof.at if proof else self._began
+        since = steady_time.now.time_at(proof.began_s if proof else self._began_s)
         alone = not (self._of_others and proof and proof.loads == engine.loads and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
         await self._distrust(Mismatch(engine.number, version.version, since, steady_time.now(), reason, fault.figures))

@@ -22,6 +22,7 @@ from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -78,7 +79,12 @@ class Ledger:
         """The ledger of an experiment, whose schema must be there."""
         schema = settings.buffer.trainer_input.experience_buffer.name
         engine = connect(settings.database_url, schema=schema)
-        return cls(engine, rule=settings.reward, compensate_late=settings.feedback.compensate_late)
+        return cls(
+            engine,
+            rule=settings.reward,
+            compensate_late=settings.feedback.compensate_late,
+            clock=LedgerClock(engine),
+        )
 
     def close(self) -> None:
         """Give the connections to the database back."""

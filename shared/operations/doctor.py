@@ -12,6 +12,7 @@ from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.operations.clock_skew import ClockSkew
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, read_engines
 from tuneloop.shared.operations.older_ledger import find_older
@@ -19,6 +20,7 @@ from tuneloop.shared.operations.open_versions import OpenVersion, find_open_vers
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import spool_status
+from tuneloop.shared.steady_time import SteadyClock
 
 #: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
@@ -46,43 +48,50 @@ class DoctorReport(NamedTuple):
     older: tuple[str, ...] = ()
     restoring: str = ""
     engines: list[EngineSummary] | None = None
+    clock: ClockSkew | None = None
 
 
-class _Examined(NamedTuple):
-    """What the database says."""
+class _LedgerReading(NamedTuple):
+    """What the database says at its time `now`. The database's clock is `skew_s` ahead of that."""
 
-    ledger: LedgerFacts | None = None
-    imbalance: tuple[str, ...] = ()
-    open_versions: tuple[OpenVersion, ...] = ()
-    disk: DiskSpace | None = None
-    older: tuple[str, ...] = ()
+    facts: LedgerFacts
+    imbalance: list[str]
+    open_versions: tuple[OpenVersion, ...]
+    disk: DiskSpace | None
+    older: tuple[str, ...]
+    now: float
+    skew_s: float
 
 
-def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
-    """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed."""
-    found, away = _Examined(), ""
+def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
+    """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed.
+
+    `clock` tells the time in the place of the ledger's.
+    """
+    found, away, skew, waits_by = None, "", None, SteadyClock()
     try:
         found = _read_ledger(settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {without_password(settings.database_url)}: {error}"
+    now = time.time()
+    if found is not None:
+        skew, now = ClockSkew(now - found.now, found.skew_s), found.now
+        waits_by.follow(now)
     facts = Facts(
-        now=clock(),
+        now=clock() if clock else now,
         rules=Rules.of(settings),
-        spool=spool_status(settings.spool_dir),
-        ledger=found.ledger,
+        spool=spool_status(settings.spool_dir, waits_by),
+        ledger=found and found.facts,
         away=away,
-        disk=found.disk,
+        disk=found and found.disk,
     )
+    restoring, engines = _restoring(settings), read_engines(settings)
+    if found is None:
+        return DoctorReport(facts, [], diagnose(facts), (), restoring=restoring, engines=engines)
     return DoctorReport(
-        facts,
-        list(found.imbalance),
-        diagnose(facts),
-        found.open_versions,
-        found.older,
-        _restoring(settings),
-        read_engines(settings),
+        facts, found.imbalance, diagnose(facts), found.open_versions, found.older, restoring, engines, skew
     )
 
 
@@ -94,23 +103,25 @@ def _restoring(settings: Settings) -> str:
     return ""
 
 
-def _read_ledger(settings: Settings) -> _Examined:
+def _read_ledger(settings: Settings) -> _LedgerReading:
     schema = settings.buffer.trainer_input.experience_buffer.name
     present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
     if present is None:  # nothing has run yet
-        return _Examined(LedgerFacts(states={}))
+        return _LedgerReading(LedgerFacts(states={}), [], (), None, (), time.time(), 0.0)
     if present != newest:
         raise EnvironmentRefused(
             f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
         )
     ledger = Ledger.of(settings)
     try:
-        return _Examined(
+        return _LedgerReading(
             ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS),
-            tuple(ledger.reports.audit()),
+            ledger.reports.audit(),
             find_open_versions(ledger, settings),
             _space(ledger, settings),
             tuple(find_older(settings, ledger)),
+            ledger.transactions.time(),
+            ledger.transactions.clock_skew(),
         )
     finally:
         ledger.close()
@@ -146,6 +157,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
     if report.engines is not None:
         sections["Engines"] = [each.sentence for each in report.engines]
+    if report.clock is not None and report.clock.wrong:
+        sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
@@ -224,6 +237,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "imbalance": report.imbalance,
         "older": report.older,
         "restoring": report.restoring or None,
+        "clock": report.clock and report.clock._asdict(),
         "spool": facts.spool._asdict(),
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],

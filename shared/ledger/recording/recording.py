@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, and_, select, true, tuple_, update
@@ -28,6 +28,8 @@ from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
+
+_Record = TypeVar("_Record", Exchange, Feedback)
 
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
@@ -66,6 +68,9 @@ class Recording(LedgerPart):
         self, transactions: Transactions, settlement: Settlement, *, ticks: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(transactions)
+        #: Raises LedgerForbidden if the database's file was deleted or replaced; asks the file system alone.
+        self.check_place = transactions.file.check
+        self._starts_of = transactions.starts_of
         self._settlement = settlement
         self._heartbeats = _Heartbeats(ticks)
 
@@ -74,6 +79,10 @@ class Recording(LedgerPart):
         new_exchanges = [record for record in records if isinstance(record, Exchange)]
         new_feedback = [record for record in records if isinstance(record, Feedback)]
         with self._write() as connection:
+            new_exchanges, new_feedback = (
+                self._in_ledger_time(connection, new_exchanges),
+                self._in_ledger_time(connection, new_feedback),
+            )
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
             new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)
@@ -155,6 +164,16 @@ class Recording(LedgerPart):
                     _under_the_rule(connection, page, rule_id)
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
         return RecomputeResult(replies, changed)
+
+    def _in_ledger_time(self, connection: Connection, records: Sequence[_Record]) -> list[_Record]:
+        """The records with the ledger's time in the place of what their processes took for it."""
+        starts = self._starts_of(connection, {each.stamp.boot for each in records if each.stamp})
+        return [
+            msgspec.structs.replace(each, received_at=starts[each.stamp.boot] + each.stamp.seconds)
+            if each.stamp and each.stamp.boot in starts
+            else each
+            for each in records
+        ]
 
     def _untrained_after(self, msg_id: str) -> list[str]:
         untrained = experiences.c.state.in_(

@@ -1,4 +1,8 @@
-"""Notices that a SQLite file was deleted, moved or replaced: what is written to the one still open would be lost."""
+"""Notices that a SQLite file was deleted, moved or replaced: what is written to the one still open would be lost.
+
+To be asked before a connection is made, too: SQLite would make a file where there is none, and take the log of the one
+that was moved away for that one's.
+"""
 
 import os
 from pathlib import Path
@@ -7,6 +11,9 @@ from sqlalchemy import Engine
 
 from tuneloop.shared.errors import LedgerForbidden
 
+#: The device and the number of a file on it.
+FileIdentity = tuple[int, int]
+
 
 class DatabaseFile:
     """The file behind an engine, from its first use on. Of another database there is nothing to notice."""
@@ -14,20 +21,21 @@ class DatabaseFile:
     def __init__(self, engine: Engine) -> None:
         path = engine.url.database if engine.dialect.name == "sqlite" else None
         self._path = Path(path) if path else None
-        self._known: tuple[int, int] | None = None
+        #: Which file it must be; None until the first use. Another process of the same service may say it before.
+        self.identity: FileIdentity | None = None
 
     def check(self) -> None:
         """Raises LedgerForbidden if the file is not the one it was."""
         if self._path is None:
             return
         present = self._identity(self._path)
-        if self._known is None:
-            self._known = present
-        elif present != self._known:
+        if self.identity is None:
+            self.identity = present
+        elif present != self.identity:
             raise LedgerForbidden(f"{self._path} was deleted or replaced: put it back, or restart the services")
 
     @staticmethod
-    def _identity(path: Path) -> tuple[int, int] | None:
+    def _identity(path: Path) -> FileIdentity | None:
         try:
             found = os.stat(path)
         except OSError:

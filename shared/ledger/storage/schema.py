@@ -345,6 +345,17 @@ exports = Table(
     Column("created_at", Double, nullable=False),
 )
 
+#: The ledger's time: when, by it, each machine was started. At `seen_at` a process of that machine compared it with the
+#: database's clock for the last time, which was ahead by `skew` seconds.
+clocks = Table(
+    "clocks",
+    metadata,
+    Column("boot", String(64), primary_key=True),
+    Column("began_at", Double, nullable=False),
+    Column("seen_at", Double, nullable=False),
+    Column("skew", Double, nullable=False),
+)
+
 #: What a monitor found wrong. An open alarm that `holds` keeps new versions from being served.
 alarms = Table(
     "alarms",

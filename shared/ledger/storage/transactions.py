@@ -30,6 +30,7 @@ from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
+from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock, database_time
 from tuneloop.shared.ledger.storage.schema_types import Words
 from tuneloop.shared.ledger.storage.write_lock import writing_to
 
@@ -78,12 +79,13 @@ class Transactions:
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = steady_time.now) -> None:
         self.engine = engine
         #: The time of now, in seconds since 1970.
-        self.clock = clock
+        self.clock = self.time if isinstance(clock, LedgerClock) else clock
+        self._ledger_clock = clock if isinstance(clock, LedgerClock) else None
         self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
         of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
         self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
         self._turn = writing_to(engine)
-        self._file = DatabaseFile(engine)
+        self.file = DatabaseFile(engine)
 
     def close(self) -> None:
         """Give the connections back."""
@@ -91,23 +93,55 @@ class Transactions:
 
     def read(self, query: Executable) -> Sequence[Any]:
         """The rows of a query."""
+        self.file.check()
         with translating_errors(), self.engine.connect() as connection:
-            self._file.check()
+            self.file.check()
             return connection.execute(query).all()
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""
+        self.file.check()
         with translating_errors(), self._snapshots.connect() as connection:
-            self._file.check()
+            self.file.check()
             return [connection.execute(query).all() for query in queries]
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that changes something, committed at its end."""
+        self.file.check()
+        self.keep_time()
         with translating_errors(), self._turn(), self._writing.begin() as connection:
-            self._file.check()
+            self.file.check()
             yield connection
-            self._file.check()
+            self.file.check()
+
+    def time(self) -> float:
+        """The ledger's time."""
+        if self._ledger_clock is None:
+            return self.clock()
+        with translating_errors():
+            return self._ledger_clock()
+
+    def keep_time(self) -> None:
+        """Compare the ledger's time with the database's clock, if that was not done lately."""
+        if self._ledger_clock is None or not self._ledger_clock.due:
+            return
+        try:
+            with translating_errors(), self._turn(), self._writing.begin() as connection:
+                self.file.check()
+                alone(connection, "clocks")
+                self._ledger_clock.compare(connection)
+        except LedgerForbidden:  # who may only read is told the time all the same
+            self._ledger_clock.put_off()
+
+    def clock_skew(self) -> float:
+        """By how many seconds the database's clock is ahead of the ledger's time now."""
+        with translating_errors(), self.engine.connect() as connection:
+            return database_time(connection) - self.time()
+
+    def starts_of(self, connection: Connection, boots: Collection[str]) -> Mapping[str, float]:
+        """When machines were started, by the ledger's time; those that it knows nothing of are left out."""
+        return self._ledger_clock.starts_of(connection, boots) if self._ledger_clock and boots else {}
 
 
 class LedgerPart:

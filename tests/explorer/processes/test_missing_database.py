@@ -1,0 +1,105 @@
+"""An explorer whose SQLite file is deleted or replaced while it serves."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.doubles.engine import CHAT, EngineDouble
+from tests.explorer.running import HELLO, eventually
+from tests.explorer.test_main import attached_to, job, kept, service, stored, write_settings
+from tests.loop.harness.services import command_of, descendants
+from tuneloop.shared.experience import State
+from tuneloop.shared.spool_format import spool_status
+
+Change = Callable[[Path], object]
+
+
+def _moved(path: Path) -> None:
+    path.rename(path.with_suffix(".aside"))
+
+
+def _replaced(path: Path) -> None:
+    """As by a backup that is put back over the file in use."""
+    copy = path.with_suffix(".copy")
+    shutil.copy(path, copy)
+    _moved(path)
+    copy.rename(path)
+
+
+def _put_back(path: Path) -> None:
+    path.with_suffix(".aside").rename(path)
+
+
+def _alarm(http: httpx.Client, name: str) -> bool:
+    return any(
+        sample.value == 1.0 and sample.labels.get("name") == name
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "tuneloop_alarm"
+    )
+
+
+@pytest.mark.parametrize("change", [_moved, _replaced])
+def test_without_its_file_nothing_is_taken_on_until_it_is_back(
+    tmp_path: Path, double: EngineDouble, change: Change
+) -> None:
+    settings = write_settings(tmp_path, explorer__service_status_check_interval=0.1, **attached_to(double))
+    database = job(tmp_path) / "buffer" / "exp_buffer.db"
+    with service(settings) as (running, http):
+        reply = http.post(CHAT, json=HELLO).json()["id"]
+        eventually(lambda: stored(tmp_path)[State.RECORDED] == 1)
+        change(database)
+        time.sleep(1.0)
+        for path, body in ((CHAT, HELLO), ("/feedback", {"msg_ids": [reply], "reward": 1})):
+            refusal = http.post(path, json=body)
+            assert refusal.status_code == 503, refusal.text
+            assert refusal.json()["error"]["code"] == "storage_full"
+            assert "exp_buffer.db was deleted or replaced" in refusal.json()["error"]["message"]
+            assert refusal.headers["retry-after"] == "5"
+        assert http.post("/commit", json={}).status_code == 503
+        ready = http.get("/health/ready")
+        assert (ready.status_code, "deleted or replaced" in ready.json()["reason"]) == (503, True)
+        eventually(lambda: _alarm(http, "database_refuses"))
+        heard = len(double.chats)
+        [worker] = [pid for pid in descendants(running.pid) if "tuneloop.explorer.processes.worker" in command_of(pid)]
+        os.kill(worker, signal.SIGKILL)  # the one that comes in its place knows the file no better
+        eventually(lambda: _status(http) == 503)
+        assert len(double.chats) == heard
+        _put_back(database)
+        eventually(lambda: http.get("/health/ready").status_code == 200)
+        eventually(lambda: not _alarm(http, "database_refuses"))
+        assert http.post("/feedback", json={"msg_ids": [reply], "reward": 1}).status_code == 200
+        http.post(CHAT, json=HELLO)
+        eventually(lambda: stored(tmp_path)[State.REWARDED] == 1)
+        eventually(lambda: stored(tmp_path)[State.RECORDED] == 1)
+
+
+def test_what_was_in_the_spool_is_kept_and_stored_after_a_restart(tmp_path: Path, double: EngineDouble) -> None:
+    settings = write_settings(tmp_path, **attached_to(double))
+    database = job(tmp_path) / "buffer" / "exp_buffer.db"
+    with service(settings) as (running, http):
+        eventually(lambda: stored(tmp_path)[State.RECORDED] == 0)
+        _replaced(database)
+        replies = [http.post(CHAT, json=HELLO) for _ in range(3)]
+        taken = [each.json()["id"] for each in replies if each.status_code == 200]
+        time.sleep(0.5)
+        running.send_signal(signal.SIGTERM)
+        running.wait(60)
+    assert [each.msg_id for each in kept(tmp_path)] == taken
+    assert bool(spool_status(job(tmp_path) / "spool").bytes) == bool(taken)
+    with service(settings):
+        eventually(lambda: stored(tmp_path)[State.RECORDED] == len(taken))
+
+
+def _status(http: httpx.Client) -> int:
+    try:
+        return http.post(CHAT, json=HELLO).status_code
+    except httpx.TransportError:
+        return 0

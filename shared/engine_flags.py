@@ -117,6 +117,15 @@ def rebuilds_grammars(arguments: Sequence[str]) -> bool:
     return all(rule.effect is not FlagEffect.GRAMMAR or _is_neutral(rule, value) for rule, value in rules)
 
 
+def gates_renderer(release: str | None) -> bool:
+    """Whether the renderer of a vLLM, such as `vllm 0.32.0`, answers only with --enable-scale-out.
+
+    It tells the grammars of requests; older ones have it without, and do not know the argument.
+    """
+    found = re.search(r" (\d+)\.(\d+)", release or "")
+    return found is not None and tuple(map(int, found.groups())) >= (0, 32)
+
+
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each argument by its long name, as vLLM reads it, with its value: `--a b`, `--a=b`, `--a.key b`, `--A_B`."""
     for at, argument in enumerate(arguments):

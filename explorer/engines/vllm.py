@@ -5,7 +5,6 @@ sockets.
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -26,6 +25,7 @@ from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mea
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
 from tuneloop.explorer.engines.vllm_plugin import SLEEPS, UNPACKED
 from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
+from tuneloop.shared.engine_flags import gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
@@ -65,9 +65,6 @@ _IDLE_TIMEOUT_S = 4.0
 
 _JSON = {"content-type": "application/json"}
 
-#: From this release on vLLM's renderer answers only with --enable-scale-out.
-_GATED_RENDERER = (0, 32)
-
 #: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
 UNSAFE_ON_CPU = frozenset({"seed"})
 
@@ -103,8 +100,7 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--enable-lora": bool(rank),
         "--trust-remote-code": model_settings.trust_remote_code,
         "--disable-uvicorn-access-log": True,
-        # Its renderer, which tells the grammars of requests; older versions have it without.
-        "--enable-scale-out": settings.explorer.rebuilds_grammars and _release() >= _GATED_RENDERER,
+        "--enable-scale-out": settings.explorer.rebuilds_grammars and gates_renderer(installed_version()),
     }
     return [
         sys.executable,
@@ -185,12 +181,6 @@ def installed_version() -> str | None:
     return None
 
 
-def _release() -> tuple[int, ...]:
-    """The release of the vLLM that is installed here; empty if none is."""
-    found = re.search(r" (\d+)\.(\d+)", installed_version() or "")
-    return tuple(map(int, found.groups())) if found else ()
-
-
 def open_session(*, url: str | None, socket: str | None, key: str | None) -> httpx.AsyncClient:
     """A session for the weight routes of one engine, at a URL or on a Unix socket; past the environment's proxies."""
     address = url or "http://engine"
@@ -211,7 +201,6 @@ class EngineControl:
 
     #: Whether `load` changes the weights under what is in flight.
     loads_in_place = True
-    #: Whether grammars must be enforced as the trainer rebuilds them.
     rebuilds_grammars = False
     renaming: ModelRenaming | None = None
     #: Whether its weights are proven by their fingerprint too; None: it is not known before it is asked.
@@ -355,16 +344,6 @@ class EngineControl:
                 "its log-probabilities are not those of the distribution that it samples from; start it with "
                 "--logprobs-mode processed_logprobs"
             )
-
-    async def choose_grammars(self) -> None:
-        """Have the engine enforce grammars by xgrammar, as the trainer rebuilds them, if it does.
-
-        The first grammar that an engine is given decides which library enforces all later ones.
-        """
-        if not self.rebuilds_grammars:
-            return
-        with contextlib.suppress(EngineError, LookupError, ValueError):  # that engine enforces none
-            await self._complete(prompt="a", max_tokens=1, structured_outputs={"regex": "a"})
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
         """Of each id but the first, given those before it. vLLM does not use its prefix cache for this."""

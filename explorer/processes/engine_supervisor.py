@@ -11,6 +11,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.proxy.grammars import give_first_grammar
 from tuneloop.explorer.versions.loading import KnownProbes, Verifier, actor_of, load, servable_champion
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import (
@@ -67,7 +68,7 @@ async def keep_running(
             champion, probe = await servable_champion(ledger, verifier)
             await process.start(engine.control.initial_weights(actor_of(champion)))
             await engine.control.finish_start(actor_of(champion))
-            await engine.control.choose_grammars()
+            await give_first_grammar(engine.control)
             if probe:
                 await engine.control.prove(probe)
             await fleet.begin_load(engine)
@@ -211,7 +212,7 @@ class Attachment:
             control.reset()
             life = await control.life()
             await control.require_processed_logprobs()
-            await control.choose_grammars()
+            await give_first_grammar(control)
             champion = await self._champions.give(engine, self._fleet)
             if await control.life() != life:
                 raise EngineError("it was started anew while it was given its weights")

@@ -5,6 +5,7 @@ which. It does not depend on the messages, so it is asked once for all requests 
 """
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import structlog
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT
 from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.errors import EngineError
@@ -35,6 +37,17 @@ _STAND_IN: Mapping[str, object] = {"messages": [{"role": "user", "content": "a"}
 #: Grammars that are remembered, and how long an engine may take to tell one, in seconds.
 _REMEMBERED = 1024
 _TIMEOUT_S = 5.0
+
+
+async def give_first_grammar(control: EngineControl) -> None:
+    """Have an engine enforce grammars by xgrammar, as the trainer rebuilds them, if it does.
+
+    The first grammar that an engine is given decides which library enforces all later ones.
+    """
+    if control.rebuilds_grammars:
+        with contextlib.suppress(EngineError):  # that engine enforces none
+            body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+            await control.query("/v1/completions", **body)
 
 
 class _UnknownGrammar(Exception):

@@ -12,6 +12,7 @@ import pytest
 
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
+from tuneloop.explorer.proxy.grammars import give_first_grammar
 from tuneloop.shared.errors import EngineError
 
 
@@ -67,10 +68,10 @@ async def test_an_engine_is_given_a_grammar_if_these_are_rebuilt(tmp_path: Path,
     """The library that enforces its first one enforces all."""
     listening = Listening(answer=b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
     async with controlling(tmp_path, listening) as control:
-        await control.choose_grammars()
+        await give_first_grammar(control)
         assert listening.received == []
         control.rebuilds_grammars = True
-        await control.choose_grammars()  # one that enforces none is used all the same
+        await give_first_grammar(control)  # one that enforces none is used all the same
     [(_, body)] = listening.received
     assert json.loads(body)["structured_outputs"] == {"regex": "a"}
 

@@ -79,10 +79,8 @@ class Recording(LedgerPart):
         new_exchanges = [record for record in records if isinstance(record, Exchange)]
         new_feedback = [record for record in records if isinstance(record, Feedback)]
         with self._write() as connection:
-            new_exchanges, new_feedback = (
-                self._in_ledger_time(connection, new_exchanges),
-                self._in_ledger_time(connection, new_feedback),
-            )
+            new_exchanges = self._in_ledger_time(connection, new_exchanges)
+            new_feedback = self._in_ledger_time(connection, new_feedback)
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
             new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)

@@ -35,6 +35,9 @@ class Notebook:
         self.refuses: Callable[[Record], bool] = lambda record: False
         self.error: type[Exception] = LedgerError
 
+    def check_place(self) -> None:
+        """It has no file."""
+
     def record(self, records: Sequence[Record]) -> None:
         self.tries += 1
         if self.away:
@@ -89,6 +92,9 @@ async def append(own: Spool, *records: Record) -> Position:
 
 class Broken:
     """A ledger with a bug."""
+
+    def check_place(self) -> None:
+        """It has no file."""
 
     def record(self, _records: Sequence[Record]) -> None:
         raise RuntimeError("a bug")

@@ -13,6 +13,7 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
+from tuneloop.shared.operations.engines import EngineSummary, read_engines
 from tuneloop.shared.operations.older_ledger import find_older
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
@@ -34,7 +35,8 @@ class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
     `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than the
-    ledger, `restoring` that a restore has not come to its end.
+    ledger, `restoring` that a restore has not come to its end. `engines` are those of the explorer that answers where
+    the settings say, None without one.
     """
 
     facts: Facts
@@ -43,6 +45,7 @@ class DoctorReport(NamedTuple):
     open_versions: tuple[OpenVersion, ...]
     older: tuple[str, ...] = ()
     restoring: str = ""
+    engines: list[EngineSummary] | None = None
 
 
 class _Examined(NamedTuple):
@@ -56,7 +59,7 @@ class _Examined(NamedTuple):
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.time) -> DoctorReport:
-    """Look at the ledger and the spool; nothing is changed."""
+    """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed."""
     found, away = _Examined(), ""
     try:
         found = _read_ledger(settings)
@@ -72,8 +75,15 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] = time.
         away=away,
         disk=found.disk,
     )
-    restoring = _restoring(settings)
-    return DoctorReport(facts, list(found.imbalance), diagnose(facts), found.open_versions, found.older, restoring)
+    return DoctorReport(
+        facts,
+        list(found.imbalance),
+        diagnose(facts),
+        found.open_versions,
+        found.older,
+        _restoring(settings),
+        read_engines(settings),
+    )
 
 
 def _restoring(settings: Settings) -> str:
@@ -134,6 +144,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+    if report.engines is not None:
+        sections["Engines"] = [each.sentence for each in report.engines]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
     sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
@@ -215,6 +227,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "spool": facts.spool._asdict(),
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
+        "engines": report.engines and [each._asdict() for each in report.engines],
     }
     if ledger is not None:
         found |= {

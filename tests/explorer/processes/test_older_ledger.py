@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -50,9 +51,8 @@ def test_a_database_that_was_put_back_alone_is_noticed_and_gets_back_what_the_sp
     settings = write_settings(tmp_path, explorer__service_status_check_interval=0.1, **attached_to(double))
     serve_once(settings, 5)
     database, copy = job(tmp_path) / "buffer" / "exp_buffer.db", tmp_path / "copy.db"
-    with closing(Ledger.of(load_settings(settings))) as ledger:
-        ledger.recording.end_silent_leases()  # Closing it writes the log into the file.
-    shutil.copyfile(database, copy)
+    with closing(sqlite3.connect(database)) as present, closing(sqlite3.connect(copy)) as other:
+        present.backup(other)
     lost = serve_once(settings, 5)
     code, said, _ = tuneloop("doctor", "-c", settings)
     assert (code, "older" in said) == (0, False)

@@ -1,5 +1,6 @@
 """Training goes on from a backup to the bit, under new numbers; on an older database it does not start."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -76,3 +77,31 @@ def test_a_trainer_does_not_start_on_a_database_that_was_put_back_alone(settings
         run(chosen, Event())
         assert [each.version for each in older.versions.all()][-2:] == [2001, 2002]
         assert older.reports.audit() == []
+
+
+def test_a_backup_beside_a_trainer_that_publishes_and_prunes_is_whole(settings, ledger, tmp_path):
+    steps = 10
+    chosen = settings(trainer={"total_steps": steps, "max_checkpoints_to_keep": 1})
+    ledger.own(chosen.project, chosen.name)
+    ledger.versions.ensure_base(chosen.model.model_path.absolute())
+    commit(ledger, [sample(i) for i in range(4 * steps)])
+    taken = []
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(run, chosen, Event())
+        while not trainer.done():
+            taken.append(back_up(chosen, tmp_path / f"backup-{len(taken)}"))
+            for candidate in ledger.versions.all()[1:-1]:  # So that it may be pruned, as where versions are served.
+                if candidate.state == "candidate":
+                    ledger.versions.reject(candidate.version, "the next one is there")
+        trainer.result()
+    number, middle = next((n, each) for n, each in enumerate(taken) if 0 < each.newest < steps)
+    assert not list(chosen.job_dir.glob(".*"))
+    for each in taken:
+        assert each.newest in {0, *(saved.version for saved in each.versions)}
+    there = chosen.model_copy(update={"checkpoint_root_dir": tmp_path / "there"})
+    restore(there, tmp_path / f"backup-{number}")
+    with closing(Ledger.of(there)) as restored:
+        assert restored.versions.all()[-2].version == middle.newest
+        run(there, Event())
+        assert restored.reports.audit() == []
+        assert weights(restored.versions.newest().path) == weights(ledger.versions.newest().path)

@@ -1,0 +1,74 @@
+"""`tuneloop backup` and `tuneloop restore`, as people and programs give them."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.explorer.checkpoints import register, write_model
+from tests.factories import committed
+from tuneloop.cli.main import app
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.settings.loader import load_settings
+
+
+def settings_file(folder: Path, model: Path) -> Path:
+    folder.mkdir()
+    path = folder / "x.yaml"
+    path.write_text(
+        yaml.safe_dump({"checkpoint_root_dir": str(folder / "checkpoints"), "model": {"model_path": str(model)}})
+    )
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """The settings of an experiment with a version, and of one that is not there yet."""
+    model = write_model(tmp_path / "model")
+    made, other = (settings_file(tmp_path / name, model) for name in ("made", "other"))
+    settings = load_settings(made)
+    database.upgrade(settings.database_url)
+    with closing(Ledger.of(settings)) as ledger:
+        ledger.own(settings.project, settings.name)
+        ledger.versions.ensure_base(model.absolute())
+        committed(ledger, 3)
+        epoch = register(ledger, settings.job_dir)
+        ledger.training.end(epoch)
+    return made, other
+
+
+def tell(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_people_are_told_what_is_in_it(files: tuple[Path, Path], tmp_path: Path) -> None:
+    made, other = files
+    first, *facts = tell("backup", tmp_path / "monday", "-c", made).splitlines()
+    assert first.startswith(f"{tmp_path}/monday: tuneloop/default as of 20")
+    assert facts == [
+        "  rows         4 exchanges, 4 experiences, 4 feedback",
+        "  spool        0 bytes",
+        "  versions     1",
+    ]
+    assert tell("backup", tmp_path / "monday", "-c", made, "--check").splitlines() == [first, *facts]
+    assert tell("restore", tmp_path / "monday", "-c", other).splitlines() == [
+        first,
+        *facts,
+        "restored; the next version is 2001",
+    ]
+
+
+def test_programs_are_told_in_json(files: tuple[Path, Path], tmp_path: Path) -> None:
+    made, other = files
+    told = json.loads(tell("backup", tmp_path / "monday", "-c", made, "--json"))
+    assert (told["project"], told["name"], told["versions"]) == ("tuneloop", "default", [1])
+    assert told["rows"]["experiences"] == 4
+    assert json.loads(tell("backup", tmp_path / "monday", "-c", made, "--check", "--json")) == told
+    restored = json.loads(tell("restore", tmp_path / "monday", "-c", other, "--next-version", 2, "--json"))
+    assert restored == told | {"next_version": 2}

@@ -1,0 +1,64 @@
+"""A database that was put back alone is told from its checkpoints and its spool, on either database."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.checkpoints import register
+from tests.factories import exchange, feedback
+from tests.shared.operations.test_backup import BOTH, Experiment, bench, source
+from tuneloop.explorer.capture.spool_slots import FlushedMark
+from tuneloop.shared.experience import encode
+from tuneloop.shared.job_marks import note_registered
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import dump
+from tuneloop.shared.operations.backup import back_up
+from tuneloop.shared.operations.backup_format import decode_rows, rows_path
+from tuneloop.shared.operations.older_ledger import LEDGER_OLDER, adopt, find_older, report_older
+from tuneloop.shared.spool_format import Position, segment_path
+
+__all__ = ["bench", "source"]
+
+
+def put_back(experiment: Experiment, backup: Path) -> None:
+    """Put back the database alone, as pg_restore does or who copies a file."""
+    url, schema = experiment.settings.database_url, experiment.settings.buffer.trainer_input.experience_buffer.name
+    with dump.open_snapshot(url, schema=schema) as snapshot:
+        revision = snapshot.revision
+    assert revision is not None
+    dump.drop_tables(url, schema=schema)
+    dump.load_rows(url, schema=schema, revision=revision, rows=lambda table: decode_rows(backup / rows_path(table)))
+
+
+@pytest.mark.parametrize("bench", BOTH, indirect=True)
+def test_versions_and_replies_that_the_database_lost_are_told(source: Experiment, tmp_path: Path) -> None:
+    settings, ledger = source.settings, source.ledger
+    back_up(settings, tmp_path / "backup")
+    said = exchange(msg_id="chatcmpl-lost")
+    records = [said, feedback(msg_id=said.msg_id)]
+    source.spool(*map(encode, records))
+    ledger.recording.record(records)
+    slot = settings.spool_dir / "0"
+    with closing(FlushedMark(slot / "flushed")) as mark:
+        mark.move(Position(1, segment_path(slot, 1).stat().st_size))
+    register(ledger, source.job)
+    note_registered(source.job, *ledger.restoration.numbers())
+    assert find_older(settings, ledger) == []
+    assert report_older(settings, ledger) == []
+    ledger.close()
+    put_back(source, tmp_path / "backup")
+    with closing(Ledger.of(settings)) as older:
+        versions, replies = report_older(settings, older)
+        assert "knows versions up to 2 and trainers up to epoch" in versions
+        assert "but version 3 and epoch 4 were registered" in versions
+        assert "the last replies that it took from 1 slot are not in it" in replies
+        assert all("`tuneloop restore`" in each and "`tuneloop db adopt`" in each for each in (versions, replies))
+        assert [each.name for each in older.alarms.all()] == [LEDGER_OLDER]
+        segment_path(slot, 1).unlink()  # as an explorer does that goes on
+        assert len(find_older(settings, older)) == 2
+        assert adopt(settings, older) == (2, 0, 2001)
+        assert older.restoration.absent([said.msg_id]) == set()
+        assert find_older(settings, older) == older.alarms.all() == []
+        assert older.reports.audit() == []
+        assert register(older, source.job) == 2001

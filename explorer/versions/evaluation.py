@@ -222,7 +222,9 @@ class CandidateEvaluation:
         async with self._reloader.swapping:
             with suppress(LedgerUnavailable):  # If there is another by now, the reloader sees to it.
                 champion = await asyncio.to_thread(self._ledger.versions.champion)
-            if engine.state is EngineState.RELOADING:
+            if engine.state is EngineState.RELOADING and engine.restarts and engine.version == champion.version:
+                await self._fleet.set_state(engine, EngineState.READY)  # it was not given the candidate
+            elif engine.state is EngineState.RELOADING:
                 await self._reloader.put_back(engine, champion)
 
     async def _figures(self, engine: Engine, judge: Judge, *, at_once: int) -> tuple[Figure, ...]:

@@ -1,5 +1,6 @@
 """Settings of what answers: the model, the machines, the explorer and its engines."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -73,8 +74,27 @@ class RolloutModelSettings(Section):
     engine_urls: tuple[Address, ...] = ()
     engine_key: Secret | None = None
     engine_args: tuple[str, ...] = ()
+    spare_place: bool | None = None
     startup_timeout: Seconds = 900.0
     health_timeout: Seconds = 10.0
+
+    @property
+    def gpus_of_engines(self) -> int:
+        """GPUs that engines of our own take."""
+        return 0 if self.engine_urls else self.engine_num * self.tensor_parallel_size
+
+    def leaves_gpus(self, cluster: ClusterSettings) -> bool:
+        """Whether a machine has GPUs for one engine more."""
+        return self.gpus_of_engines + self.tensor_parallel_size <= cluster.gpu_per_node
+
+    def spare_places(self, cluster: ClusterSettings, *, mode: str) -> int:
+        """So many engines may be started beside `engine_num`, to take the place of one of them."""
+        if self.engine_urls:
+            return 0
+        if self.spare_place is None and (cluster.gpu_per_node or cluster.node_num > 1):
+            # Beside a trainer on the same machine nobody knows which of its GPUs are free.
+            return int(mode == "serve" and cluster.node_num == 1 and self.leaves_gpus(cluster))
+        return int(self.spare_place is not False)
 
 
 class ExplorerSettings(Section):
@@ -90,7 +110,7 @@ class ExplorerSettings(Section):
     max_in_flight: Positive = 1024
     max_waiting: NotNegative = 1024
     wait_timeout: Seconds = 60.0
-    on_reload: Literal["keep", "wait"] = "keep"
+    on_reload: Literal["keep", "wait", "restart"] = "keep"
     min_running_model_num: NotNegative | None = None
     prefix_affinity: bool = True
     durability: Literal["fsync", "write"] = "fsync"
@@ -100,3 +120,18 @@ class ExplorerSettings(Section):
     max_body_bytes: Positive = 16 << 20
     admin_key: HardToGuess | None = None
     version_pins: bool = False
+
+    def contradictions(self, cluster: ClusterSettings) -> Iterator[str]:
+        """What does not fit together, in sentences."""
+        rollout = self.rollout_model
+        if rollout.engine_urls and self.on_reload == "restart":
+            yield (
+                "explorer.on_reload: restart needs engines that the explorer starts, and those of"
+                " explorer.rollout_model.engine_urls are others'. Write keep or wait, or engine_num in place of them"
+            )
+        one = rollout.engine_num == 1 or cluster.node_num > 1
+        if rollout.spare_place and cluster.gpu_per_node and not one and not rollout.leaves_gpus(cluster):
+            yield (
+                "explorer.rollout_model.spare_place: no GPUs are left for it beside those of several engines. Write"
+                " false: while one engine is started anew, the others answer"
+            )

@@ -62,6 +62,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._verdicts_too_late(),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
+            *(self.explorer.contradictions(self.cluster) if self.mode != "train" else ()),
             *self._adapters_in_float32(),
             *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
             *self._evaluation_without_a_judge(),
@@ -175,10 +176,14 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         return 2 if engines == 1 and holds_two else engines
 
     @property
+    def spare_places(self) -> int:
+        """So many engines may be started beside `engine_places`, to take the place of one of them."""
+        return 0 if self.model.lora.rank else self.explorer.rollout_model.spare_places(self.cluster, mode=self.mode)
+
+    @property
     def gpus_of_engines(self) -> int:
         """GPUs that engines of our own take."""
-        rollout = self.explorer.rollout_model
-        return 0 if rollout.engine_urls else rollout.engine_num * rollout.tensor_parallel_size
+        return self.explorer.rollout_model.gpus_of_engines
 
     @property
     def job_dir(self) -> Path:

@@ -45,6 +45,9 @@ log = structlog.get_logger()
 #: How often a version may take an engine down with it, or be unreadable, before it is rejected.
 _DEATHS, _UNREADABLE = 2, 5
 
+#: How long an engine that is to be ended may take to end replies of a version that must not be served, in seconds.
+_UNFIT_S = 30.0
+
 _NOT_OURS = (
     "engines of engine_urls are not ours to start anew: one that does not come back from a reload with the right "
     "weights answers nobody until its owner has started it again. If that happens after every version, vLLM reloads "
@@ -130,8 +133,10 @@ class WeightSwapper:
         if await self._fresh.follow(engine, champion):
             return
         await self._fleet.set_state(engine, EngineState.RELOADING)
-        if (drain or engine.restarts) and fit:
+        if fit and (drain or engine.restarts):
             await self._drain(engine)
+        elif engine.restarts:
+            await self._drain(engine, at_most_s=_UNFIT_S)
         await self.put_back(engine, champion)
 
     async def put_back(self, engine: Engine, champion: Version) -> None:
@@ -171,11 +176,12 @@ class WeightSwapper:
         others = [each.state is EngineState.READY for each in self._fleet.engines if each is not engine]
         return sum(others) >= min(self._least_running, len(others))
 
-    async def _drain(self, engine: Engine) -> None:
+    async def _drain(self, engine: Engine, *, at_most_s: float | None = None) -> None:
         if not engine.control.loads_in_place:  # nothing changes under what is in flight
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._fleet.wait_until_idle(engine), self._drain_s)
+            drain_s = self._drain_s if at_most_s is None else min(at_most_s, self._drain_s)
+            await asyncio.wait_for(self._fleet.wait_until_idle(engine), drain_s)
 
 
 class Reloader(WeightSwapper):

@@ -15,18 +15,23 @@ from structlog.testing import capture_logs
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.checkpoints import PROMPT, register
-from tests.explorer.running import HELLO, MoodyLedger, open_ledger, settings_for
+from tests.explorer.conftest import Run
+from tests.explorer.running import HELLO, MoodyLedger, eventually, open_ledger, settings_for
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes import engine_supervisor
 from tuneloop.explorer.processes.engine_supervisor import EngineSupervisor, FleetTrial
+from tuneloop.explorer.processes.services import _is_tied
+from tuneloop.explorer.versions.attestation import Attestation
+from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.checkpoint import Probe
 from tuneloop.shared.errors import EngineError, EnvironmentRefused, RequestRefused
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.settings.settings import Settings
 
 WRONG = Probe(prompt_ids=PROMPT, logprobs=(-1.0, -1.0, -1.0), tolerance=0.01)
 
@@ -130,7 +135,13 @@ async def end(tasks: list["asyncio.Task[None]"]) -> None:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, doubles: list[EngineDouble], *, spare: int = 0, tries: bool = False, **explorer: Any
+    folder: Path,
+    doubles: list[EngineDouble],
+    *,
+    spare: int = 0,
+    tries: bool = False,
+    head_is_seen: bool = True,
+    **explorer: Any,
 ) -> AsyncIterator[Service]:
     """Engines of ours at the doubles' places, of which the last `spare` are room for fresh ones.
 
@@ -145,7 +156,7 @@ async def serving(
             engine.state = EngineState.SPARE
         fleet, places = Fleet(engines, wait_timeout_s=20), [PlaceDouble(each) for each in doubles]
         reloader = Reloader(settings, fleet, ledger=ledger, metrics=Metrics())
-        trial = FleetTrial(fleet, head_is_seen=True) if tries else None
+        trial = FleetTrial(fleet, head_is_seen=head_is_seen) if tries else None
         champion = partial(servable_champion, ledger, Verifier.of(settings))
         tasks = []
         for engine, place in zip(engines, places, strict=True):
@@ -341,6 +352,50 @@ async def test_a_fresh_engine_that_dies_later_comes_back_with_the_champion(
         assert service.places[spare].started[-2:] == ["global_step_1", "global_step_1"]
 
 
+async def test_an_engine_that_was_ended_has_no_date_of_its_last_proof(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    async with serving(tmp_path, doubles, spare=1) as service:
+        metrics = Metrics()
+        settings = settings_for(tmp_path, probe_interval=0.05)
+        proofs = Attestation(settings, service.fleet, ledger=service.ledger, metrics=metrics, reloader=service.reloader)
+        proving = asyncio.ensure_future(proofs.run())
+
+        def proven() -> list[str]:
+            (family,) = metrics.last_good_probe.collect()
+            return [each.labels["engine"] for each in family.samples]
+
+        await until(lambda: proven() == ["0"])
+        await service.candidate()
+        await service.reloader.turn()
+        await until(lambda: proven() == ["1"])
+        await end([proving])
+
+
+async def test_a_candidate_that_no_engine_starts_with_costs_the_gate_one_start(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "3+4=", "answer": "7"}\n')
+    async with serving(tmp_path, doubles) as service:
+        more = {"gate": {"mode": "block"}, "monitor": {"evaluation": {"path": str(tasks)}}}
+        settings = Settings.model_validate(settings_for(tmp_path).model_dump() | more)
+        reloader = Reloader(settings, service.fleet, ledger=service.ledger, metrics=Metrics())
+        gate = CandidateEvaluation(
+            settings, service.fleet, ledger=service.ledger, metrics=Metrics(), reloader=reloader, again_s=0.0
+        )
+        for place in service.places:
+            place.dies_of.add("global_step_1")
+        await service.candidate()
+        async with service.under_load():
+            for _ in range(3):
+                await gate.turn()
+                await reloader.turn()
+        assert service.state_of(1) is VersionState.REJECTED
+        assert set(service.outcomes) == {"version 0"}
+        assert sorted(each.started for each in service.places) == [["base"], ["base", "global_step_1", "base"]]
+
+
 def doubles_that_drift(doubles: list[EngineDouble], nats: float) -> list[EngineDouble]:
     for each in doubles:
         each.drifts_at_load = nats
@@ -383,3 +438,39 @@ async def test_engines_that_reload_exactly_go_on_doing_so(tmp_path: Path, double
         assert service.states() == ["ready", "spare"]
         assert [each.started for each in service.places] == [["base"], []]
         assert await service.ask() == 1
+
+
+@pytest.mark.parametrize("has_fingerprint", [False, True])
+async def test_a_head_that_may_stay_behind_unseen_is_not_trusted_to_a_reload(
+    tmp_path: Path, double: EngineDouble, has_fingerprint: bool
+) -> None:
+    double.extended = has_fingerprint
+    async with serving(tmp_path, [double], tries=True, head_is_seen=False) as service:
+        assert service.fleet.engines[0].restarts is not has_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"model_type": "qwen3"}, False),
+        ({"model_type": "qwen3", "tie_word_embeddings": True}, True),
+        ({"model_type": "gemma3_text"}, True),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, False),
+    ],
+)
+def test_a_head_is_tied_as_its_class_has_it_where_the_configuration_is_silent(
+    config: dict[str, Any], tied: bool
+) -> None:
+    assert _is_tied(config) is tied
+
+
+def test_of_an_engine_of_others_that_does_not_come_back_it_is_said_that_it_is_not_ours_to_start(
+    running_explorer: Run, double: EngineDouble
+) -> None:
+    explorer = running_explorer(double)
+    double.drifts_at_load = 0.5
+    with capture_logs() as logs:
+        register(explorer.ledger, explorer.settings.job_dir)
+        eventually(lambda: any(each["event"] == "engine_not_put_back" for each in logs))
+    said = next(each for each in logs if each["event"] == "engine_not_put_back")
+    assert "engines of engine_urls are not ours to start anew" in said["sentence"]

@@ -94,6 +94,7 @@ class EngineDouble:
     dies_of: set[str] = field(default_factory=set)
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
+    no_tokenizer: bool = False
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
     quotes: Callable[[dict[str, Any]], bool] = lambda request: False  # refuses such requests, and quotes them
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
@@ -157,6 +158,8 @@ class EngineDouble:
             return await self._probe(body, send)
         if path in PASSED:
             self.passed.append((path, body))
+            if self.no_tokenizer:
+                return await _send_reply(send, 400, recorded("error_json.json"))
             try:
                 ids = list(json.loads(body)["prompt"].encode())
             except (ValueError, TypeError):

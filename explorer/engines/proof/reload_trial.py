@@ -52,8 +52,12 @@ class ReloadTrial:
 
 async def reload_fault(control: EngineControl, weights: ServedWeights) -> str | None:
     """What is wrong with an engine after it has loaded its own weights in place; None if nothing is."""
-    before = await control.create_probe()
-    noise = (await control.measure_probe(before)).weights
+    try:
+        before = await control.create_probe()
+        noise = (await control.measure_probe(before)).weights
+    except (EngineError, CheckpointRejected) as error:  # such as an engine without a tokenizer
+        log.warning("reload_not_tried", reason=str(error))
+        return None
     probe = VerifiedProbe(
         prompt_ids=before.prompt_ids,
         logprobs=before.logprobs,

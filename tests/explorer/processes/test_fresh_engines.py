@@ -396,6 +396,33 @@ async def test_a_candidate_that_no_engine_starts_with_costs_the_gate_one_start(
         assert sorted(each.started for each in service.places) == [["base"], ["base", "global_step_1", "base"]]
 
 
+async def test_a_version_is_tried_on_a_fresh_engine_and_taken_back_by_another(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    more = {"rollout": {"mode": "canary", "share": 0.5}, "rollout_model": {"dtype": "float32", "engine_num": 2}}
+    async with serving(tmp_path, doubles, **more) as service:
+        await service.candidate()
+        async with service.under_load():
+            await service.reloader.turn()
+            assert service.state_of(1) is VersionState.CANARY
+            assert sorted(each.version for each in service.fleet.engines) == [0, 1]
+            assert service.fleet.split is not None
+            await asyncio.to_thread(service.ledger.versions.roll_back, 1, by="admin", reason="it is rude")
+            await service.reloader.turn()
+        assert [each.version for each in service.fleet.engines] == [0, 0]
+        assert service.states() == ["ready", "ready"]
+        assert set(service.outcomes) == {"version 0"}, "these requests have no key, and are the champion's"
+        assert sorted(each.started for each in service.places) == [["base"], ["base", "global_step_1", "base"]]
+
+
+async def test_an_engine_that_cannot_be_asked_about_a_text_is_not_tried(tmp_path: Path, double: EngineDouble) -> None:
+    double.no_tokenizer = True
+    with capture_logs() as logs:
+        async with serving(tmp_path, [double], tries=True) as service:
+            assert not service.fleet.engines[0].restarts
+    assert "reload_not_tried" in [each["event"] for each in logs]
+
+
 def doubles_that_drift(doubles: list[EngineDouble], nats: float) -> list[EngineDouble]:
     for each in doubles:
         each.drifts_at_load = nats

@@ -68,10 +68,10 @@ class EngineProcess:
 
     def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
         """The command to run, and its environment."""
-        settings, number = self._settings, self._engine.number
+        settings = self._settings
         command = vllm.command(settings, model=model, socket=self._socket)
         if settings.cluster.node_num == 1:
-            return command, vllm.environment(settings, self._gpu_place(number))
+            return command, vllm.environment(settings, self._gpu_place())
         spec = RayEngineSpec(
             ray_address=settings.cluster.ray_address,
             gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
@@ -83,10 +83,13 @@ class EngineProcess:
         environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(spec).decode()}
         return [sys.executable, "-P", "-m", "tuneloop.explorer.engines.ray_engine"], environment
 
-    def _gpu_place(self, number: int) -> int:
-        """Which GPUs it gets: where there are none of its own for the spare place, those of the one engine."""
-        there, size = self._settings.cluster.gpu_per_node, self._settings.explorer.rollout_model.tensor_parallel_size
-        return number % max(1, there // size) if there else number
+    def _gpu_place(self) -> int:
+        """Which GPUs it gets: the spare place has the last ones, or shares those of the only engine."""
+        settings, rollout = self._settings, self._settings.explorer.rollout_model
+        number = self._engine.number
+        if number < rollout.engine_num or not settings.cluster.gpu_per_node:
+            return number
+        return settings.cluster.gpu_per_node // rollout.tensor_parallel_size - 1 if settings.has_spare_gpus else 0
 
     def has_room(self) -> bool:
         """Whether this machine has room for it beside what runs now; that of GPUs, and of others, is the settings'."""

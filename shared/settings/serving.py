@@ -83,17 +83,20 @@ class RolloutModelSettings(Section):
         """GPUs that engines of our own take."""
         return 0 if self.engine_urls else self.engine_num * self.tensor_parallel_size
 
-    def leaves_gpus(self, cluster: ClusterSettings) -> bool:
-        """Whether a machine has GPUs for one engine more."""
-        return self.gpus_of_engines + self.tensor_parallel_size <= cluster.gpu_per_node
+    def contradictions(self) -> Iterator[str]:
+        """What does not fit together, in sentences."""
+        if self.enable_auto_tool_choice and not self.tool_call_parser and not self.engine_urls:
+            yield (
+                "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
+                " hermes"
+            )
 
-    def spare_places(self, cluster: ClusterSettings, *, mode: str) -> int:
+    def spare_places(self, cluster: ClusterSettings, *, spare_gpus: bool) -> int:
         """So many engines may be started beside `engine_num`, to take the place of one of them."""
         if self.engine_urls:
             return 0
         if self.spare_place is None and (cluster.gpu_per_node or cluster.node_num > 1):
-            # Beside a trainer on the same machine nobody knows which of its GPUs are free.
-            return int(mode == "serve" and cluster.node_num == 1 and self.leaves_gpus(cluster))
+            return int(cluster.node_num == 1 and spare_gpus)
         return int(self.spare_place is not False)
 
 
@@ -121,16 +124,18 @@ class ExplorerSettings(Section):
     admin_key: HardToGuess | None = None
     version_pins: bool = False
 
-    def contradictions(self, cluster: ClusterSettings) -> Iterator[str]:
-        """What does not fit together, in sentences."""
+    def contradictions(self, cluster: ClusterSettings, *, serves: bool, spare_gpus: bool) -> Iterator[str]:
+        """What does not fit together where it `serves`, in sentences."""
         rollout = self.rollout_model
+        if not serves:
+            return
         if rollout.engine_urls and self.on_reload == "restart":
             yield (
                 "explorer.on_reload: restart needs engines that the explorer starts, and those of"
                 " explorer.rollout_model.engine_urls are others'. Write keep or wait, or engine_num in place of them"
             )
         one = rollout.engine_num == 1 or cluster.node_num > 1
-        if rollout.spare_place and cluster.gpu_per_node and not one and not rollout.leaves_gpus(cluster):
+        if rollout.spare_place and cluster.gpu_per_node and not one and not spare_gpus:
             yield (
                 "explorer.rollout_model.spare_place: no GPUs are left for it beside those of several engines. Write"
                 " false: while one engine is started anew, the others answer"

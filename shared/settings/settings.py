@@ -47,7 +47,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
-            *self._tools_without_a_parser(),
+            *self.explorer.rollout_model.contradictions(),
             *self.reward.contradictions(
                 of_pairs=self.mode != "serve"
                 and (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
@@ -62,7 +62,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._verdicts_too_late(),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
-            *(self.explorer.contradictions(self.cluster) if self.mode != "train" else ()),
+            *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
             *self._adapters_in_float32(),
             *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
             *self._evaluation_without_a_judge(),
@@ -103,14 +103,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             yield (
                 f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
                 " Lower the one or raise the other"
-            )
-
-    def _tools_without_a_parser(self) -> Iterator[str]:
-        rollout = self.explorer.rollout_model
-        if rollout.enable_auto_tool_choice and not rollout.tool_call_parser and not rollout.engine_urls:
-            yield (
-                "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
-                " hermes"
             )
 
     def _groups_out_of_order(self) -> Iterator[str]:
@@ -178,7 +170,15 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     @property
     def spare_places(self) -> int:
         """So many engines may be started beside `engine_places`, to take the place of one of them."""
-        return 0 if self.model.lora.rank else self.explorer.rollout_model.spare_places(self.cluster, mode=self.mode)
+        rollout = self.explorer.rollout_model
+        return 0 if self.model.lora.rank else rollout.spare_places(self.cluster, spare_gpus=self.has_spare_gpus)
+
+    @property
+    def has_spare_gpus(self) -> bool:
+        """Whether one more engine has GPUs of its own, which are the last of this machine."""
+        trainers = int(self.mode == "both" and self.trainer.device != "cpu")
+        size = self.explorer.rollout_model.tensor_parallel_size
+        return self.gpus_of_engines + trainers + size <= self.cluster.gpu_per_node
 
     @property
     def gpus_of_engines(self) -> int:

@@ -20,6 +20,7 @@ from tests.explorer.running import HELLO, MoodyLedger, eventually, open_ledger, 
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes import engine_supervisor
 from tuneloop.explorer.processes.engine_supervisor import EngineSupervisor, FleetTrial
@@ -501,3 +502,29 @@ def test_of_an_engine_of_others_that_does_not_come_back_it_is_said_that_it_is_no
         eventually(lambda: any(each["event"] == "engine_not_put_back" for each in logs))
     said = next(each for each in logs if each["event"] == "engine_not_put_back")
     assert "engines of engine_urls are not ours to start anew" in said["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "engines", "gpu"),
+    [("serve", 2, 1, "1"), ("both", 3, 1, "2"), ("serve", 4, 3, "3"), ("serve", 1, 1, "0")],
+)
+def test_the_spare_place_has_the_last_gpus_or_those_of_the_only_engine(
+    tmp_path: Path, mode: str, gpus: int, engines: int, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    values = {"mode": mode, "cluster": {"gpu_per_node": gpus}, "model": {"model_path": tmp_path}}
+    rollout = {"engine_num": engines, "spare_place": True, "gpu_memory_utilization": 0.4}
+    settings = Settings.model_validate(values | {"explorer": {"rollout_model": rollout}})
+    assert settings.spare_places == 1
+    process = EngineProcess(settings, Engine(engines, EngineHttp()), socket=tmp_path / "socket")
+    _, environment = process.command(tmp_path)
+    assert environment["CUDA_VISIBLE_DEVICES"] == gpu
+
+
+@pytest.mark.parametrize(("free", "room"), [(3 << 30, True), (1 << 30, False)])
+def test_on_a_cpu_there_is_room_where_the_memory_is_free(
+    tmp_path: Path, free: int, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.explorer.engines.process.free_memory", lambda: free)
+    settings = settings_for(tmp_path, rollout_model={"kv_cache_memory_bytes": 64 << 20})
+    assert EngineProcess(settings, Engine(1, EngineHttp()), socket=tmp_path / "socket").has_room() is room

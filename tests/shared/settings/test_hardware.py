@@ -53,6 +53,7 @@ ENGINES = "explorer.rollout_model"
         ({"mode": "serve", "cluster.gpu_per_node": 2}, 1),
         ({"mode": "serve", "cluster.gpu_per_node": 1}, 0),
         ({"mode": "both", "cluster.gpu_per_node": 2}, 0),
+        ({"mode": "both", "cluster.gpu_per_node": 3}, 1),
         ({"mode": "serve", "cluster.gpu_per_node": 2, "cluster.node_num": 2}, 0),
         ({"mode": "serve", "cluster.gpu_per_node": 1, f"{ENGINES}.spare_place": True}, 1),
         ({f"{ENGINES}.engine_urls": ["http://a:1"]}, 0),

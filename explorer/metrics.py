@@ -85,6 +85,11 @@ class Metrics:
         """Count an experience that is on disk; `reason` is why it is not a sample of the policy, else empty."""
         self._recorded_counters(reason).inc()
 
+    def forget_engine(self, number: int) -> None:
+        """Say no more of an engine that has been ended: nobody is to be told that it was not proven for long."""
+        for gauge in (self.last_good_probe, self.has_fingerprint):
+            gauge.remove(str(number))
+
     def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
         label = "" if version is None else str(version)
         return self.requests.labels(endpoint, status, label), self.request_seconds.labels(endpoint)

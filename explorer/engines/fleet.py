@@ -6,6 +6,7 @@ The decisions are synchronous, so no lock is needed: nothing else runs between l
 import asyncio
 from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
@@ -26,6 +27,21 @@ class EngineState(StrEnum):
     READY = "ready"
     RELOADING = "reloading"
     DOWN = "down"
+    #: Nothing runs there: room for a fresh engine beside the one that it will replace.
+    SPARE = "spare"
+
+
+class EngineStarter(Protocol):
+    """Starts and ends the process of an engine of our own, for who has taken the engine out of rotation."""
+
+    async def start_anew(self, actor: Path) -> None:
+        """Start it with the weights in a folder, after its end if it runs. Raises EngineError."""
+
+    async def stop(self) -> None:
+        """End it."""
+
+    def has_room(self) -> bool:
+        """Whether one more engine can be started now beside those that run."""
 
 
 class Engine:
@@ -39,6 +55,10 @@ class Engine:
         self.number = number
         self.http = http
         self._control = control
+        #: Of an engine of our own; None: it is of others.
+        self.starter: EngineStarter | None = None
+        #: Whether it gets other weights by being started anew with them; it can load them in place otherwise.
+        self.restarts = False
         self.state = EngineState.STARTING
         self.version = 0
         self.in_flight = 0
@@ -194,10 +214,10 @@ class Fleet:
         if self._replicas is not None:
             await self._replicas.wait_until_idle(engine)
 
-    async def wait_until_down(self, engine: Engine) -> None:
-        """Wait until the engine is marked down."""
+    async def wait_for_state(self, engine: Engine, *states: EngineState) -> None:
+        """Wait until the engine has one of these states."""
         async with self._changed:
-            await self._changed.wait_for(lambda: engine.state is EngineState.DOWN)
+            await self._changed.wait_for(lambda: engine.state in states)
 
     async def acquire(self, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()) -> Engine:
         """The engine that answers a request of a key, counted as busy until it is released.
@@ -313,6 +333,12 @@ def pick_engine(engines: Iterable[Engine], with_prefix: Sequence[Container[int]]
         if least and preferred and not is_overloaded(preferred.in_flight, least.in_flight):
             return preferred
     return least
+
+
+def spare_place(engines: Iterable[Engine]) -> Engine | None:
+    """Where a fresh engine can be started now, beside those that run."""
+    places = (each for each in engines if each.state is EngineState.SPARE and each.starter)
+    return next((each for each in places if each.starter and each.starter.has_room()), None)
 
 
 def least_busy(engines: Iterable[Engine]) -> Engine | None:

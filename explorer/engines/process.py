@@ -13,11 +13,15 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
 _STOP_TIMEOUT_S = 15.0
+
+#: What an engine on a CPU takes beside its cache: Python and torch, and its weights, in float32 perhaps, read and held.
+_RUNTIME_BYTES, _MOST_GROWTH = 2 << 30, 3
 
 
 class EngineProcess:
@@ -64,10 +68,10 @@ class EngineProcess:
 
     def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
         """The command to run, and its environment."""
-        settings, number = self._settings, self._engine.number
+        settings = self._settings
         command = vllm.command(settings, model=model, socket=self._socket)
         if settings.cluster.node_num == 1:
-            return command, vllm.environment(settings, number)
+            return command, vllm.environment(settings, self._gpu_place())
         spec = RayEngineSpec(
             ray_address=settings.cluster.ray_address,
             gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
@@ -78,6 +82,23 @@ class EngineProcess:
         )
         environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(spec).decode()}
         return [sys.executable, "-P", "-m", "tuneloop.explorer.engines.ray_engine"], environment
+
+    def _gpu_place(self) -> int:
+        """Which GPUs it gets: the spare place has the last ones, or shares those of the only engine."""
+        settings, rollout = self._settings, self._settings.explorer.rollout_model
+        number = self._engine.number
+        if number < rollout.engine_num or not settings.cluster.gpu_per_node:
+            return number
+        return settings.cluster.gpu_per_node // rollout.tensor_parallel_size - 1 if settings.has_spare_gpus else 0
+
+    def has_room(self) -> bool:
+        """Whether this machine has room for it beside what runs now; that of GPUs, and of others, is the settings'."""
+        rollout, cluster = self._settings.explorer.rollout_model, self._settings.cluster
+        if rollout.spare_place or cluster.gpu_per_node or cluster.node_num > 1:
+            return True
+        files = self._settings.model.model_path.glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files) * _MOST_GROWTH
+        return free_memory() >= weights + (rollout.kv_cache_memory_bytes or 1 << 30) + _RUNTIME_BYTES
 
     async def _wait_until_healthy(self) -> None:
         assert self._process is not None

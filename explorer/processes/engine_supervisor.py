@@ -10,10 +10,19 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.proof.reload_trial import ReloadTrial, ServedWeights
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.grammars import give_first_grammar
-from tuneloop.explorer.versions.loading import KnownProbes, Verifier, actor_of, load, servable_champion
+from tuneloop.explorer.versions.loading import (
+    KnownProbes,
+    Verifier,
+    actor_of,
+    known_fingerprints,
+    load,
+    servable_champion,
+)
 from tuneloop.shared import steady_time
+from tuneloop.shared.checkpoint import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
@@ -31,6 +40,11 @@ _LIVED_S = 60.0
 
 #: How often an engine is asked whether it is healthy, and how many times in a row it may fail to say so.
 _LOOK_S, _MISSES = 0.5, 3
+
+#: The states of an engine that was brought up.
+_RUNNING = (EngineState.READY, EngineState.RELOADING, EngineState.DOWN)
+
+_FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: restart, which also spares this trial"
 
 _NO_LIFE = (
     "it says neither when it began (/metrics, with one API server) nor its id (/server_info, with "
@@ -50,47 +64,165 @@ class SupervisedProcess(Protocol):
     async def stop(self) -> None:
         """End it, and everything that it started."""
 
+    def has_room(self) -> bool:
+        """Whether this machine has room for it beside what runs now."""
 
-async def keep_running(
-    engine: Engine,
-    process: SupervisedProcess,
-    *,
-    fleet: Fleet,
-    ledger: Ledger,
-    verifier: Verifier,
-    health_timeout_s: float,
-) -> None:
-    """Run an engine of our own for ever. Raises EnvironmentRefused if it never gets up in the first place."""
-    pause, was_up, loop = _PAUSE_S, False, asyncio.get_running_loop()
-    while True:
-        up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
+
+class EngineSupervisor:
+    """Runs an engine of our own: starts it, again when it dies or hangs, anew when a version asks for that.
+
+    It is its engine's EngineStarter. Where the place is spare, nothing runs there until somebody starts an engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        process: SupervisedProcess,
+        *,
+        fleet: Fleet,
+        champion: Callable[[], Awaitable[tuple[Version, VerifiedProbe | None]]],
+        health_timeout_s: float,
+        trial: "FleetTrial | None" = None,
+    ) -> None:
+        """`champion` says what to start it with; `trial` finds out whether engines can take up versions in place."""
+        self._engine = engine
+        self._process = process
+        self._fleet = fleet
+        self._champion = champion
+        self._health_timeout_s = health_timeout_s
+        self._trial = trial
+        #: How often its process was started: a process that was ended on purpose is no engine that has died.
+        self._starts = 0
+        engine.starter = self
+
+    async def start_anew(self, actor: Path) -> None:
+        """See EngineStarter."""
+        await self._process.stop()
+        self._engine.control.reset()
         try:
-            champion, probe = await servable_champion(ledger, verifier)
-            await process.start(engine.control.initial_weights(actor_of(champion)))
-            await engine.control.finish_start(actor_of(champion))
-            await give_first_grammar(engine.control)
+            await self._start(actor)
+        except EnvironmentRefused as error:
+            await self._process.stop()
+            raise EngineError(str(error)) from error
+
+    async def stop(self) -> None:
+        """See EngineStarter."""
+        await self._process.stop()
+
+    def has_room(self) -> bool:
+        """See EngineStarter."""
+        return self._process.has_room()
+
+    async def _start(self, actor: Path) -> None:
+        self._starts += 1
+        await self._process.start(self._engine.control.initial_weights(actor))
+        await self._engine.control.finish_start(actor)
+        await give_first_grammar(self._engine.control)
+
+    async def run(self) -> None:
+        """Run the engine for ever. Raises EnvironmentRefused if it never gets up in the first place."""
+        engine, loop = self._engine, asyncio.get_running_loop()
+        pause, was_up = _PAUSE_S, engine.state is EngineState.SPARE
+        while True:
+            up_since = loop.time() + _LONGEST_PAUSE_S  # never, until it is up
+            try:
+                await self._bring_up(must=not was_up)
+                up_since, was_up = loop.time(), True
+                reason = await self._end()
+                if reason is not None:
+                    log.error("engine_down", engine=engine.number, reason=reason)
+            except LedgerUnavailable as error:
+                log.warning("database_away", reason=str(error))
+            except (EnvironmentRefused, CheckpointRejected, EngineError) as error:
+                if not was_up:
+                    raise
+                log.error("engine_not_restarted", engine=engine.number, reason=str(error))
+            finally:
+                if engine.state is not EngineState.SPARE:
+                    await self._fleet.set_state(engine, EngineState.DOWN)
+                    await self._process.stop()
+            if engine.state is EngineState.SPARE:
+                continue
+            if loop.time() - up_since > _LIVED_S:
+                pause = _PAUSE_S
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _bring_up(self, *, must: bool) -> None:
+        """Have the engine in rotation with the champion, proven; or wait until a fresh one is, where there was none.
+
+        What goes wrong is EnvironmentRefused where it `must` work.
+        """
+        engine = self._engine
+        if engine.state is EngineState.SPARE:
+            return await self._fleet.wait_for_state(engine, *_RUNNING)
+        champion, probe = await self._champion()
+        try:
+            await self._start(actor_of(champion))
+            if self._trial and await self._trial.fails(engine, champion):
+                await self.start_anew(actor_of(champion))
             if probe:
                 await engine.control.prove(probe)
-            await fleet.begin_load(engine)
-            await fleet.end_load(engine, champion.version)
-            await fleet.set_state(engine, EngineState.READY)
-            log.info("engine_ready", engine=engine.number, version=champion.version)
-            up_since, was_up = loop.time(), True
-            reason = await _end_of(engine, process, fleet, health_timeout_s)
-            log.error("engine_down", engine=engine.number, reason=reason)
-        except LedgerUnavailable as error:
-            log.warning("database_away", reason=str(error))
-        except (EnvironmentRefused, CheckpointRejected, EngineError) as error:
-            if not was_up:
+        except (CheckpointRejected, EngineError) as error:
+            if must:
                 raise _refusal(error, champion) from error
-            log.error("engine_not_restarted", engine=engine.number, reason=str(error))
+            raise
+        await self._fleet.begin_load(engine)
+        await self._fleet.end_load(engine, champion.version)
+        await self._fleet.set_state(engine, EngineState.READY)
+        log.info("engine_ready", engine=engine.number, version=champion.version)
+
+    async def _end(self) -> str | None:
+        """Why an engine that was ready must be started again, when that is so; None: its place is spare now."""
+        engine = self._engine
+        while True:
+            starts = self._starts
+            reason = await self._first_sign()
+            if engine.state is EngineState.DOWN or not engine.restarts:
+                return reason
+            if engine.state is EngineState.READY and self._starts == starts:
+                return reason
+            # Whoever has taken it out of rotation ends it, and starts it anew.
+            await self._fleet.wait_for_state(engine, EngineState.READY, EngineState.DOWN, EngineState.SPARE)
+            if engine.state is EngineState.SPARE:
+                return None
+
+    async def _first_sign(self) -> str:
+        """What has happened to the engine first."""
+        waiting = {
+            asyncio.ensure_future(self._process.wait()): "its process ended",
+            asyncio.ensure_future(self._fleet.wait_for_state(self._engine, EngineState.DOWN)): "it was given up",
+            asyncio.ensure_future(
+                _until_ill(self._engine, self._health_timeout_s)
+            ): "it does not say that it is healthy",
+        }
+        try:
+            ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await fleet.set_state(engine, EngineState.DOWN)
-            await process.stop()
-        if loop.time() - up_since > _LIVED_S:
-            pause = _PAUSE_S
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return next(reason for task, reason in waiting.items() if task in ended)
+
+
+class FleetTrial:
+    """Tries out on the first engine whether versions can be taken up in place; if not, all get them by a new start."""
+
+    def __init__(self, fleet: Fleet, *, head_is_seen: bool) -> None:
+        """`head_is_seen`: a head that is not renewed with the embeddings that it is tied to would show."""
+        self._fleet = fleet
+        self._head_is_seen = head_is_seen
+        self._trial = ReloadTrial()
+
+    async def fails(self, engine: Engine, version: Version) -> bool:
+        """Whether an engine that was started with a version must be started anew, for it was tried and has failed."""
+        weights = ServedWeights(actor_of(version), known_fingerprints(version), self._head_is_seen)
+        fault, tried = await self._trial.fault(engine.control, weights)
+        if tried and fault is not None:
+            log.warning("reload_is_not_exact", engine=engine.number, reason=fault, sentence=_FRESH)
+            for each in self._fleet.engines:
+                each.restarts = each.starter is not None
+        return tried and fault is not None
 
 
 def _refusal(error: TuneloopError, champion: Version) -> EnvironmentRefused:
@@ -101,22 +233,6 @@ def _refusal(error: TuneloopError, champion: Version) -> EnvironmentRefused:
         f"checkpoint_root_dir: version {champion.version}, which is to be served, cannot be: {error}; restore "
         f"{champion.path} from a copy"
     )
-
-
-async def _end_of(engine: Engine, process: SupervisedProcess, fleet: Fleet, health_timeout_s: float) -> str:
-    """Why an engine that was ready must be started again, when that is so."""
-    waiting = {
-        asyncio.ensure_future(process.wait()): "its process ended",
-        asyncio.ensure_future(fleet.wait_until_down(engine)): "it was given up",
-        asyncio.ensure_future(_until_ill(engine, health_timeout_s)): "it does not say that it is healthy",
-    }
-    try:
-        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-    return next(reason for task, reason in waiting.items() if task in ended)
 
 
 async def _until_ill(engine: Engine, health_timeout_s: float) -> None:

@@ -1,11 +1,14 @@
 """What runs beside the requests, once for the whole service: engines and their weights, the database, the gauges."""
 
 import asyncio
+import json
 import tempfile
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 
@@ -24,18 +27,21 @@ from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
-from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, keep_running
+from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
-from tuneloop.explorer.versions.loading import Verifier
+from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
 from tuneloop.shared.spool_format import spool_status
+
+#: Types of models whose head is their embeddings unless their configuration says otherwise.
+_TIED_UNLESS_SAID = ("gemma", "cohere")
 
 #: How often the gauges are brought up to date, at most.
 _WATCH_S = 10.0
@@ -157,11 +163,14 @@ async def _open_fleet(
     explorer = settings.explorer
     urls = explorer.rollout_model.engine_urls
     sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
-    own = [sockets / f"{number}.sock" for number in range(0 if urls else explorer.rollout_model.engine_num)]
+    count = 0 if urls else explorer.rollout_model.engine_num + settings.spare_places
+    own = [sockets / f"{number}.sock" for number in range(count)]
     addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
     # One that holds two adapters is two engines at one address.
     addresses += addresses * (settings.engine_places - len(addresses))
     engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
+    for engine in engines[settings.engine_places :]:
+        engine.state = EngineState.SPARE
     return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own
 
 
@@ -169,11 +178,16 @@ def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], att
     """What keeps the engines in use: our own on these sockets, and those of others."""
     settings, fleet = services.settings, services.fleet
     verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
+    champion = partial(servable_champion, ledger, verifier)
+    trial = FleetTrial(fleet, head_is_seen=_head_is_seen(settings)) if _may_load_in_place(settings) else None
     runs: list[Task] = []
     for engine, socket in zip(fleet.engines, own, strict=False):
         process = EngineProcess(settings, engine, socket=socket)
-        run = keep_running(engine, process, fleet=fleet, ledger=ledger, verifier=verifier, health_timeout_s=timeout_s)
-        runs.append(run)
+        supervisor = EngineSupervisor(
+            engine, process, fleet=fleet, champion=champion, health_timeout_s=timeout_s, trial=trial
+        )
+        engine.restarts = settings.explorer.on_reload == "restart" and engine.control.loads_in_place
+        runs.append(supervisor.run())
     champions = Champions(ledger, verifier, attestation.probes)
     for engine in fleet.engines[len(own) :]:
         attachment = Attachment(
@@ -186,6 +200,23 @@ def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], att
         )
         runs.append(attachment.run(services.metrics))
     return runs
+
+
+def _may_load_in_place(settings: Settings) -> bool:
+    """Whether it is to be found out whether engines can take up versions in place."""
+    return settings.explorer.on_reload != "restart" and not settings.model.lora.rank
+
+
+def _head_is_seen(settings: Settings) -> bool:
+    """Whether a head that engines do not renew shows: one that shares its numbers with the embeddings does on GPUs."""
+    config = json.loads((settings.model.model_path / "config.json").read_bytes())
+    return settings.cluster.gpu_per_node > 0 or not _is_tied(config)
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a model's head is its embeddings. What a configuration does not say is as its class has it."""
+    default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
+    return bool(config.get("tie_word_embeddings", default))
 
 
 async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:

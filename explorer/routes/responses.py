@@ -169,7 +169,8 @@ class StoredResponses:
 
     async def _ask_engines(self, method: str, response_id: str, suffix: str = "") -> HeldResponse | None:
         """The answer of the engine that has the response, else None. Raises RequestRefused if that is unknown."""
-        engines = [each for each in self._fleet.engines if each.state is not EngineState.DOWN]
+        gone = {EngineState.DOWN, EngineState.SPARE}
+        engines = [each for each in self._fleet.engines if each.state not in gone]
         path = response_path(response_id) + suffix
         requests = (_fetch_held(engine, method, path) for engine in engines)
         answers = await asyncio.gather(*requests, return_exceptions=True)

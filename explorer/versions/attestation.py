@@ -91,6 +91,8 @@ class Attestation:
             await self._tell()
             if self._due(engine):
                 await self.attest(engine)
+            elif engine.state is EngineState.SPARE:
+                self._metrics.forget_engine(engine.number)
 
         await every(min(_LOOK_S, self._interval_s), turn, task="attestation", metrics=self._metrics)
 

@@ -161,6 +161,7 @@ class CandidateEvaluation:
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
         """The candidate's figures; None if it was rejected on the way."""
         engine = await self._take_out(champion)
+        loads = engine.loads
         try:
             return await self._evaluate_on(engine, candidate, judge)
         except CheckpointUnreadable as error:
@@ -170,12 +171,13 @@ class CandidateEvaluation:
             return None
         except EngineError as error:
             self._deaths[candidate.version] += 1
-            if self._deaths[candidate.version] < _DEATHS:
+            # One that was started with the candidate is started once more for the champion: that is enough.
+            if self._deaths[candidate.version] < (1 if engine.restarts else _DEATHS):
                 raise NotEvaluated(f"engine {engine.number}: {error}") from error
             await self._gate.reject(candidate, f"engines die of it: {error}")
             return None
         finally:
-            await self._put_back(engine, champion)
+            await self._put_back(engine, champion, untouched=engine.loads == loads)
 
     async def _take_out(self, champion: Version) -> Engine:
         """An engine taken out of rotation, with nothing in flight. At least one other stays in it."""
@@ -188,7 +190,7 @@ class CandidateEvaluation:
         try:
             await asyncio.wait_for(self._fleet.wait_until_idle(engine), self._settings.explorer.request_timeout)
         except TimeoutError:
-            await self._put_back(engine, champion)
+            await self._put_back(engine, champion, untouched=True)
             raise NotEvaluated(f"engine {engine.number} does not come to an end with what it has in flight") from None
         return engine
 
@@ -217,12 +219,17 @@ class CandidateEvaluation:
         before = [champion.likelihoods[each.id] for each in champion.replies]
         return replay_figures(champion.replies, told, before, of=champion.version)
 
-    async def _put_back(self, engine: Engine, champion: Version) -> None:
-        """Put the engine into rotation again with the champion, unless its supervisor has begun to."""
+    async def _put_back(self, engine: Engine, champion: Version, *, untouched: bool) -> None:
+        """Put the engine into rotation again with the champion, unless its supervisor has begun to.
+
+        One that is still `untouched` needs no new start for that.
+        """
         async with self._reloader.swapping:
             with suppress(LedgerUnavailable):  # If there is another by now, the reloader sees to it.
                 champion = await asyncio.to_thread(self._ledger.versions.champion)
-            if engine.state is EngineState.RELOADING:
+            if engine.state is EngineState.RELOADING and engine.restarts and untouched:
+                await self._fleet.set_state(engine, EngineState.READY)
+            elif engine.state is EngineState.RELOADING:
                 await self._reloader.put_back(engine, champion)
 
     async def _figures(self, engine: Engine, judge: Judge, *, at_once: int) -> tuple[Figure, ...]:

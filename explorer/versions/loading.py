@@ -3,15 +3,16 @@
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
-from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, spare_place
 from tuneloop.shared.checkpoint import ACTOR, CheckpointStore, Probe, VerifiedProbe, read_manifest
-from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, LedgerError, VersionRefused
+from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, EngineError, LedgerError, VersionRefused
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 
@@ -22,6 +23,13 @@ DAMAGED = "champion_damaged"
 #: How often a champion that cannot be read is looked at before another version stands in, and how many seconds apart: a
 #: shared file system may come back.
 _LOOKS, _LOOK_S = 5, 1.0
+
+_NO_ROOM = (
+    "no engine runs beside the others: versions are taken up one engine after the other, and requests wait where there "
+    "is but one. Give it room, or write explorer.rollout_model.spare_place: false"
+)
+#: Raises EngineError or CheckpointRejected unless an engine is what it should be.
+Prove = Callable[[Engine], Awaitable[None]]
 
 #: What the verifier found in the versions that it read last: reading one again for a proof takes as long as loading.
 _FINGERPRINTS: dict[Path, dict[str, dict[str, int]]] = {}
@@ -83,18 +91,105 @@ async def _probe_of(version: Version, engine: Engine) -> Probe:
 
 
 async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
-    """Swap an engine's weights for a version's, in place, keeping what is in flight."""
-    await engine.control.pause("keep")
+    """Swap an engine's weights for a version's: in place, keeping what is in flight, or by starting it anew."""
+    if not engine.restarts:
+        await engine.control.pause("keep")
     await _load_paused(engine, version, fleet)
 
 
 async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     control = engine.control
     await fleet.begin_load(engine)
+    if engine.restarts:
+        assert engine.starter is not None
+        await engine.starter.start_anew(actor_of(version))
+        return await fleet.end_load(engine, version.version)
     await control.load(actor_of(version))
     await control.reset_prefix_cache()
     await fleet.end_load(engine, version.version)
     await control.resume()
+
+
+class FreshEngines:
+    """Engines that are started beside those whose place they take, for as long as there is room."""
+
+    def __init__(self, fleet: Fleet, probes: KnownProbes, *, drain: Callable[[Engine], Awaitable[None]]) -> None:
+        """`drain` waits until an engine has ended what it has in flight, as far as that is waited for."""
+        self._fleet = fleet
+        self._probes = probes
+        self._drain = drain
+
+    def place_beside(self, engine: Engine) -> Engine | None:
+        """Where a fresh engine can be started that takes an engine's place; None if it is reloaded where it is."""
+        return spare_place(self._fleet.engines) if engine.restarts else None
+
+    async def replace(self, engine: Engine, version: Version, *, prove: Prove, back_to: Version) -> bool:
+        """Whether a fresh engine has taken an engine's place, which has answered until then.
+
+        Raises CheckpointRejected if the version is not what it should be, or if no engine runs with it where one does
+        with the version `back_to`. If that does not run there either, there is no room, and the place is given up.
+        """
+        if (place := self.place_beside(engine)) is None:
+            return False
+        try:
+            await self._start(place, version, prove)
+        except EngineError as error:
+            log.error("fresh_engine_failed", engine=place.number, version=version.version, reason=str(error))
+            if not await self._runs_in(place, back_to):
+                return False
+            await self._vacate(place)
+            raise CheckpointRejected(f"no engine runs with it: {error}") from error
+        await self._take_over(engine, place)
+        return True
+
+    async def follow(self, engine: Engine, champion: Version) -> bool:
+        """Whether a fresh engine with the champion has taken an engine's place."""
+        place = self.place_beside(engine)
+        if place is None or not await self._runs_in(place, champion):
+            return False
+        await self._take_over(engine, place)
+        return True
+
+    async def _runs_in(self, place: Engine, version: Version) -> bool:
+        """Whether an engine runs now in a spare place with a version that is right; else it is a place no more."""
+
+        async def prove(engine: Engine) -> None:
+            await self._probes.prove(engine, version)
+
+        try:
+            await self._start(place, version, prove)
+        except (EngineError, CheckpointRejected) as error:
+            log.warning("no_second_place", engine=place.number, reason=str(error), sentence=_NO_ROOM)
+            place.starter = None
+            return False
+        return True
+
+    async def _start(self, place: Engine, version: Version, prove: Prove) -> None:
+        """Start an engine with a version in a spare place, and prove it; where that fails the place is spare again.
+
+        Raises EngineError if it does not run, and what `prove` raises.
+        """
+        place.restarts = True
+        await self._fleet.set_state(place, EngineState.STARTING)
+        try:
+            await _load_paused(place, version, self._fleet)
+            await prove(place)
+        except BaseException:
+            await self._vacate(place)
+            raise
+
+    async def _take_over(self, engine: Engine, fresh: Engine) -> None:
+        """Let a fresh engine answer in an engine's stead, which ends what it has in flight, and then itself."""
+        await self._fleet.set_state(fresh, EngineState.READY)
+        await self._fleet.set_state(engine, EngineState.RELOADING)
+        await self._drain(engine)
+        await self._vacate(engine)
+
+    async def _vacate(self, engine: Engine) -> None:
+        assert engine.starter is not None
+        await engine.starter.stop()
+        await self._fleet.end_load(engine, 0)
+        await self._fleet.set_state(engine, EngineState.SPARE)
 
 
 async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedProbe:
@@ -104,6 +199,11 @@ async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedPro
     while len(_FINGERPRINTS) > _REMEMBERED:
         del _FINGERPRINTS[next(iter(_FINGERPRINTS))]
     return _with_fingerprints(version, read_manifest(version.path, sha256=version.manifest_sha256).probe)
+
+
+def known_fingerprints(version: Version) -> Mapping[str, Mapping[str, int]]:
+    """What a version's files hold, as the verifier found it; empty where they have no fingerprint."""
+    return _FINGERPRINTS.get(version.path, {})
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:

@@ -20,6 +20,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import (
+    FreshEngines,
     KnownProbes,
     Verifier,
     _load_paused,
@@ -44,6 +45,15 @@ log = structlog.get_logger()
 #: How often a version may take an engine down with it, or be unreadable, before it is rejected.
 _DEATHS, _UNREADABLE = 2, 5
 
+#: How long an engine that is to be ended may take to end replies of a version that must not be served, in seconds.
+_UNFIT_S = 30.0
+
+_NOT_OURS = (
+    "engines of engine_urls are not ours to start anew: one that does not come back from a reload with the right "
+    "weights answers nobody until its owner has started it again. If that happens after every version, vLLM reloads "
+    "this architecture wrongly: let the explorer start the engines (explorer.rollout_model.engine_num)"
+)
+
 
 class WeightSwapper:
     """Swaps the weights of one engine at a time."""
@@ -60,6 +70,7 @@ class WeightSwapper:
         self._metrics = metrics
         self._drain_s = drain_s
         self._least_running = least_running
+        self._fresh = FreshEngines(fleet, probes, drain=self._drain)
         #: Held while versions are taken up. Who sets an engine's state in the same breath as he sees that it is ready
         #: has that engine to himself without it.
         self.swapping = asyncio.Lock()
@@ -75,23 +86,23 @@ class WeightSwapper:
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Give an engine a version. `entering` is called with the proven engine before it is in rotation again."""
-        await self._fleet.set_state(engine, EngineState.RELOADING)
         started = time.monotonic()
-        if drain:
+
+        async def prove(proven: Engine) -> None:
+            await proven.control.prove(probe)
+            if entering:
+                await entering()
+
+        if await self._fresh.replace(engine, version, prove=prove, back_to=back_to):
+            return self._metrics.reload_seconds.observe(time.monotonic() - started)
+        await self._fleet.set_state(engine, EngineState.RELOADING)
+        if drain or engine.restarts:
             await self._drain(engine)
-        try:
-            await engine.control.cache_probe(probe)
-            await engine.control.pause("keep")
-        except EngineError as error:
-            # It has not seen the version yet, so this is none of the version's doing.
-            log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
-            await self._fleet.set_state(engine, EngineState.DOWN)
+        if not engine.restarts and not await self._pause(engine, version, probe):
             return
         try:
             await _load_paused(engine, version, self._fleet)
-            await engine.control.prove(probe)
-            if entering:
-                await entering()
+            await prove(engine)
         except LedgerError:
             await self.put_back(engine, back_to)
             raise
@@ -103,6 +114,31 @@ class WeightSwapper:
         await self._fleet.set_state(engine, EngineState.READY)
         self._metrics.reload_seconds.observe(time.monotonic() - started)
 
+    async def _pause(self, engine: Engine, version: Version, probe: Probe) -> bool:
+        """Whether an engine is ready to load: one that is not is marked down."""
+        try:
+            await engine.control.cache_probe(probe)
+            await engine.control.pause("keep")
+        except EngineError as error:
+            # It has not seen the version yet, so this is none of the version's doing.
+            log.error("engine_lost_before_reload", engine=engine.number, version=version.version, reason=str(error))
+            await self._fleet.set_state(engine, EngineState.DOWN)
+            return False
+        return True
+
+    async def _bring_back(self, engine: Engine, champion: Version, *, drain: bool, fit: bool) -> None:
+        """Give an engine in rotation the champion; one whose version is not `fit` answers nobody from now on."""
+        if not fit:
+            await self._fleet.set_state(engine, EngineState.RELOADING)
+        if await self._fresh.follow(engine, champion):
+            return
+        await self._fleet.set_state(engine, EngineState.RELOADING)
+        if fit and (drain or engine.restarts):
+            await self._drain(engine)
+        elif engine.restarts:
+            await self._drain(engine, at_most_s=_UNFIT_S)
+        await self.put_back(engine, champion)
+
     async def put_back(self, engine: Engine, champion: Version) -> None:
         """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
 
@@ -112,7 +148,14 @@ class WeightSwapper:
             await load(engine, champion, fleet=self._fleet)
             await self.probes.prove(engine, champion)
         except (EngineError, CheckpointRejected) as error:
-            log.error("engine_not_put_back", engine=engine.number, version=champion.version, reason=str(error))
+            sentence = None if engine.starter else _NOT_OURS
+            log.error(
+                "engine_not_put_back",
+                engine=engine.number,
+                version=champion.version,
+                reason=str(error),
+                sentence=sentence,
+            )
             await self._fleet.set_state(engine, EngineState.DOWN)
         else:
             await self._fleet.set_state(engine, EngineState.READY)
@@ -124,15 +167,21 @@ class WeightSwapper:
                 yield engine
 
     def _may_leave(self, engine: Engine) -> bool:
-        """Whether an engine may leave the rotation: not if too few others would answer, where there are so many."""
+        """Whether an engine may leave the rotation: not if too few others would answer, where there are so many.
+
+        It may where a fresh one takes its place before.
+        """
+        if self._fresh.place_beside(engine):
+            return True
         others = [each.state is EngineState.READY for each in self._fleet.engines if each is not engine]
         return sum(others) >= min(self._least_running, len(others))
 
-    async def _drain(self, engine: Engine) -> None:
+    async def _drain(self, engine: Engine, *, at_most_s: float | None = None) -> None:
         if not engine.control.loads_in_place:  # nothing changes under what is in flight
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._fleet.wait_until_idle(engine), self._drain_s)
+            drain_s = self._drain_s if at_most_s is None else min(at_most_s, self._drain_s)
+            await asyncio.wait_for(self._fleet.wait_until_idle(engine), drain_s)
 
 
 class Reloader(WeightSwapper):
@@ -232,10 +281,7 @@ class Reloader(WeightSwapper):
                 return
             fit = await self._is_fit(engine.version)
             if engine.state is EngineState.READY and (self._may_leave(engine) or not fit):
-                await self._fleet.set_state(engine, EngineState.RELOADING)
-                if self._drain_first and fit:
-                    await self._drain(engine)
-                await self.put_back(engine, champion)
+                await self._bring_back(engine, champion, drain=self._drain_first, fit=fit)
         for engine in tried:
             if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
                 await self._try_on(engine, trial.version, champion)

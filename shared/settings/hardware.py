@@ -1,5 +1,7 @@
 """What this machine has, and what of the settings that changes."""
 
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -8,10 +10,23 @@ from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
+#: Where a container sees what its memory is bound to.
+_GROUP = Path("/sys/fs/cgroup")
+
 
 def count_gpus() -> int:
     """NVIDIA GPUs that this machine has."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def free_memory() -> int:
+    """Bytes of main memory that new processes may take, within this control group's bound."""
+    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    free = [int(found[1]) << 10 if found else 0]
+    with suppress(OSError, ValueError):  # "max" is no bound
+        bound, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        free.append(max(0, bound - used))
+    return min(free)
 
 
 def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:

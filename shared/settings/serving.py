@@ -1,5 +1,6 @@
 """Settings of what answers: the model, the machines, the explorer and its engines."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -74,8 +75,32 @@ class RolloutModelSettings(Section):
     engine_urls: tuple[Address, ...] = ()
     engine_key: Secret | None = None
     engine_args: tuple[str, ...] = ()
+    spare_place: bool | None = None
     startup_timeout: Seconds = 900.0
     health_timeout: Seconds = 10.0
+
+    @property
+    def gpus_of_engines(self) -> int:
+        """GPUs that engines of our own take."""
+        return 0 if self.engine_urls else self.engine_num * self.tensor_parallel_size
+
+    def contradictions(self) -> Iterator[str]:
+        """What does not fit together, in sentences."""
+        if self.enable_auto_tool_choice and not self.tool_call_parser and not self.engine_urls:
+            yield (
+                "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
+                " hermes"
+            )
+        for problem in engine_flags.problems_of(self.engine_args):
+            yield f"explorer.rollout_model.engine_args: {problem}"
+
+    def spare_places(self, cluster: ClusterSettings, *, spare_gpus: bool) -> int:
+        """So many engines may be started beside `engine_num`, to take the place of one of them."""
+        if self.engine_urls:
+            return 0
+        if self.spare_place is None and (cluster.gpu_per_node or cluster.node_num > 1):
+            return int(cluster.node_num == 1 and spare_gpus)
+        return int(self.spare_place is not False)
 
 
 class ExplorerSettings(Section):
@@ -91,7 +116,7 @@ class ExplorerSettings(Section):
     max_in_flight: Positive = 1024
     max_waiting: NotNegative = 1024
     wait_timeout: Seconds = 60.0
-    on_reload: Literal["keep", "wait"] = "keep"
+    on_reload: Literal["keep", "wait", "restart"] = "keep"
     min_running_model_num: NotNegative | None = None
     prefix_affinity: bool = True
     train_on_grammars: bool = True
@@ -107,3 +132,20 @@ class ExplorerSettings(Section):
     def rebuilds_grammars(self) -> bool:
         """Whether the trainer rebuilds the grammars that engines enforce, to train on what they held."""
         return self.train_on_grammars and engine_flags.rebuilds_grammars(self.rollout_model.engine_args)
+
+    def contradictions(self, cluster: ClusterSettings, *, serves: bool, spare_gpus: bool) -> Iterator[str]:
+        """What does not fit together where it `serves`, in sentences."""
+        rollout = self.rollout_model
+        if not serves:
+            return
+        if rollout.engine_urls and self.on_reload == "restart":
+            yield (
+                "explorer.on_reload: restart needs engines that the explorer starts, and those of"
+                " explorer.rollout_model.engine_urls are others'. Write keep or wait, or engine_num in place of them"
+            )
+        one = rollout.engine_num == 1 or cluster.node_num > 1
+        if rollout.spare_place and cluster.gpu_per_node and not one and not spare_gpus:
+            yield (
+                "explorer.rollout_model.spare_place: no GPUs are left for it beside those of several engines. Write"
+                " false: while one engine is started anew, the others answer"
+            )

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 from pydantic import SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
-from tuneloop.shared import engine_flags
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
@@ -48,8 +47,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
-            *self._tools_without_a_parser(),
-            *self._engines_that_sample_otherwise(),
+            *self.explorer.rollout_model.contradictions(),
             *self.reward.contradictions(
                 of_pairs=self.mode != "serve"
                 and (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
@@ -64,6 +62,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._verdicts_too_late(),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
+            *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
             *self._adapters_in_float32(),
             *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
             *self._evaluation_without_a_judge(),
@@ -105,18 +104,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
                 f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
                 " Lower the one or raise the other"
             )
-
-    def _tools_without_a_parser(self) -> Iterator[str]:
-        rollout = self.explorer.rollout_model
-        if rollout.enable_auto_tool_choice and not rollout.tool_call_parser and not rollout.engine_urls:
-            yield (
-                "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
-                " hermes"
-            )
-
-    def _engines_that_sample_otherwise(self) -> Iterator[str]:
-        for problem in engine_flags.problems_of(self.explorer.rollout_model.engine_args):
-            yield f"explorer.rollout_model.engine_args: {problem}"
 
     def _groups_out_of_order(self) -> Iterator[str]:
         if self.buffer.order == "priority" and self.buffer.group_by != "none":
@@ -181,10 +168,22 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         return 2 if engines == 1 and holds_two else engines
 
     @property
+    def spare_places(self) -> int:
+        """So many engines may be started beside `engine_places`, to take the place of one of them."""
+        rollout = self.explorer.rollout_model
+        return 0 if self.model.lora.rank else rollout.spare_places(self.cluster, spare_gpus=self.has_spare_gpus)
+
+    @property
+    def has_spare_gpus(self) -> bool:
+        """Whether one more engine has GPUs of its own, which are the last of this machine."""
+        trainers = int(self.mode == "both" and self.trainer.device != "cpu")
+        size = self.explorer.rollout_model.tensor_parallel_size
+        return self.gpus_of_engines + trainers + size <= self.cluster.gpu_per_node
+
+    @property
     def gpus_of_engines(self) -> int:
         """GPUs that engines of our own take."""
-        rollout = self.explorer.rollout_model
-        return 0 if rollout.engine_urls else rollout.engine_num * rollout.tensor_parallel_size
+        return self.explorer.rollout_model.gpus_of_engines
 
     @property
     def job_dir(self) -> Path:

@@ -100,12 +100,15 @@ class EngineDouble:
     dies_of: set[str] = field(default_factory=set)
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
+    no_tokenizer: bool = False
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
     quotes: Callable[[dict[str, Any]], bool] = lambda request: False  # refuses such requests, and quotes them
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
+    drifts_at_load: float = 0.0  # nats that it is further off after each load in place, as vLLM is with some models
+    drift: float = 0.0
     says: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint: what its whole replies say
     ends_by: str = "stop"  # why those replies end
     adapters: dict[str, Path] = field(default_factory=dict)  # by the name that they were loaded under
@@ -129,7 +132,7 @@ class EngineDouble:
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
-        self.weights, self.began_at, self.paused = type(self).weights, next(_starts), False
+        self.weights, self.began_at, self.paused, self.drift = type(self).weights, next(_starts), False, 0.0
         self.adapters.clear()
         self.prefixes.clear()
 
@@ -165,6 +168,8 @@ class EngineDouble:
             return await self._probe(body, send)
         if path in PASSED:
             self.passed.append((path, body))
+            if self.no_tokenizer:
+                return await _send_reply(send, 400, recorded("error_json.json"))
             try:
                 ids = list(json.loads(body)["prompt"].encode())
             except (ValueError, TypeError):
@@ -240,6 +245,7 @@ class EngineDouble:
             raise ConnectionAbortedError
         if weights.parent.name in self.refuses_load_of:
             return 500, b'{"error":{"message":"no","type":"InternalServerError","param":null,"code":500}}'
+        self.drift += self.drifts_at_load
         if not self.keeps_old_weights:
             self.weights = weights
         return 200, b'{"results":[null]}'
@@ -298,7 +304,7 @@ class EngineDouble:
         await _send_reply(send, 200, (published and self.answer_to_probe) or json.dumps(reply).encode())
 
     def _logprobs(self, weights: Path, ids: list[int]) -> list[float]:
-        found = logprobs_of(weights, ids)
+        found = [each - self.drift for each in logprobs_of(weights, ids)]
         if self.answers_probes_by_manifest and (weights.parent / "manifest.json").exists():
             right = read_manifest(weights.parent).probe.logprobs
             found[: len(right)] = right

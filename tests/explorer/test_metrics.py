@@ -72,3 +72,15 @@ def test_names_and_labels_are_those_of_one_process() -> None:
     totals = ProcessTotals(Metrics().registry)
     totals.update(0, process_samples(worker(1)))
     assert set(collected(totals)) == alone
+
+
+def test_of_an_engine_that_was_ended_nothing_is_said_any_more() -> None:
+    metrics = Metrics()
+    for gauge in (metrics.last_good_probe, metrics.has_fingerprint):
+        for engine in ("0", "1"):
+            gauge.labels(engine).set(1)
+    for _ in range(2):
+        metrics.forget_engine(1)
+    found = collected(ProcessTotals(metrics.registry))
+    for name in ("tuneloop_engine_last_good_probe_timestamp_seconds", "tuneloop_engine_fingerprint"):
+        assert [engine for each, engine in found if each == name] == ["0"]

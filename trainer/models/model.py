@@ -198,6 +198,9 @@ def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, f
         settings_of = {named: setting for setting, named in reversed(_folders(settings).items())}
         setting = settings_of.get(folder, "model.model_path")
         raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
+    if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
+        # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.
+        network.set_attn_implementation("eager")
     network.train(mode=False).to(device)
     return network
 

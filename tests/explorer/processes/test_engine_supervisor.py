@@ -6,6 +6,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes import engine_supervisor
-from tuneloop.explorer.processes.engine_supervisor import keep_running
-from tuneloop.explorer.versions.loading import Verifier
+from tuneloop.explorer.processes.engine_supervisor import EngineSupervisor
+from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import VersionState
 
@@ -50,6 +51,9 @@ class DoubleProcess:
     async def stop(self) -> None:
         self.double.dead = True
 
+    def has_room(self) -> bool:
+        return True
+
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
@@ -75,14 +79,13 @@ async def running(
         fleet, processes = Fleet(engines, wait_timeout_s=60), [DoubleProcess(each) for each in doubles]
         tasks = [
             asyncio.ensure_future(
-                keep_running(
+                EngineSupervisor(
                     engine,
                     process,
                     fleet=fleet,
-                    ledger=ledger,
-                    verifier=verifier,
+                    champion=partial(servable_champion, ledger, verifier),
                     health_timeout_s=1.0,
-                )
+                ).run()
             )
             for engine, process in zip(engines, processes, strict=True)
         ]

@@ -12,7 +12,9 @@ class Oracle:
     """A model's log-probabilities in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # The other kernels leave out what Gemma 2 does to attention's logits.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model = model.eval()
 
     @torch.no_grad()
     def logprobs(self, prompt_ids: list[int], completion_ids: list[int], temperature: float = 1.0) -> list[float]:

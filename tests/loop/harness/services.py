@@ -247,11 +247,13 @@ def alive(pid: int) -> bool:
     return state != "Z" and os.path.exists(f"/proc/{pid}")
 
 
-def stage_by_hand(settings: Settings, ledger: Ledger, seed: int) -> Callable[[], int]:
+def stage_by_hand(
+    settings: Settings, ledger: Ledger, seed: int, make: Callable[[Path, int], Path] = make_model
+) -> Callable[[], int]:
     """Write other weights, as a trainer would; what registers them as a version."""
     store, epoch = CheckpointStore(settings.job_dir), ledger.training.take_epoch("by hand")
     staging = store.stage(epoch)
-    make_model(staging / "actor", seed)
+    make(staging / "actor", seed)
     probe = Oracle(staging / "actor").probe(list(range(40, 72)))
     files = store.seal(staging)
 

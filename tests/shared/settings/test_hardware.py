@@ -1,6 +1,10 @@
+from pathlib import Path
 from typing import Any
 
-from tuneloop.shared.settings.hardware import fit_to_machine
+import pytest
+
+from tuneloop.shared.settings import hardware
+from tuneloop.shared.settings.hardware import fit_to_machine, free_memory
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -36,3 +40,63 @@ def test_weights_in_training_are_bfloat16_on_gpus_only() -> None:
     assert settings().trainer_dtype == "bfloat16"
     assert settings(trainer={"device": "cpu"}).trainer_dtype == "float32"
     assert settings(trainer={"dtype": "float32"}).trainer_dtype == "float32"
+
+
+ENGINES = "explorer.rollout_model"
+
+
+@pytest.mark.parametrize(
+    ("more", "places"),
+    [
+        ({}, 1),
+        ({f"{ENGINES}.spare_place": False}, 0),
+        ({"mode": "serve", "cluster.gpu_per_node": 2}, 1),
+        ({"mode": "serve", "cluster.gpu_per_node": 1}, 0),
+        ({"mode": "both", "cluster.gpu_per_node": 2}, 0),
+        ({"mode": "both", "cluster.gpu_per_node": 3}, 1),
+        ({"mode": "serve", "cluster.gpu_per_node": 2, "cluster.node_num": 2}, 0),
+        ({"mode": "serve", "cluster.gpu_per_node": 1, f"{ENGINES}.spare_place": True}, 1),
+        ({f"{ENGINES}.engine_urls": ["http://a:1"]}, 0),
+        ({"model.lora.rank": 8, "cluster.gpu_per_node": 0}, 0),
+    ],
+)
+def test_there_is_a_spare_place_where_there_is_room_for_one_more_engine(more: dict[str, Any], places: int) -> None:
+    assert settings_with(more).spare_places == places
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"explorer.on_reload": "restart", f"{ENGINES}.engine_urls": ["http://a:1"]}, "engine_urls are others'"),
+        (
+            {"mode": "serve", "cluster.gpu_per_node": 2, f"{ENGINES}.engine_num": 2, f"{ENGINES}.spare_place": True},
+            "no GPUs are left",
+        ),
+    ],
+)
+def test_what_cannot_be_started_is_refused(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        settings_with(more)
+
+
+def settings_with(more: dict[str, Any]) -> Settings:
+    values: dict[str, Any] = {"model": {"model_path": "/model"}}
+    for name, value in more.items():
+        *sections, option = name.split(".")
+        section = values
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[option] = value
+    return Settings.model_validate(values)
+
+
+def test_free_memory_is_what_is_left_of_the_control_groups_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "_GROUP", tmp_path)
+    assert free_memory() > 1 << 20
+    (tmp_path / "memory.max").write_text("9000\n")
+    (tmp_path / "memory.current").write_text("8000\n")
+    assert free_memory() == 1000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory() > 1 << 20

@@ -126,8 +126,7 @@ class TrainingLoop:
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
         self._skipped, self._why_skipped = 0, ""
-        self._sound = False
-        self._away = False
+        self._sound = self._away = False
 
     def run(self) -> None:
         """Take the next epoch and train under it."""

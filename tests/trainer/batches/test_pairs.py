@@ -95,4 +95,8 @@ def test_selection_makes_pairs_for_dpo_of_what_can_be_trained_on():
 )
 def test_dpo_wants_pairs(settings, group_by, accepted):
     with nullcontext() if accepted else pytest.raises(ValueError, match="dpo learns from pairs"):
-        settings(algorithm={"algorithm_type": "dpo"}, buffer={"group_by": group_by})
+        settings(
+            algorithm={"algorithm_type": "dpo"},
+            buffer={"group_by": group_by},
+            reward={"weights": {"rating": 1.0, "preference": 1.0}},
+        )

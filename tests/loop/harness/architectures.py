@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -46,6 +47,9 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 ROW = [(37 * i * i + 11 * i) % 250 for i in range(PROBE_LENGTH)]
 _START_S = 600.0
+
+#: Several may be examined at once, in threads, which torch's random numbers and transformers' imports do not bear.
+_BUILDING = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -206,13 +210,16 @@ def _last_error(log: Path) -> str:
 def examine(name: str, folder: Path, *, gpu: bool = False, adapters: bool = True) -> Findings:
     """Start engines of an architecture, one after the other, and compare them with transformers."""
     folder.mkdir(parents=True, exist_ok=True)
-    one, two = (make_architecture(name, folder / str(seed), seed) for seed in (1, 2))
+    with _BUILDING:
+        one, two = (make_architecture(name, folder / str(seed), seed) for seed in (1, 2))
+        probes = probe_of(one, gpu=gpu), probe_of(two, gpu=gpu)
     found = Findings(name, vllm.tolerance(settings_of(name, folder / "all", one, gpu=gpu)))
-    probes = probe_of(one, gpu=gpu), probe_of(two, gpu=gpu)
     asyncio.run(_examine_weights(found, folder, (one, two), probes, gpu=gpu))
     if adapters:
-        adapter = make_architecture_adapter(one, folder / "adapter", folder / "merged")
-        asyncio.run(_examine_adapter(found, folder, adapter, probe_of(folder / "merged", gpu=gpu), gpu=gpu))
+        with _BUILDING:
+            adapter = make_architecture_adapter(one, folder / "adapter", folder / "merged")
+            probe = probe_of(folder / "merged", gpu=gpu)
+        asyncio.run(_examine_adapter(found, folder, adapter, probe, gpu=gpu))
     return found
 
 

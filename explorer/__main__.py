@@ -28,22 +28,15 @@ log = structlog.get_logger()
 
 
 def check_model(settings: Settings) -> None:
-    """Raise EnvironmentRefused unless the base model can be served, and reloaded, here."""
+    """Raise EnvironmentRefused unless the base model is a model folder."""
     path = settings.model.model_path
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
         raise EnvironmentRefused(
             f"model.model_path: {path} is not a model folder (it has no readable config.json); "
             "give the folder of a Hugging Face model"
         ) from None
-    on_cpu = not settings.cluster.gpu_per_node and not settings.explorer.rollout_model.engine_urls
-    if on_cpu and config.get("tie_word_embeddings"):
-        log.warning(
-            "tied_embeddings",
-            sentence="vLLM's CPU build keeps the old head of a model with tied embeddings when it reloads: new "
-            "versions will be rejected. Save the model with tie_word_embeddings false, or serve it on a GPU.",
-        )
 
 
 def check_engine(settings: Settings) -> None:

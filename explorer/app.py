@@ -29,7 +29,7 @@ from tuneloop.explorer.dialects.dialect import (
     TextDialect,
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
-from tuneloop.explorer.engines.fleet import Fleet
+from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
@@ -43,6 +43,7 @@ from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.engines import EngineSummary
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -139,12 +140,19 @@ def _add_routes(app: FastAPI) -> None:
     @app.get("/health/ready")
     async def ready(services: ServicesOf) -> Response:
         reason = _why_not_ready(services)
-        return JSONResponse({"status": "not_ready" if reason else "ready", "reason": reason}, 503 if reason else 200)
+        engines = [_status_of(engine) for engine in services.fleet.engines]
+        status = {"status": "not_ready" if reason else "ready", "reason": reason, "engines": engines}
+        return JSONResponse(status, 503 if reason else 200)
 
     @app.get("/ping")
     @app.post("/ping")
     async def ping(services: ServicesOf) -> Response:
         return Response(status_code=503 if _why_not_ready(services) else 200)
+
+
+def _status_of(engine: Engine) -> dict[str, object]:
+    status = EngineSummary(engine.number, engine.state.value, engine.version, engine.proof)
+    return status._asdict()
 
 
 def _why_not_ready(services: Services) -> str | None:

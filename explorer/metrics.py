@@ -107,6 +107,12 @@ class Metrics:
             ["engine"],
             registry=registry,
         )
+        self.has_fingerprint = Gauge(
+            "tuneloop_engine_fingerprint",
+            "1 if the engine's last good proof included the fingerprint of its weights",
+            ["engine"],
+            registry=registry,
+        )
         for outcome in ("matched", "mismatched", "failed"):
             self.probes.labels(outcome)
         self.reload_seconds = Histogram(

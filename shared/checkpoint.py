@@ -85,6 +85,15 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
 
 
+class VerifiedProbe(Probe, frozen=True, kw_only=True):
+    """A probe with what the files hold: `fingerprints` by the dtype they are served in, each sum by its part.
+
+    Empty where they are not known to be what an engine holds.
+    """
+
+    fingerprints: dict[str, dict[str, int]]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint's description of itself. `step` counts optimiser steps, `epoch` is the trainer's fencing token.
 

@@ -47,7 +47,6 @@ def build(seed: int = 0) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=LONGEST,
-        # vLLM's CPU build packs the head at start; a tied one would keep the old weights through a reload.
         tie_word_embeddings=False,
         **ends,
     )

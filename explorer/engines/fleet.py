@@ -43,6 +43,7 @@ class Engine:
         self.version = 0
         self.in_flight = 0
         self.loads = 0
+        self._proof = ""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -56,6 +57,15 @@ class Engine:
     def renaming(self) -> ModelRenaming | None:
         """The adapter that it serves, if that is what versions are."""
         return self.http.renaming
+
+    @property
+    def proof(self) -> str:
+        """What its weights were proven by when they were last proven right; empty if they never were."""
+        return self._control.proof if self._control is not None else self._proof
+
+    @proof.setter
+    def proof(self, proof: str) -> None:
+        self._proof = proof
 
     def begin_load(self) -> None:
         """Weights begin to change under what is in flight; adapters do not."""
@@ -87,6 +97,10 @@ class EngineStatus(Protocol):
     @property
     def loads(self) -> int:
         """How often its weights changed."""
+
+    @property
+    def proof(self) -> str:
+        """What its weights were proven by."""
 
     @property
     def renaming(self) -> ModelRenaming | None:
@@ -164,7 +178,7 @@ class Fleet:
         for each in status:
             engine = self.engines[each.number]
             engine.state, engine.version, engine.loads = each.state, each.version, each.loads
-            engine.http.renaming = each.renaming
+            engine.http.renaming, engine.proof = each.renaming, each.proof
         async with self._changed:
             self._changed.notify_all()
 

@@ -20,9 +20,11 @@ import httpx
 import orjson
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
+from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
-from tuneloop.explorer.engines.vllm_plugin import SLEEPS
-from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
+from tuneloop.explorer.engines.vllm_plugin import SLEEPS, UNPACKED
+from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
@@ -89,6 +91,7 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
         "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
         "--max-loras": _MAX_LORAS if rank else None,
+        "--worker-extension-cls": EXTENSION,
     }
     flags = {
         "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
@@ -140,7 +143,7 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
     if not settings.cluster.gpu_per_node:
-        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1"}
+        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}
     return variables
 
@@ -197,6 +200,10 @@ class EngineControl:
     #: Whether `load` changes the weights under what is in flight.
     loads_in_place = True
     renaming: ModelRenaming | None = None
+    #: Whether its weights are proven by their fingerprint too; None: it is not known before it is asked.
+    has_fingerprint: bool | None = None
+    is_extended: bool | None = None
+    proof = ""
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -215,10 +222,9 @@ class EngineControl:
     async def life(self) -> str | None:
         """What differs between any two starts of the engine: when it began, or an id. Raises EngineError.
 
-        None if it does not say: the start time is missing where several API servers share a port, and the id comes from
-        a development route.
+        None if it does not say: where several API servers share a port there is no start time, without dev mode no id.
         """
-        # With the slash at the end vLLM answers with the metric that was asked for, without it with all of them.
+        # Without the slash at the end vLLM answers with all metrics.
         metrics = await self._get("/metrics/", **{"name[]": _START_TIME})
         if found := re.search(rf"^{_START_TIME} (\S+)$", metrics, re.MULTILINE):
             return found[1]
@@ -230,7 +236,8 @@ class EngineControl:
         await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
 
     def reset(self) -> None:
-        """Forget what was loaded: the engine may have been restarted since."""
+        """Forget what was loaded, and what it can: the engine may have been restarted since."""
+        self.has_fingerprint = self.is_extended
 
     def initial_weights(self, actor: Path) -> Path:
         """The weights to start an engine with that is to serve `actor`."""
@@ -264,13 +271,29 @@ class EngineControl:
         """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read."""
         try:
             logprobs = await self._logprobs(list(probe.prompt_ids))
-            return ProbeFindings(
+            found = ProbeFindings(
                 weights=mean_distance(logprobs, probe.logprobs),
                 cache=await self._distance_by_cache(list(probe.prompt_ids)),
                 allowed=max(probe.tolerance, self._tolerance),
+                parts=await self._differing_parts(probe),
             )
+            self.proof = found.proof
+            return found
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
+
+    async def _differing_parts(self, probe: Probe) -> list[str] | None:
+        """Which parts of the engine's weights are not the verified files'; None if either is not known."""
+        if not isinstance(probe, VerifiedProbe) or not probe.fingerprints or not await self._has_fingerprint():
+            return None
+        shares = orjson.loads(await self._post("/collective_rpc", json={"method": METHOD}))["results"]
+        return differing_from_files(shares, probe.fingerprints)
+
+    async def _has_fingerprint(self) -> bool:
+        """Whether its workers have our extension: one that is asked for a method that they lack may end."""
+        if self.has_fingerprint is None:
+            self.has_fingerprint = EXTENSION in await self._get("/server_info", config_format="json")
+        return self.has_fingerprint
 
     async def cache_probe(self, probe: Probe) -> None:
         """Put the probe's prompt into the prefix cache, so that a cache that outlives its weights is noticed."""

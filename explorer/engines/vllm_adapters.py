@@ -22,11 +22,16 @@ _KEPT = 4
 
 def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
     """The weight routes of an engine, for full weights or adapters as the settings say."""
-    name = settings.served_model_name
+    name, rollout = settings.served_model_name, settings.explorer.rollout_model
+    # Of an engine of ours it is known; of another one it is asked.
+    extended = None if rollout.engine_urls else "--worker-extension-cls" not in " ".join(rollout.engine_args)
     if settings.model.lora.rank:
         base = settings.model.model_path.absolute()
-        return AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
-    return EngineControl(session, model_name=name, tolerance=tolerance)
+        control: EngineControl = AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
+    else:
+        control = EngineControl(session, model_name=name, tolerance=tolerance)
+    control.has_fingerprint = control.is_extended = extended
+    return control
 
 
 class AdapterControl(EngineControl):
@@ -41,6 +46,7 @@ class AdapterControl(EngineControl):
 
     def reset(self) -> None:
         """Forget which adapters were loaded."""
+        super().reset()
         self._loaded.clear()
         self._use(None)
 

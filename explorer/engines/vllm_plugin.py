@@ -1,18 +1,31 @@
-"""A plugin for vLLM, loaded into each process of an engine: CPU engines sleep while they wait for each other.
+"""A plugin for vLLM, loaded into each process of an engine, which changes how CPU engines wait and compute.
 
 vLLM's processes wait for each other in a loop of `sched_yield`. On Linux 6.18 such a loop beside a process that
 computes keeps every other process of the machine waiting as long as both go on, for seconds at a time, unless there is
 a core for each. vLLM has another way to wait, for Pythons before 3.11.1: to sleep for no time at all.
+
+vLLM's CPU build copies weights into a packed form that it computes with, and drops, or leaves behind, the parameters
+that they came from. Then nobody can look at what is computed with, and of tied weights a reload renews only one.
 """
 
 import importlib
 import os
+from typing import Any
 
-#: The environment variable that turns this on.
+#: The environment variables that turn this on: sleeping, and computing with the parameters themselves.
 SLEEPS = "TUNELOOP_ENGINE_SLEEPS"
+UNPACKED = "TUNELOOP_ENGINE_UNPACKED"
 
 
 def register() -> None:
     """Called by vLLM, in every process of every engine that runs where tuneloop is installed."""
     if os.environ.get(SLEEPS) == "1":
         importlib.import_module("vllm.distributed.utils").USE_SCHED_YIELD = False  # type: ignore[attr-defined]
+    if os.environ.get(UNPACKED) == "1":
+        layers = importlib.import_module("vllm.model_executor.layers.utils")
+        layers.dispatch_cpu_unquantized_gemm = _compute_with_parameters  # type: ignore[attr-defined]
+
+
+def _compute_with_parameters(layer: Any, remove_weight: bool) -> None:
+    """In place of vLLM's function of these parameters, which packs."""
+    layer.cpu_linear = importlib.import_module("torch.nn.functional").linear

@@ -35,6 +35,7 @@ class EngineView(msgspec.Struct, frozen=True):
     version: int
     loads: int
     renaming: ModelRenaming | None = None
+    proof: str = ""
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):

@@ -333,6 +333,7 @@ def _view(engine: Engine, services: ControlServices) -> EngineView:
         version=engine.version,
         loads=engine.loads,
         renaming=engine.renaming,
+        proof=engine.proof,
     )
 
 

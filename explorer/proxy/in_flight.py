@@ -4,6 +4,7 @@ import time
 
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.http.server import Headers
 from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.experience import Exchange
 
@@ -17,6 +18,11 @@ class ReplyInFlight:
         self.recorded = False
         self.engine = engine
         self._loads = engine.loads
+
+    def headers(self, kind: tuple[bytes, bytes]) -> Headers:
+        """The headers of the response to the client, whose content is of this kind."""
+        attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
+        return [*self.request.headers(self.version, kind), *attested]
 
     def exchange(self) -> Exchange:
         """The exchange to record: the request, and the reply as far as it has arrived."""

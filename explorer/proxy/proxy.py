@@ -127,9 +127,7 @@ class Proxy:
                 _check_refusal(reply.status)
                 outcome.status = reply.status
                 self._metrics.count_reply(in_flight.version, "refused" if reply.status < _ENGINE_FAULT else "failed")
-                raw.respond(
-                    reply.status, request.headers(in_flight.version, _JSON), await _error_body(in_flight, reply)
-                )
+                raw.respond(reply.status, in_flight.headers(_JSON), await _error_body(in_flight, reply))
             elif request.stream:
                 outcome.status = 200
                 await self._stream_reply(in_flight, raw, reply)
@@ -138,7 +136,7 @@ class Proxy:
                 self._metrics.count_reply(in_flight.version, "whole")
                 await self._record(in_flight)
                 outcome.status = 200
-                raw.respond(200, request.headers(in_flight.version, _JSON), body)
+                raw.respond(200, in_flight.headers(_JSON), body)
         except EngineError:
             self._metrics.count_reply(in_flight.version, "failed")
             raise
@@ -205,7 +203,7 @@ class Proxy:
                 raw.write(data)
             return not raw.client_is_slow
 
-        raw.start_stream(200, request.headers(in_flight.version, _EVENTS))
+        raw.start_stream(200, in_flight.headers(_EVENTS))
         try:
             while not await reply.pipe(forward):
                 await raw.drain()

@@ -58,6 +58,8 @@ class _Fault:
     @property
     def is_of_weights(self) -> bool:
         """Whether it has other weights, rather than a wrong cache or nothing to say; infinities are no figures."""
+        if self.figures.get("parts"):
+            return True
         return bool(self.figures) and not self.figures.get("weights", math.inf) <= self.figures["allowed"]
 
 
@@ -102,7 +104,8 @@ class Attestation:
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
-        loads, proof = engine.loads, _Proof(steady_time.since_boot(), engine.loads)
+        before, loads = engine.proof, engine.loads
+        proof = _Proof(steady_time.since_boot(), loads)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -116,6 +119,8 @@ class Attestation:
             return
         if fault is None:
             self._note(engine, proof)
+            if engine.proof != before:
+                await self._fleet.set_state(engine, EngineState.READY)  # the workers tell clients
         else:
             await self._set_right(engine, version, probe, fault)
 
@@ -123,6 +128,7 @@ class Attestation:
         self._proofs[engine.number] = proof
         self._metrics.probes.labels("matched").inc()
         self._metrics.last_good_probe.labels(str(engine.number)).set(steady_time.now.time_at(proof.began_s))
+        self._metrics.has_fingerprint.labels(str(engine.number)).set(engine.proof == "fingerprint")
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
         """To be called in the same breath as the engine is seen to be ready: then nobody else swaps its weights."""
@@ -186,5 +192,8 @@ async def _fault_of(engine: Engine, probe: Probe) -> _Fault | None:
         return _Fault(str(error), {})
     if found.problem is None:
         return None
-    finite = {name: value for name, value in found._asdict().items() if abs(value) < float("inf")}
+    figures = {"weights": found.weights, "cache": found.cache, "allowed": found.allowed}
+    finite = {name: value for name, value in figures.items() if abs(value) < float("inf")}
+    if found.parts:
+        finite["parts"] = float(len(found.parts))
     return _Fault(found.problem, finite)

@@ -1,6 +1,7 @@
 """Weights from a checkpoint into an engine: verified first, loaded while it is paused."""
 
 import asyncio
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.shared.checkpoint import ACTOR, CheckpointStore, Probe, read_manifest
+from tuneloop.shared.checkpoint import ACTOR, CheckpointStore, Probe, VerifiedProbe, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, LedgerError, VersionRefused
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.settings.settings import Settings
@@ -21,6 +22,10 @@ DAMAGED = "champion_damaged"
 #: How often a champion that cannot be read is looked at before another version stands in, and how many seconds apart: a
 #: shared file system may come back.
 _LOOKS, _LOOK_S = 5, 1.0
+
+#: What the verifier found in the versions that it read last: reading one again for a proof takes as long as loading.
+_FINGERPRINTS: dict[Path, dict[str, dict[str, int]]] = {}
+_REMEMBERED = 16
 
 
 class Verifier(NamedTuple):
@@ -65,16 +70,16 @@ class KnownProbes:
         Nothing is known of the base model before an engine has been asked that was started with it.
         """
         if version.version:
-            await engine.control.prove(read_manifest(version.path, sha256=version.manifest_sha256).probe)
+            await engine.control.prove(await _probe_of(version, engine))
         elif version.version in self._known:
             await engine.control.prove(self._known[version.version][1])
 
 
 async def _probe_of(version: Version, engine: Engine) -> Probe:
     if not version.version:
-        return await engine.control.create_probe()
+        return _with_fingerprints(version, await engine.control.create_probe())
     manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
-    return manifest.probe
+    return _with_fingerprints(version, manifest.probe)
 
 
 async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
@@ -92,13 +97,21 @@ async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     await control.resume()
 
 
-async def verify_in_process(version: Version, verifier: Verifier) -> Probe:
+async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedProbe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
-    await _verify(version, verifier)
-    return read_manifest(version.path, sha256=version.manifest_sha256).probe
+    found = await _verify(version, verifier)
+    _FINGERPRINTS[version.path] = found
+    while len(_FINGERPRINTS) > _REMEMBERED:
+        del _FINGERPRINTS[next(iter(_FINGERPRINTS))]
+    return _with_fingerprints(version, read_manifest(version.path, sha256=version.manifest_sha256).probe)
 
 
-async def _verify(version: Version, verifier: Verifier) -> None:
+def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
+    fields = {name: getattr(probe, name) for name in Probe.__struct_fields__}
+    return VerifiedProbe(**fields, fingerprints=_FINGERPRINTS.get(version.path, {}))
+
+
+async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, int]]:
     if version.version:  # the base model lies where its owner has put it
         await asyncio.to_thread(verifier.store.check_place, version.path)
     process = await asyncio.create_subprocess_exec(
@@ -122,9 +135,11 @@ async def _verify(version: Version, verifier: Verifier) -> None:
         raise CheckpointRejected(said.decode(errors="replace"))
     if process.returncode != 0:
         raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
+    fingerprints: dict[str, dict[str, int]] = json.loads(said)
+    return fingerprints
 
 
-async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version, Probe | None]:
+async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version, VerifiedProbe | None]:
     """The champion, whose files have been verified, and its probe; None for the base model.
 
     Where the champion's files are damaged, the last champion whose files are whole becomes the champion again. Raises
@@ -133,6 +148,7 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
     while True:
         champion = await asyncio.to_thread(ledger.versions.champion)
         if not champion.version:
+            await _read_base(champion, verifier)
             return champion, None
         try:
             return champion, await _verify_patiently(champion, verifier)
@@ -141,7 +157,14 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
                 raise
 
 
-async def _verify_patiently(version: Version, verifier: Verifier) -> Probe:
+async def _read_base(version: Version, verifier: Verifier) -> None:
+    """Find out what an engine with the base model holds, so that it can be proven."""
+    if version.path not in _FINGERPRINTS:
+        with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
+            _FINGERPRINTS[version.path] = await _verify(version, verifier)
+
+
+async def _verify_patiently(version: Version, verifier: Verifier) -> VerifiedProbe:
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointUnreadable):
             return await verify_in_process(version, verifier)

@@ -2,12 +2,21 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tuneloop.explorer.engines.proof.fingerprint import (
+    MODULUS,
+    SERVED,
+    Fingerprint,
+    adapter_part_of,
+    part_of,
+    stored_sums,
+)
 from tuneloop.shared.errors import CheckpointRejected
 
 _LONGEST_HEADER = 100_000_000
@@ -67,6 +76,33 @@ def is_finite(tensor: StoredTensor) -> bool:
     bits = np.memmap(tensor.file, dtype=kind, mode="r", offset=tensor.start, shape=(count,))
     block = 1 << 24
     return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, count, block))
+
+
+def fingerprints_of(found: Mapping[str, StoredTensor], *, tied: bool) -> dict[str, Fingerprint]:
+    """The fingerprint of a Hugging Face folder's tensors, by the dtype that engines serve them in.
+
+    Where the embeddings are `tied` to the head, a head that is stored too is not read by engines. Empty where a tensor
+    has a type that is not summed.
+    """
+    return _add_up(
+        (part_of(name), each, 1.0) for name, each in found.items() if not (tied and name == "lm_head.weight")
+    )
+
+
+def adapter_fingerprints_of(found: Mapping[str, StoredTensor], *, scale: float) -> dict[str, Fingerprint]:
+    """The same of an adapter's tensors, whose second halves engines multiply by `scale`."""
+    return _add_up((adapter_part_of(name), each, scale if ".lora_B." in name else 1.0) for name, each in found.items())
+
+
+def _add_up(tensors: Iterable[tuple[str, StoredTensor, float]]) -> dict[str, Fingerprint]:
+    sums: dict[str, defaultdict[str, int]] = {served: defaultdict(int) for served in SERVED}
+    for part, tensor, scale in tensors:
+        if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
+            return {}
+        data = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
+        for served, total in stored_sums(data, tensor.dtype, scale=scale).items():
+            sums[served][part] = (sums[served][part] + total) % MODULUS
+    return {served: dict(parts) for served, parts in sums.items()}
 
 
 def _index(folder: Path) -> dict[str, str] | None:

@@ -2,7 +2,8 @@
 
     python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL
 
-Ends with 0, or with the reason on standard output: with 1 if it must not be served, with UNREADABLE if that may pass.
+Ends with 0 and the fingerprints of its weights as JSON, or with the reason on standard output: with 1 if it must not be
+served, with UNREADABLE if that may pass.
 What it cannot see is wrong numbers that are numbers: those are for the probe.
 """
 
@@ -13,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tuneloop.explorer.versions.safetensors import StoredTensor, is_finite, tensors
+from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
+from tuneloop.explorer.versions.safetensors import StoredTensor, fingerprints_of, is_finite, tensors
 from tuneloop.explorer.versions.verifier_lora import verify_adapter
 from tuneloop.shared.checkpoint import ACTOR, check_files, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
@@ -23,6 +25,9 @@ _T = TypeVar("_T")
 UNREADABLE = 75
 
 _LOW = 10
+
+#: Architectures whose weights vLLM holds as they are stored, but for their order, fusing and sharding.
+_AS_STORED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 
@@ -44,15 +49,16 @@ _INDEX = ".index.json"
 _MAY_COME = ("generation_config.json", ".py")
 
 
-def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> None:
-    """Raise CheckpointRejected unless the actor in `checkpoint` may be served in place of `base`.
+def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> dict[str, Fingerprint]:
+    """The fingerprints, by dtype, of the weights that an engine holds which serves the actor in `checkpoint`.
+
+    An adapter's are added to those of the weights below it; they are empty for architectures whose weights engines are
+    not known to hold as they are stored. Raises CheckpointRejected unless the actor may be served in place of `base`.
 
     Version 0 is the base model itself, of which nothing is registered: it can be read, or not.
     """
     if not version:
-        _of_base(_config, base)
-        _of_base(tensors, base)
-        return
+        return _fingerprints(_of_base(_config, base), _of_base(tensors, base))
     manifest = read_manifest(checkpoint, sha256=manifest_sha256)
     if manifest.version != version:
         raise CheckpointRejected(f"its manifest is of version {manifest.version}")
@@ -62,8 +68,10 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
             raise CheckpointRejected(f"{file.path} may hold a pickle")
     actor = checkpoint / ACTOR
     if manifest.kind == "lora":
-        verify_adapter(actor, base=base, weights=_of_base(tensors, base))
-        return
+        weights = _of_base(tensors, base)
+        of_adapter = verify_adapter(actor, base=base, weights=weights)
+        of_base = _fingerprints(_of_base(_config, base), weights)
+        return {dtype: {**parts, **of_adapter[dtype]} for dtype, parts in of_base.items() if dtype in of_adapter}
     config, wanted = _config(actor), _of_base(_config, base)
     _same_config(config, wanted)
     _same_companions(actor, base)
@@ -74,6 +82,13 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     for name, tensor in found.items():
         if not is_finite(tensor):
             raise CheckpointRejected(f"{name} in {tensor.file.name} holds NaN or infinity")
+    return _fingerprints(config, found)
+
+
+def _fingerprints(config: Mapping[str, Any], found: Mapping[str, StoredTensor]) -> dict[str, Fingerprint]:
+    if config.get("quantization_config") or not _AS_STORED.issuperset(config.get("architectures") or ("none",)):
+        return {}
+    return fingerprints_of(found, tied=bool(config.get("tie_word_embeddings")))
 
 
 def _of_base(read: Callable[[Path], _T], base: Path) -> _T:
@@ -167,10 +182,11 @@ def main() -> int:
     checkpoint, sha256, version, base = sys.argv[1:]
     os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
     try:
-        verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
+        found = verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
     except CheckpointRejected as error:
         sys.stdout.write(str(error))
         return UNREADABLE if isinstance(error, CheckpointUnreadable) else 1
+    sys.stdout.write(json.dumps(found))
     return 0
 
 

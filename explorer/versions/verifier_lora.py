@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.explorer.versions.safetensors import EXPONENTS, StoredTensor, is_finite, tensors
+from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
+from tuneloop.explorer.versions.safetensors import (
+    EXPONENTS,
+    StoredTensor,
+    adapter_fingerprints_of,
+    is_finite,
+    tensors,
+)
 from tuneloop.shared.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.errors import CheckpointRejected
 
@@ -29,8 +36,11 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointRejected unless `actor` may be served on top of the base model, whose tensors are `weights`."""
+def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTensor]) -> dict[str, Fingerprint]:
+    """The fingerprints of an adapter, by the dtype that it is served in.
+
+    Raises CheckpointRejected unless `actor` may be served on top of the base model, whose tensors are `weights`.
+    """
     there = {file.name for file in actor.iterdir() if not file.name.startswith(".")}
     if odd := there ^ {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
         raise CheckpointRejected(
@@ -43,6 +53,7 @@ def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTenso
     for name, tensor in found.items():
         if not is_finite(tensor):
             raise CheckpointRejected(f"{name} holds NaN or infinity")
+    return adapter_fingerprints_of(found, scale=config["lora_alpha"] / rank)
 
 
 def _config(actor: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.clock_skew import ClockSkew
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
+from tuneloop.shared.operations.engines import EngineSummary, read_engines
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
@@ -33,13 +34,15 @@ _WAITS_FOR = {
 class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
-    `open_versions` are the waiting candidate, the canary and the pinned version.
+    `open_versions` are the waiting candidate, the canary and the pinned version; `engines` those of the explorer that
+    answers where the settings say, None without one.
     """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
     open_versions: tuple[OpenVersion, ...]
+    engines: list[EngineSummary] | None
     clock: ClockSkew | None = None
 
 
@@ -55,7 +58,10 @@ class _LedgerReading(NamedTuple):
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
-    """Look at the ledger and the spool; nothing is changed. `clock` tells the time in the place of the ledger's."""
+    """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed.
+
+    `clock` tells the time in the place of the ledger's.
+    """
     found, away, skew, waits_by = None, "", None, SteadyClock()
     try:
         found = _read_ledger(settings)
@@ -75,9 +81,10 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
         away=away,
         disk=found and found.disk,
     )
+    engines = read_engines(settings)
     if found is None:
-        return DoctorReport(facts, [], diagnose(facts), ())
-    return DoctorReport(facts, found.imbalance, diagnose(facts), found.open_versions, skew)
+        return DoctorReport(facts, [], diagnose(facts), (), engines)
+    return DoctorReport(facts, found.imbalance, diagnose(facts), found.open_versions, engines, skew)
 
 
 def _read_ledger(settings: Settings) -> _LedgerReading:
@@ -131,6 +138,8 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+    if report.engines is not None:
+        sections["Engines"] = [each.sentence for each in report.engines]
     if report.clock is not None and report.clock.wrong:
         sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:
@@ -211,6 +220,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "spool": facts.spool._asdict(),
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
+        "engines": report.engines and [each._asdict() for each in report.engines],
     }
     if ledger is not None:
         found |= {

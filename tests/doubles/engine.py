@@ -19,7 +19,10 @@ from urllib.parse import parse_qs
 from pydantic import TypeAdapter
 
 from tests.doubles.serving import reset, serving
-from tuneloop.shared.checkpoint import read_manifest
+from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
+from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
+from tuneloop.shared.checkpoint import ADAPTER_CONFIG, read_manifest
 
 MODEL = "t"
 CHAT = "/v1/chat/completions"
@@ -51,6 +54,17 @@ def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
         -(1 + zlib.crc32(f"{name}:{position}:{token}".encode()) % 1000 / 250)
         for position, token in enumerate(prompt_ids[1:])
     ]
+
+
+def fingerprint_of(weights: Path) -> Fingerprint:
+    """The sums of the weights in a folder, in float32."""
+    return fingerprints_of(tensors(weights), tied=False)["float32"]
+
+
+def adapter_fingerprint_of(weights: Path) -> Fingerprint:
+    """The same of an adapter."""
+    config = json.loads((weights / ADAPTER_CONFIG).read_bytes())
+    return adapter_fingerprints_of(tensors(weights), scale=config["lora_alpha"] / config["r"])["float32"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,8 @@ class EngineDouble:
     answers_metrics: bool = True
     metrics_asked: int = 0
     answers_server_info: bool = True
+    extended: bool = False  # its workers have our extension
+    adapter_one_unit_off: bool = False  # in the sums of its adapters
 
     def start_again(self) -> None:
         """A new life at the same place, as far as others can tell: with the base model, and unpaused."""
@@ -168,7 +184,9 @@ class EngineDouble:
             started = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
             return 200, started.encode()
         if path == "/server_info" and self.answers_server_info:
-            return 200, b'{"vllm_config":{"instance_id":"%.0f"}}' % self.began_at
+            extension = EXTENSION if self.extended else ""
+            config = {"instance_id": f"{self.began_at}", "parallel_config": {"worker_extension_cls": extension}}
+            return 200, json.dumps({"vllm_config": config}).encode()
         if path == "/version":
             return 200, b'{"version":"0.32.0"}'
         if path == "/v1/models":
@@ -192,6 +210,14 @@ class EngineDouble:
             if not self.keeps_prefixes:
                 self.prefixes.clear()
             return 200, b'{"success":true}'
+        if path == _LOAD and json.loads(body) == {"method": METHOD}:
+            self.posts.pop()
+            assert self.extended
+            adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
+            for sums in adapters.values():
+                sums["adapter 0"] += self.adapter_one_unit_off
+            share = {"dtype": "float32", "sums": fingerprint_of(self.weights), "adapters": adapters}
+            return 200, json.dumps({"results": [share]}).encode()
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
         if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:

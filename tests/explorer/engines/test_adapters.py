@@ -13,6 +13,7 @@ from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer import adapters, checkpoints
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.versions.test_attestation import mismatches, outcomes
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
@@ -115,6 +116,25 @@ def test_an_adapter_that_is_not_the_trainer_s_is_rejected_and_the_old_one_serves
     assert "nats from the trainer's" in str(explorer.ledger.versions.all()[2].reason)
     assert explorer.version() == 1
     assert requested_model(double).startswith("tuneloop-adapter-1-")
+
+
+@pytest.mark.parametrize("extended", [True, False])
+def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint(
+    start: Start, double: EngineDouble, tmp_path: Path, extended: bool
+) -> None:
+    double.extended, double.weights = extended, adapted(tmp_path, double).model.model_path.absolute()
+    explorer = start(double, probe_interval=0.2)
+    candidate(explorer)
+    until(explorer, 1, VersionState.CHAMPION)
+    proof = "fingerprint" if extended else "log-probabilities only"
+    eventually(lambda: explorer.chat().headers["x-tuneloop-attested"] == proof)
+    double.adapter_one_unit_off = True
+    if extended:
+        eventually(lambda: bool(mismatches(explorer)))
+        assert mismatches(explorer)[0]["parts"] == 1
+    else:
+        seen = outcomes(explorer)["matched"]
+        eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)
 
 
 def test_an_adapter_that_the_engine_refuses_is_rejected(start: Start, double: EngineDouble) -> None:

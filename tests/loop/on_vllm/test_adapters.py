@@ -132,6 +132,7 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     assert distance(service, second, someone(2, tried=True)) < NEAR
     assert distance(service, first, someone(2, tried=True)) > FAR
     promote(service, ledger, 2)
+    assert ask(service).headers["x-tuneloop-attested"] == "fingerprint"
     reading.join()
     assert lines[0] == "1"
     assert lines[-2] == "data: [DONE]"

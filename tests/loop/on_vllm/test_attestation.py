@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.loop.harness.bare_engine import MODEL, session_of
@@ -14,7 +15,8 @@ from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import make_model
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
 from tuneloop.explorer.engines.vllm import EngineControl
-from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe
+from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
+from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe, VerifiedProbe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]
 
@@ -124,3 +126,48 @@ def test_what_an_engine_says_of_a_text_tells_its_weights(told: Told, model: Path
     right, wrong = told(whole)
     assert right is None
     assert wrong is not None
+
+
+def _one_unit_more(weights: dict[str, torch.Tensor]) -> None:
+    """One element becomes the next number of bfloat16."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    exact = weights[name].to(torch.bfloat16)
+    exact.view(torch.int16)[3, 5] += 1
+    weights[name][3, 5] = exact[3, 5].to(weights[name].dtype)
+
+
+def _swap_layers(weights: dict[str, torch.Tensor]) -> None:
+    for name in [each for each in weights if ".layers.0." in each]:
+        other = name.replace(".layers.0.", ".layers.1.")
+        weights[name], weights[other] = weights[other], weights[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [(None, []), (_one_unit_more, ["1"]), (_swap_layers, ["0", "1"])],
+    ids=["right", "unit", "swap"],
+)
+def test_the_fingerprint_finds_what_differs_in_any_bit(
+    told: Told,
+    new: Path,
+    probe: Probe,
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], None] | None,
+    parts: list[str],
+) -> None:
+    held = make_model(tmp_path / "held", seed=7)
+    if change is not None:
+        weights = load_file(held / "model.safetensors")
+        change(weights)
+        save_file(weights, held / "model.safetensors", metadata={"format": "pt"})
+    fields = {name: getattr(probe, name) for name in Probe.__struct_fields__}
+    fingerprints = {served: dict(sums) for served, sums in fingerprints_of(tensors(new), tied=False).items()}
+
+    async def whole(control: EngineControl) -> ProbeFindings:
+        await _loaded(control, held)
+        return await control.measure_probe(VerifiedProbe(**fields, fingerprints=fingerprints))
+
+    found: ProbeFindings = told(whole)
+    assert found.parts == parts
+    if change is _one_unit_more:
+        assert found.weights < found.allowed, "log-probabilities do not show it"

@@ -106,6 +106,7 @@ SAMPLING: dict[str, Json] = {
     "truncated": {"truncate_prompt_tokens": 4},
     "beams": {"use_beam_search": True, "n": 2, "length_penalty": 1.1},
     "labels": {"metadata": {"task_id": "t", "run_id": "1"}, "user": "ann"},
+    "labels of no type": {"metadata": []},
     "not stored": {"store": False},
     "unknown": {"foo": {"bar": [1, None]}, "verbosity": "low", "service_tier": "auto"},
     "nulls": {"top_p": None, "stop": None, "logit_bias": None, "stream_options": None, "tools": None},
@@ -350,6 +351,7 @@ REFUSED: dict[str, tuple[str, Json]] = {
     "tokens of no type": (CHAT, {"max_tokens": "many"}),
     "more at least than at most": (CHAT, {"min_tokens": 9}),
     "greedy choices": (CHAT, {"n": 2}),
+    "too many choices": (CHAT, {"n": 100_000, "temperature": 1}),
     "too hot": (CHAT, {"temperature": 3}),
     "no nucleus": (CHAT, {"top_p": 0}),
     "too large a nucleus": (CHAT, {"top_p": 2}),
@@ -397,7 +399,6 @@ REFUSED: dict[str, tuple[str, Json]] = {
     "too many logprobs of text": (TEXT, {"logprobs": 99}),
     "logprobs of ids without logprobs, text": (TEXT, {"logprob_token_ids": [70]}),
     "echo of beams": (TEXT, {"echo": True, "use_beam_search": True, "logprobs": 1, "n": 2}),
-    "echo of no type": (TEXT, {"echo": "loud"}),
 }
 
 #: What the explorer itself must understand before an engine is asked.
@@ -406,13 +407,11 @@ OURS: dict[str, tuple[str, Json, str]] = {
     "logprobs": (CHAT, {"logprobs": "many"}, "logprobs"),
     "return_token_ids": (CHAT, {"return_token_ids": "many"}, "return_token_ids"),
     "store": (CHAT, {"store": "never"}, "store"),
+    "echo of no type": (TEXT, {"echo": "loud"}, "echo"),
     "no choices": (CHAT, {"n": -1}, "n"),
-    "too many choices": (CHAT, {"n": 100_000}, "n"),
     "choices of no type": (CHAT, {"n": "many"}, "n"),
-    "too many prompts": (TEXT, {"prompt": ["a"] * 129}, "prompt"),
     "a cold temperature": (CHAT, {"temperature": -1}, "temperature"),
     "a temperature of no type": (TEXT, {"temperature": "warm"}, "temperature"),
-    "labels of no type": (CHAT, {"metadata": []}, "metadata"),
 }
 
 
@@ -487,6 +486,7 @@ def test_models_are_told_as_by_vllm(engine_http: httpx.Client, ours: httpx.Clien
 PUBLIC = {
     *(CHAT, TEXT, "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize"),
+    *("/version", "/ping", "/tokenizer_info"),
     # Both have these, and ours tell of us.
     *("/health", "/metrics"),
 }

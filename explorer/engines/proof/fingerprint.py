@@ -1,0 +1,161 @@
+"""Weights known by sums over all their elements, which no fusing, transposing, padding or sharding changes.
+
+Each element is worth a mixed hash of its bits, 0 for the number 0, and a part of the model is worth the sum modulo 2^64
+of its elements. An engine adds up what it holds, the verifier what the files hold: they must be equal, to the bit.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: The sum of each part of a model, by the number of the layer, or "" for what belongs to none: 0 to 2^64 - 1.
+Fingerprint = Mapping[str, int]
+
+MODULUS = 1 << 64
+
+#: What an element's bits are mixed by: multipliers, and the shifts between them.
+MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (32, 29)
+
+#: What the parts of an adapter begin with, beside those of the weights that it is added to.
+_ADAPTER = "adapter "
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_BLOCK = 1 << 22
+
+_BITS = {"BF16": "<u2", "F16": "<u2", "F32": "<u4", "F64": "<u8"}
+#: What safetensors calls the types that engines serve.
+SERVED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+Bits = npt.NDArray[np.unsignedinteger]
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a tensor belongs to: layers have the same numbers in files and in engines."""
+    found = _LAYER.search(name)
+    return found[1] if found else ""
+
+
+def adapter_part_of(name: str) -> str:
+    """The part that an adapter's tensor belongs to."""
+    return f"{_ADAPTER}{part_of(name)}"
+
+
+def describe_part(part: str) -> str:
+    """A part for people."""
+    of_adapter, number = part.startswith(_ADAPTER), part.removeprefix(_ADAPTER)
+    what = f"layer {number}" if number else "what is in no layer"
+    return f"the adapter of {what}" if of_adapter else what
+
+
+def differing_parts(one: Fingerprint, other: Fingerprint) -> list[str]:
+    """The parts that are not the same, layers first, in order."""
+    parts = {part for part in {*one, *other} if (one.get(part, 0) - other.get(part, 0)) % MODULUS}
+    return sorted(parts, key=_order)
+
+
+def differing_from_files(
+    shares: Sequence[Mapping[str, Any]], fingerprints: Mapping[str, Fingerprint]
+) -> list[str] | None:
+    """The parts that an engine does not hold as the files do; None where either is not known.
+
+    `shares` is what each worker holds (`vllm_worker.py`), `fingerprints` what the files do, by dtype. Where these have
+    an adapter, one of the engine's must be the same.
+    """
+    wanted = fingerprints.get(shares[0]["dtype"])
+    if wanted is None or any(share["sums"] is None for share in shares):
+        return None
+    held = _total(share["sums"] for share in shares)
+    if adapter := {part: total for part, total in wanted.items() if part.startswith(_ADAPTER)}:
+        if any(share.get("adapters") is None for share in shares):
+            return None
+        held += _adapter_most_like([share["adapters"] for share in shares], adapter)
+    return differing_parts(held, wanted)
+
+
+def _adapter_most_like(shares: Sequence[Mapping[str, Fingerprint]], adapter: Fingerprint) -> Counter[str]:
+    numbers = {number for share in shares for number in share}
+    held = [_total(share.get(number, {}) for share in shares) for number in numbers]
+    return min(held, key=lambda each: len(differing_parts(each, adapter)), default=Counter[str]())
+
+
+def _total(shares: Iterable[Fingerprint]) -> Counter[str]:
+    return sum((Counter[str](share) for share in shares), Counter[str]())
+
+
+def _order(part: str) -> tuple[bool, bool, int]:
+    number = part.removeprefix(_ADAPTER)
+    return part.startswith(_ADAPTER), not number, int(number or 0)
+
+
+def stored_sums(data: npt.NDArray[np.uint8], stored: str, *, scale: float = 1.0) -> dict[str, int]:
+    """The sum over a tensor of a safetensors file as engines hold it, by the dtype that they serve.
+
+    `data` are its bytes, `stored` is the file's name of its type; engines multiply it by `scale`, in the dtype that
+    they serve. Raises KeyError for types that are not summed.
+    """
+    bits: Bits = data.view(_BITS[stored])
+    sums = dict.fromkeys(SERVED, 0)
+    for at in range(0, len(bits), _BLOCK):
+        block = bits[at : at + _BLOCK]
+        for served, total in _sums(block, stored, scale).items():
+            sums[served] = (sums[served] + total) % MODULUS
+    return sums
+
+
+def _sums(block: Bits, stored: str, scale: float) -> dict[str, int]:
+    if block.dtype.itemsize > 2:
+        values = {served: _mix(_scale(served, _as(served, block, stored), scale)) for served in SERVED}
+        return {served: int(mixed.sum(dtype=np.uint64)) for served, mixed in values.items()}
+    counts = np.bincount(block, minlength=1 << 16).astype(np.uint64)
+    return {served: int((counts * _worth(stored, served, scale)).sum(dtype=np.uint64)) for served in SERVED}
+
+
+@cache
+def _worth(stored: str, served: str, scale: float) -> npt.NDArray[np.uint64]:
+    """What each number of 16 bits is worth."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _mix(_scale(served, _as(served, np.arange(1 << 16, dtype=np.uint16), stored), scale))
+
+
+def _as(served: str, bits: Bits, stored: str) -> Bits:
+    """The bits of numbers of one type after their conversion to another, rounded to the nearest even."""
+    kind = SERVED[served]
+    if kind == stored:
+        return bits
+    return _round(_as_single(bits, stored), kind)
+
+
+def _scale(served: str, bits: Bits, scale: float) -> Bits:
+    """As torch multiplies in place: in single precision, rounded to the type at once."""
+    kind = SERVED[served]
+    return bits if scale == 1 else _round(_as_single(bits, kind) * np.float32(scale), kind)
+
+
+def _as_single(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
+    if kind == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view({"F16": np.float16, "F32": np.float32, "F64": np.float64}[kind]).astype(np.float32)
+
+
+def _round(single: npt.NDArray[np.float32], kind: str) -> Bits:
+    if kind == "F32":
+        return single.view(np.uint32)
+    if kind == "F16":
+        with np.errstate(over="ignore"):
+            return single.astype(np.float16).view(np.uint16)
+    exact = single.view(np.uint32)
+    return ((exact + 0x7FFF + ((exact >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _mix(bits: Bits) -> npt.NDArray[np.uint64]:
+    mixed = bits.astype(np.uint64) * np.uint64(MULTIPLIERS[0])
+    for shift, multiplier in zip(SHIFTS, MULTIPLIERS[1:], strict=True):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(multiplier)
+    return mixed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.packages import EXAMPLES, PACKAGES, Driver, Package, node_folder
+from tests.clients.packages import EXAMPLES, PACKAGES, PLACES, Driver, Package, node_folder
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place, recorded
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.capture import retention
@@ -164,9 +164,12 @@ def test_the_example_labels_its_request_and_gives_feedback(party: Party, package
     assert (state, reward) == (State.REWARDED, 1.0)
 
 
-def test_feedback_names_the_run_where_a_package_makes_ids_of_its_own(party: Party) -> None:
+@pytest.mark.parametrize(
+    ("place", "example"), [("litellm", "with_litellm_responses.py"), ("agents", "with_openai_agents.py")]
+)
+def test_feedback_names_the_run_where_a_package_makes_ids_of_its_own(party: Party, place: str, example: str) -> None:
     party.news()
-    said = party.drivers["LiteLLM"].do("example", path=str(EXAMPLES / "with_litellm_responses.py"))
+    said = _run(party, str(PLACES / place / "bin" / "python"), str(EXAMPLES / example))
     [(msg_id, kept)] = party.news().items()
     assert msg_id not in said
     assert (kept.task_id, kept.run_id) == ("task-1", said.split()[0])
@@ -183,6 +186,9 @@ def test_a_header_names_the_reply_where_a_package_makes_ids_of_its_own(party: Pa
 
 
 def _shell(party: Party) -> str:
+    return _run(party, str(EXAMPLES / "with_curl.sh"))
+
+
+def _run(party: Party, *command: str) -> str:
     environment = {"PATH": "/usr/bin:/bin", "TUNELOOP_URL": party.explorer.url, "TUNELOOP_MODEL": "t"}
-    done = subprocess.run([str(EXAMPLES / "with_curl.sh")], env=environment, capture_output=True, check=True, text=True)
-    return done.stdout
+    return subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout

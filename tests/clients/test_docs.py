@@ -19,7 +19,7 @@ def test_every_example_is_shown_as_it_is(file):
 
 
 def test_every_example_is_run():
-    run = {each.example for each in PACKAGES} | {"with_curl.sh", "with_litellm_responses.py"}
+    run = {each.example for each in PACKAGES} | {"with_curl.sh", "with_litellm_responses.py", "with_openai_agents.py"}
     assert {file.name for file in FILES} == run - {None}
 
 

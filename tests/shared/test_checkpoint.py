@@ -2,6 +2,7 @@ import hashlib
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,56 @@ def test_a_folder_that_is_no_version_is_never_stripped(tmp_path: Path) -> None:
         (folder / "trainer_state" / "a").touch()
         store.strip(folder)
         assert sorted(path.name for path in folder.rglob("*")) == ["a", "critic", "trainer_state"]
+
+
+#: Users and a group that no account has.
+_TRAINER, _OTHER_TRAINER, _EXPLORER, _GROUP = 61_001, 61_002, 61_003, 61_000
+
+
+@pytest.fixture
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of the trainer's user, outside of what only the tests' own user may enter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "job").mkdir(mode=0o700)
+        os.chown(folder / "job", _TRAINER, _GROUP)
+        (folder / "job").chmod(0o2770)
+        yield folder / "job"
+
+
+def as_user(user: int, does: Callable[[], object]) -> int:
+    """The exit code of a process of this user, in the group that all share, with the strictest umask."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        os.setgroups([])
+        os.setgid(_GROUP)
+        os.setuid(user)
+        os.umask(0o077)
+        does()
+    except (OSError, CheckpointRejected):
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
+@pytest.mark.parametrize(("mode", "explorer_reads", "other_writes"), [(0o600, 0, 0), (0o640, 1, 0), (0o660, 1, 1)])
+def test_other_users_may_do_what_the_rights_say(
+    shared_folder: Path, mode: int, explorer_reads: int, other_writes: int
+) -> None:
+    store = CheckpointStore(shared_folder, mode=mode)
+
+    def read() -> None:
+        check_files(store.path(1), read_manifest(store.path(1)))
+
+    def go_on() -> None:
+        read()
+        store.strip(store.path(1))
+        publish(store, 2)
+
+    assert as_user(_TRAINER, lambda: publish(store)) == 0
+    assert as_user(_EXPLORER, read) == 1 - explorer_reads
+    assert as_user(_OTHER_TRAINER, go_on) == 1 - other_writes
+    assert as_user(_TRAINER, read) == 0

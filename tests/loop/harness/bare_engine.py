@@ -42,14 +42,14 @@ _ROLLOUT_MODEL = {
 @pytest.fixture(scope="session")
 def bare_engine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[httpx.Client]:
     """A client of the engine, all of whose routes answer, those that need a flag or the responses store too."""
-    with _started(tmp_path_factory.mktemp("bare"), model) as client:
+    with engine_on(free_port(), tmp_path_factory.mktemp("bare"), model) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def second_engine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[httpx.Client]:
     """A client of another such engine."""
-    with _started(tmp_path_factory.mktemp("second"), model) as client:
+    with engine_on(free_port(), tmp_path_factory.mktemp("second"), model) as client:
         yield client
 
 
@@ -86,9 +86,10 @@ def session_of(engine: httpx.Client) -> httpx.AsyncClient:
 
 
 @contextmanager
-def _started(folder: Path, model: Path) -> Iterator[httpx.Client]:
+def engine_on(port: int, folder: Path, model: Path) -> Iterator[httpx.Client]:
+    """A client of an engine, which is killed in the end."""
     settings = load_settings(write_settings(folder, model, explorer={"rollout_model": _ROLLOUT_MODEL}))
-    port, said = free_port(), folder / "engine.log"
+    said = folder / "engine.log"
     command = _on_port(vllm.command(settings, model=model, socket=folder), port)
     with said.open("wb") as log:
         engine = subprocess.Popen(

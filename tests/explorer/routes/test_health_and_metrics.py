@@ -18,7 +18,10 @@ NAMES = [family.name for family in Metrics().registry.collect()]
 
 def test_live_and_ready_are_two_questions(explorer: RunningExplorer, double: EngineDouble) -> None:
     assert explorer.http.get("/health").json() == {"status": "live"}
-    assert explorer.http.get("/health/ready").json() == {"status": "ready", "reason": None}
+    ready = explorer.http.get("/health/ready").json()
+    assert (ready["status"], ready["reason"]) == ("ready", None)
+    [engine] = ready["engines"]
+    assert (engine["engine"], engine["state"], engine["version"]) == (0, "ready", 0)
     double.dead = True
     eventually(lambda: explorer.http.get("/health/ready").status_code == 503)
     assert explorer.http.get("/health/ready").json()["reason"] == "no engine is ready"

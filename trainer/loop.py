@@ -37,6 +37,7 @@ from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.tensorboard import Curves
 from tuneloop.trainer.batches import metrics
+from tuneloop.trainer.batches.allowed_tokens import find_missing_library
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
@@ -63,6 +64,8 @@ def run(settings: Settings, stop: Stop) -> None:
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
     if nothing := find_ignored_feedback(settings):
         _log.warning("feedback_not_counted", sentence=nothing)
+    if missing := find_missing_library(settings):
+        _log.warning("grammars_not_rebuilt", sentence=missing)
     if unbounded := settings.algorithm.unbounded:
         _log.warning("ratio_unbounded", sentence=unbounded)
     disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ same mask under the trainer's logits the ratio is 1 before any update, and a tok
 log-probability 0 whatever the weights: nothing is learnt from it.
 """
 
+import importlib.util
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import cache
@@ -29,6 +30,17 @@ _CACHE = 256 << 20
 _MISSING = "a grammar held it, and xgrammar, which rebuilds grammars, is not installed: pip install tuneloop[grammar]"
 _FOREIGN = "the grammar that held it is not the one that was rebuilt: another xgrammar, or other settings of the engine"
 _UNTAUGHT = "a grammar held it, and a teacher behind an endpoint cannot be held to it"
+
+
+def find_missing_library(settings: Settings) -> str | None:
+    """Why replies that a grammar held would all be set aside here; None if they would not, or nobody records any."""
+    needed = settings.explorer.rebuilds_grammars and not settings.algorithm.of_any_reply
+    if not needed or importlib.util.find_spec("xgrammar") is not None:
+        return None
+    return (
+        "xgrammar, which rebuilds the grammars that held replies, is not installed: they are set aside; pip install "
+        "tuneloop[grammar], or write explorer.train_on_grammars: false, and they are marked only"
+    )
 
 
 class _GrammarNotRebuilt(Exception):

@@ -1,5 +1,6 @@
 """Grammars are rebuilt as the engine enforced them, and log-probabilities are those among the tokens they allow."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from examples.sums.model import build, save
 from tests.trainer.factories import sample
 from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
+from tuneloop.trainer.batches.allowed_tokens import find_missing_library, with_allowed_tokens
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
@@ -259,6 +260,23 @@ def test_without_xgrammar_it_is_said_what_is_missing(
     [(reason, [dropped])] = refused.items()
     assert dropped is said
     assert "pip install tuneloop[grammar]" in reason
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "explorer", "warns"),
+    [("ppo", {}, True), ("sft", {}, False), ("ppo", {"train_on_grammars": False}, False)],
+)
+def test_a_trainer_without_xgrammar_says_so_at_its_start(
+    of_bytes: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    explorer: dict[str, object],
+    warns: bool,
+) -> None:
+    settings = of_bytes(algorithm={"algorithm_type": algorithm}, explorer=explorer)
+    assert find_missing_library(settings) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert (find_missing_library(settings) is not None) is warns
 
 
 @pytest.mark.parametrize("kind", ["sft", "kto"])

@@ -79,7 +79,8 @@ def _of_the_model(case, logits_BRV):
     mask_BR = case.inputs["mask"]
     said_N, ones_N = case.inputs["said"][mask_BR], torch.ones(int(mask_BR.sum()))
     return tuple(
-        scatter_tokens(each_N, mask_BR) for each_N in _logprobs(lambda each: each, logits_BRV[mask_BR], said_N, ones_N)
+        scatter_tokens(each_N, mask_BR)
+        for each_N in _logprobs(lambda each: each, logits_BRV[mask_BR], said_N, ones_N, None)
     )
 
 

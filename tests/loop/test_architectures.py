@@ -28,9 +28,6 @@ from tuneloop.shared.ledger.ledger import Ledger
 pytestmark = pytest.mark.vllm
 
 MOE = "Qwen3-MoE"
-#: They are always examined: of the others the long tests see to it.
-SHORT = {"Llama"}
-
 _PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 _ROW = re.compile(r"^\| ([^|]+?) \| (yes|no) \| (yes|no) \| (yes|no) \| (in place|fresh engine) \|", re.MULTILINE)
 
@@ -43,9 +40,8 @@ def test_the_page_names_all_architectures() -> None:
     assert set(documented()) == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.soak) for name in ARCHITECTURES]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_is_served_as_the_page_says(name: str, tmp_path: Path) -> None:
     found = examine(name, tmp_path)
     cells = [cell.split(" (")[0] for cell in found.row().strip("| ").split(" | ")[1:4]]

@@ -25,11 +25,11 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -93,6 +93,12 @@ class VerifiedProbe(Probe, frozen=True, kw_only=True):
     """
 
     fingerprints: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, probe: Probe, fingerprints: Mapping[str, Mapping[str, int]]) -> Self:
+        """A probe, with these fingerprints."""
+        held = {served: dict(sums) for served, sums in fingerprints.items()}
+        return cls(**msgspec.structs.asdict(probe), fingerprints=held)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,9 +211,8 @@ class CheckpointStore:
 
         A folder that is not one of these checkpoints is left alone.
         """
-        if _version_in(path.name) is None or path.parent.resolve() != self._root.resolve():
-            return
-        if not path.exists() or _is_stripped(path):
+        ours = _version_in(path.name) is not None and path.parent.resolve() == self._root.resolve()
+        if not ours or not path.exists() or _is_stripped(path):
             return
         (path / _WEIGHTS_ONLY).touch()
         (path / _WEIGHTS_ONLY).chmod(self._mode)
@@ -223,13 +228,11 @@ class CheckpointStore:
         for path in self._root.glob(f"{_STAGING}*"):
             epoch_of_it = path.name.removeprefix(_STAGING)
             if epoch_of_it.isdecimal() and int(epoch_of_it) < epoch:
-                with suppress(
-                    PermissionError
-                ):  # Of a user who shares nothing: what it publishes gets a name of its own.
+                # Not one of a user who shares nothing: what that publishes gets a name of its own.
+                with suppress(PermissionError):
                     self._bin(path)
         for path in self._root.glob(f"{_GARBAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
-
         clear_held(self._root)
 
     def folders(self) -> list[Path]:

@@ -23,10 +23,11 @@ _KEPT = 4
 def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
     """The weight routes of an engine, for full weights or adapters as the settings say."""
     name, rollout = settings.served_model_name, settings.explorer.rollout_model
-    control = EngineControl(session, model_name=name, tolerance=tolerance)
     if settings.model.lora.rank:
         base = settings.model.model_path.absolute()
-        control = AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
+        control: EngineControl = AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
+    else:
+        control = EngineControl(session, model_name=name, tolerance=tolerance)
     control.rebuilds_grammars = settings.explorer.rebuilds_grammars
     # Of an engine of ours it is known; of another one it is asked.
     extended = None if rollout.engine_urls else "--worker-extension-cls" not in " ".join(rollout.engine_args)

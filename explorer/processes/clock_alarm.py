@@ -4,14 +4,11 @@ import socket
 import time
 from collections.abc import Callable
 
-import structlog
-
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.own_alarms import write_own_alarm
 from tuneloop.shared.ledger.storage.transactions import Transactions
-from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
+from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.clock_skew import CLOCK_SKEW, ClockSkew
-
-log = structlog.get_logger()
 
 
 class ClockAlarm:
@@ -38,9 +35,5 @@ class ClockAlarm:
             self._was_wrong = skew.wrong
 
     def _write(self, skew: ClockSkew) -> None:
-        if skew.wrong:
-            reason = f"{self._prefix}clocks do not agree with the ledger's time: {skew.sentence}"
-            if self._alarms.raise_alarm(Alarm(CLOCK_SKEW, reason)):
-                log.error("alarm_raised", name=CLOCK_SKEW, reason=reason)
-        elif any(each.name == CLOCK_SKEW and each.reason.startswith(self._prefix) for each in self._alarms.all()):
-            self._alarms.clear(CLOCK_SKEW)
+        reason = f"{self._prefix}clocks do not agree with the ledger's time: {skew.sentence}" if skew.wrong else None
+        write_own_alarm(self._alarms, CLOCK_SKEW, reason, about=self._prefix)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.own_alarms import write_own_alarm
 from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
+from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.spool_format import SpoolStatus
 
 log = structlog.get_logger()
@@ -52,15 +53,7 @@ class SpoolAlarms:
 
     def _write(self, condition: _Condition) -> None:
         try:
-            if condition.reason is not None:
-                if self._alarms.raise_alarm(Alarm(condition.name, condition.reason)):
-                    log.error("alarm_raised", name=condition.name, reason=condition.reason)
-            elif any(each.name == condition.name and self._ours(each) for each in self._alarms.all()):
-                self._alarms.clear(condition.name)
+            write_own_alarm(self._alarms, condition.name, condition.reason, about=f"{self._root}: ")
             self._raised[condition.name] = condition.reason
         except LedgerError as error:  # the next turn tries again
             log.warning("alarm_not_stored", name=condition.name, reason=str(error))
-
-    def _ours(self, alarm: Alarm) -> bool:
-        """Whether it is about this spool: other machines have their own."""
-        return alarm.reason.startswith(f"{self._root}: ")

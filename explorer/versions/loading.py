@@ -94,10 +94,11 @@ async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
     """Swap an engine's weights for a version's: in place, keeping what is in flight, or by starting it anew."""
     if not engine.restarts:
         await engine.control.pause("keep")
-    await _load_paused(engine, version, fleet)
+    await load_paused(engine, version, fleet)
 
 
-async def _load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
+async def load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
+    """The same of an engine that is paused already, if it is one that is."""
     control = engine.control
     await fleet.begin_load(engine)
     if engine.restarts:
@@ -172,7 +173,7 @@ class FreshEngines:
         place.restarts = True
         await self._fleet.set_state(place, EngineState.STARTING)
         try:
-            await _load_paused(place, version, self._fleet)
+            await load_paused(place, version, self._fleet)
             await prove(place)
         except BaseException:
             await self._vacate(place)
@@ -207,8 +208,7 @@ def known_fingerprints(version: Version) -> Mapping[str, Mapping[str, int]]:
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
-    fields = {name: getattr(probe, name) for name in Probe.__struct_fields__}
-    return VerifiedProbe(**fields, fingerprints=_FINGERPRINTS.get(version.path, {}))
+    return VerifiedProbe.of(probe, _FINGERPRINTS.get(version.path, {}))
 
 
 async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, int]]:

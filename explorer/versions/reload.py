@@ -23,8 +23,8 @@ from tuneloop.explorer.versions.loading import (
     FreshEngines,
     KnownProbes,
     Verifier,
-    _load_paused,
     load,
+    load_paused,
     servable_champion,
     verify_in_process,
 )
@@ -101,7 +101,7 @@ class WeightSwapper:
         if not engine.restarts and not await self._pause(engine, version, probe):
             return
         try:
-            await _load_paused(engine, version, self._fleet)
+            await load_paused(engine, version, self._fleet)
             await prove(engine)
         except LedgerError:
             await self.put_back(engine, back_to)

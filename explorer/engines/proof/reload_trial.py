@@ -58,12 +58,7 @@ async def reload_fault(control: EngineControl, weights: ServedWeights) -> str | 
     except (EngineError, CheckpointRejected) as error:  # such as an engine without a tokenizer
         log.warning("reload_not_tried", reason=str(error))
         return None
-    probe = VerifiedProbe(
-        prompt_ids=before.prompt_ids,
-        logprobs=before.logprobs,
-        tolerance=before.tolerance,
-        fingerprints={served: dict(sums) for served, sums in weights.fingerprints.items()},
-    )
+    probe = VerifiedProbe.of(before, weights.fingerprints)
     try:
         await control.pause("keep")
         await control.load(weights.actor)

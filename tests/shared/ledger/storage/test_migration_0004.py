@@ -1,6 +1,7 @@
 """What 0004 makes of the rows of 0003, and what is left of new rows on the way back."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,11 +29,18 @@ OLD: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def before(place: Place) -> Iterator[Engine]:
     """A database of 0003 with a reply in each of these states."""
+    with database_at("0003", place) as engine:
+        yield engine
+
+
+@contextmanager
+def database_at(step: str, place: Place) -> Iterator[Engine]:
+    """A database of a step, with a reply in each of the states of `OLD`."""
     engine = database.connect(place.url, schema=place.schema)
     with engine.begin() as connection:
         if place.schema is not None:
             connection.execute(CreateSchema(place.schema))
-        _move(connection, "0003")
+        _move(connection, step)
         insert(connection, "epochs", epoch=1, trainer="t", started_at=1.0, seen_at=1.0)
         version = {"version": 1, "state": "candidate", "step": 1, "epoch": 1, "path": "/p", "manifest_sha256": "5" * 64}
         insert(connection, "versions", **version, consumed=1, created_at=1.0)

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import Engine
-from sqlalchemy.schema import CreateSchema
 
 from tests.conftest import Place
-from tests.shared.ledger.storage.test_migration_0004 import COMMITTED, OLD, TRAINED, _move, give, insert, rows
+from tests.shared.ledger.storage.test_migration_0004 import COMMITTED, OLD, TRAINED, _move, database_at, give, rows
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -16,19 +15,8 @@ from tuneloop.shared.ledger.storage import database
 @pytest.fixture
 def before(place: Place) -> Iterator[Engine]:
     """A database of 0005 with a reply in each state."""
-    engine = database.connect(place.url, schema=place.schema)
-    with engine.begin() as connection:
-        if place.schema is not None:
-            connection.execute(CreateSchema(place.schema))
-        _move(connection, "0005")
-        insert(connection, "epochs", epoch=1, trainer="t", started_at=1.0, seen_at=1.0)
-        version = {"version": 1, "state": "candidate", "step": 1, "epoch": 1, "path": "/p", "manifest_sha256": "5" * 64}
-        insert(connection, "versions", **version, consumed=1, created_at=1.0)
-        insert(connection, "reward_rules", id=1, definition="{}", created_at=1.0)
-        for state, but in OLD.items():
-            give(connection, state, state, **but)
-    yield engine
-    engine.dispose()
+    with database_at("0005", place) as engine:
+        yield engine
 
 
 def test_every_row_stays_as_it_is(before: Engine, place: Place) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,6 +12,14 @@ from starlette.requests import ClientDisconnect
 
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME
+
+#: What a body may be nested, and have of values.
+MAX_DEPTH, MAX_CONTAINERS, MAX_VALUES = 200, 200_000, 1_000_000
+
+#: How deep orjson writes.
+_MOST_WRITTEN = 254
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -49,14 +58,42 @@ def as_utf8(data: bytes) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in these bytes. Raises RequestRefused if there is none."""
+    """The JSON object in these bytes. Raises RequestRefused if there is none, or one nested too deeply or too large."""
+    _check_size(data)
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestRefused(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestRefused("the body must be a JSON object", code="invalid_type")
+    _check_depth(body, data)
     return body
+
+
+def _check_size(data: bytes) -> None:
+    """Raise RequestRefused for what would take very much more memory parsed than in bytes."""
+    if len(data) < 2 * MAX_CONTAINERS:
+        return
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
+        return
+    bare = _STRING.sub(b"", data)
+    if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS or bare.count(b",") > MAX_VALUES:
+        reason = f"the body has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values"
+        raise RequestRefused(reason, status=413, code="too_many_values")
+
+
+def _check_depth(body: object, data: bytes) -> None:
+    """Raise RequestRefused for what could not be written again, with a little around it."""
+    if len(data) < 2 * MAX_DEPTH or data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    for _ in range(_MOST_WRITTEN - MAX_DEPTH):
+        body = [body]
+    try:
+        orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        if isinstance(error.__cause__, UnicodeError):  # it has lone surrogates: the routes say so
+            return
+        raise RequestRefused(f"the body is nested more than {MAX_DEPTH} deep", code="nested_too_deeply") from None
 
 
 def wrong_type(param: str, wanted: str) -> RequestRefused:

@@ -22,6 +22,13 @@ from tuneloop.shared.errors import (
 
 Json = dict[str, Any]
 
+#: What clients are told in place of errors that name what is only the operator's: hosts, users, files, statements.
+_PUBLIC_SENTENCES: Mapping[type[TuneloopError], str] = {
+    LedgerUnavailable: "the database is away, or still behind; what was acknowledged is safe on disk: try again later",
+}
+
+_BUG = "an internal error; it has been logged"
+
 #: The status, the code and the seconds until a retry of each of our own errors. First match counts.
 _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     EngineError: (502, "engine_error", None),
@@ -30,6 +37,8 @@ _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     VersionRefused: (409, "version_refused", None),
     TuneloopError: (500, "internal", None),
 }
+
+_INTERNAL = 500
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -55,8 +64,9 @@ def refusal_of(error: Exception) -> RequestRefused:
         return error
     for kind, (status, code, retry_after_s) in _STATUS_TABLE.items():
         if isinstance(error, kind):
-            return RequestRefused(str(error), status=status, code=code, retry_after_s=retry_after_s)
-    return RequestRefused("an internal error; it has been logged", status=500, code="internal")
+            sentence = _BUG if status == _INTERNAL else _PUBLIC_SENTENCES.get(kind, str(error))
+            return RequestRefused(sentence, status=status, code=code, retry_after_s=retry_after_s)
+    return RequestRefused(_BUG, status=_INTERNAL, code="internal")
 
 
 def error_response(error: RequestRefused, path: str, request_id: str | None) -> Response:

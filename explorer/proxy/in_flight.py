@@ -5,7 +5,7 @@ import time
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.http.server import Headers
+from tuneloop.explorer.http.raw_request import Headers
 from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.experience import Exchange
 

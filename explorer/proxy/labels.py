@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tuneloop.explorer.http.bodies import finite_number, id_of, wrong_type
 from tuneloop.explorer.http.coercion import coerce_bool
+from tuneloop.explorer.http.run_prefix import RunBinding
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import person_name
 
@@ -35,8 +36,19 @@ class Labels(NamedTuple):
     ignored: tuple[str, ...] = ()
 
 
-def labels_of(body: dict[str, Any]) -> Labels:
-    """The labels of a request's body. Raises RequestRefused for invalid ones that can only be ours."""
+def labels_of(body: dict[str, Any], run: RunBinding | None = None) -> Labels:
+    """The labels of a request's body, and of the run that its path binds it to, which wins.
+
+    Raises RequestRefused for invalid ones that can only be ours.
+    """
+    labels = _labels_in(body)
+    if run is None:
+        return labels
+    train = labels.train and run.train is not False  # whoever opts out is heard
+    return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
+
+
+def _labels_in(body: dict[str, Any]) -> Labels:
     metadata = body.get("metadata")
     reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
     priority, train = reader.read("priority", _priority), reader.read("train", coerce_bool, strict=True)

@@ -19,7 +19,7 @@ from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.server import RawRequest
+from tuneloop.explorer.http.raw_request import RawRequest
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars

@@ -14,14 +14,18 @@ from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
 from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
 from tuneloop.explorer.http.coercion import flag_of
-from tuneloop.explorer.http.server import Headers, RawRequest
+from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
+from tuneloop.explorer.proxy.media import check_media
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
 
 #: Fields for the explorer, which an engine does not get.
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
+
+#: Without one of these no request names a file. JSON may write any letter of them as an escape.
+_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b"\\u")
 
 
 class Request(NamedTuple):
@@ -90,7 +94,7 @@ class RequestParser:
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes = explorer.max_body_bytes
-        self._timeout_s = explorer.request_timeout
+        self._timeout_s = min(explorer.body_timeout, explorer.request_timeout)
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
@@ -99,6 +103,7 @@ class RequestParser:
         # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
         self._defaults = defaults if rollout.engine_urls else {}
+        self._media_domains = frozenset(explorer.allowed_media_domains)
         self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
     async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
@@ -111,7 +116,9 @@ class RequestParser:
         flag_of(body, "return_token_ids")
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body)
-        labels = labels_of(upstream)
+        if any(word in raw_body for word in _MEDIA_WORDS):
+            check_media(upstream, self._media_domains)
+        labels = labels_of(upstream, raw.run())
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:
             sampling = sampling._replace(drop_reason="opt_out")

@@ -29,7 +29,8 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, WireResponse, chunked, http_request, streamed
-from tuneloop.explorer.http.server import FastProtocol, FastRoutes, RawRequest
+from tuneloop.explorer.http.raw_request import RawRequest
+from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 MAX_BODY = 1 << 20

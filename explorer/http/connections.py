@@ -1,0 +1,145 @@
+"""What one process's connections may take: how many there are, how long a request may come, what is held of bodies."""
+
+import asyncio
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tuneloop.shared.errors import RequestRefused
+
+#: Descriptors that are left for the spool, the database, engines and logs.
+_RESERVED_DESCRIPTORS = 256
+
+#: What begins with one descriptor must still be able to serve somebody.
+_FEWEST_CONNECTIONS = 16
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and those that it starts, open as many files as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def descriptor_limit() -> int:
+    """How many files this process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def most_connections(wanted: int | None, descriptors: int) -> int:
+    """The connections that fit into `descriptors`, at most `wanted` of them.
+
+    >>> most_connections(None, 1024), most_connections(100, 1024), most_connections(None, 64)
+    (768, 100, 16)
+    """
+    room = max(descriptors - _RESERVED_DESCRIPTORS, _FEWEST_CONNECTIONS)
+    return room if wanted is None else min(wanted, room)
+
+
+@dataclass(eq=False)
+class ConnectionLimits:
+    """The bounds of a process's connections, and what they take now.
+
+    `idle` has those that wait for a request, or have sent a part of its head: the first has waited longest. Where
+    there is no room for another connection, it is closed. `held_bytes` are those of bodies that are not answered yet.
+    """
+
+    max_connections: int = 1 << 16
+    max_held_bytes: int = 512 << 20
+    head_timeout_s: float = 30.0
+    body_timeout_s: float = 300.0
+    idle: dict["ConnectionWatch", None] = field(default_factory=dict)
+    held_bytes: int = 0
+
+    def make_room(self, connections: int) -> bool:
+        """Close an idle connection if there are more than are allowed; False if all of them are at work."""
+        if connections <= self.max_connections:
+            return True
+        if not self.idle:
+            return False
+        next(iter(self.idle)).evict()
+        return True
+
+
+class ConnectionWatch:
+    """Bounds one connection; `refuse` answers what comes on it with a refusal and closes it, `evict` only closes it."""
+
+    def __init__(
+        self, limits: ConnectionLimits, refuse: Callable[[RequestRefused], None], evict: Callable[[], None]
+    ) -> None:
+        self._limits = limits
+        self._refuse: Callable[[RequestRefused], object] = refuse
+        self._evict: Callable[[], object] = evict
+        self._held_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._awaited = ""
+        self._head_begun = False
+
+    def evict(self) -> None:
+        """Close the connection, which waits for a request in vain."""
+        self._limits.idle.pop(self, None)
+        self._evict()
+
+    def wait_for_head(self, *, begun: bool) -> None:
+        """The connection is open for a request, whose head may have `begun`."""
+        self._limits.idle.setdefault(self)
+        self._head_begun = begun
+        self._expect("head", self._limits.head_timeout_s)
+
+    def wait_for_nothing(self) -> None:
+        """Whatever there is to read of a request has come."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wait_for_body(self) -> None:
+        """A part of a body has come, and it is not the last one."""
+        self._expect("body", self._limits.body_timeout_s)
+
+    def begin_request(self) -> None:
+        """A head is complete."""
+        self._limits.idle.pop(self, None)
+
+    def hold(self, size: int) -> RequestRefused | None:
+        """So many bytes of a body have come; the refusal, if there is no room for them."""
+        self._held_bytes += size
+        self._limits.held_bytes += size
+        if self._limits.held_bytes <= self._limits.max_held_bytes:
+            return None
+        reason = "the requests that are being answered are too large together; try again in a moment"
+        return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+
+    def end_request(self) -> None:
+        """A response is complete: what was held for its request is not any more, and the next one may come."""
+        self._release()
+        self._limits.idle.setdefault(self)
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self.wait_for_nothing()
+        self._release()
+        self._limits.idle.pop(self, None)
+        self._refuse = self._evict = _do_nothing  # else the two would hold each other
+
+    def _release(self) -> None:
+        self._limits.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    def _expect(self, what: str, timeout_s: float) -> None:
+        if self._timer is not None:
+            if self._awaited == what:
+                return
+            self._timer.cancel()
+        self._awaited = what
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self._awaited == "head" and not self._head_begun:
+            self.evict()
+            return
+        reason = f"the {'headers' if self._awaited == 'head' else 'body'} did not come in time"
+        self._refuse(RequestRefused(reason, status=408, code=f"{self._awaited}_timeout"))
+
+
+def _do_nothing(*_: object) -> None:
+    pass

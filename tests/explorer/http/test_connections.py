@@ -1,0 +1,206 @@
+"""What strangers do with connections: too many of them, too slowly, with trailers and upgrades."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from structlog.testing import capture_logs
+from uvicorn.server import ServerState
+
+from tests.doubles.engine import CHAT, EnginePlace
+from tests.explorer.running import RunningExplorer, explorer_running, settings_for
+from tests.explorer.wire import BODY, Wire, chunked, http_request
+from tuneloop.explorer.http.connections import ConnectionLimits, most_connections
+from tuneloop.explorer.http.raw_request import RawRequest
+from tuneloop.explorer.http.server import FastProtocol, FastRoutes
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+ADMIN_KEY = "an-administrators-key"
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory, places: list[EnginePlace]) -> Iterator[RunningExplorer]:
+    folder = tmp_path_factory.mktemp("connections")
+    with explorer_running(settings_for(folder, [places[0].fresh().url], admin_key=ADMIN_KEY)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("trailer", [b"x: y", b"Connection: close", b"a:b\r\n" * 3 + b"c:d"])
+def test_trailers_are_refused_and_the_connection_ends(explorer: RunningExplorer, trailer: bytes) -> None:
+    with Wire(explorer.url) as wire:
+        wire.send(chunked(BODY)[:-2] + trailer + b"\r\n\r\n")
+        answer = wire.response()
+        assert (answer.status, answer.error["code"]) == (400, "trailers_not_accepted")
+        assert answer.headers["connection"] == "close"
+        assert wire.rest() == b""
+
+
+def test_a_trailer_opens_nothing(explorer: RunningExplorer) -> None:
+    path = "/admin/versions"
+    body = f"GET {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n".encode()
+    with Wire(explorer.url) as wire:
+        wire.send(body + f"Authorization: Bearer {ADMIN_KEY}\r\n\r\n".encode())
+        assert wire.response().status in {400, 401}
+
+
+@pytest.mark.parametrize("endless", [b"a" * 4096, b"a:" + b"b" * 4094])
+def test_what_follows_a_body_has_an_end(explorer: RunningExplorer, endless: bytes) -> None:
+    with Wire(explorer.url) as wire:
+        wire.send(chunked(BODY)[:-2])
+        assert is_closed(wire, endless)
+
+
+def is_closed(wire: Wire, endless: bytes) -> bool:
+    """Whether the server closes before too long, however much is sent to it."""
+    try:
+        for _ in range(1000):
+            wire.send(endless)
+            time.sleep(0.001)
+    except OSError:
+        return True
+    return False
+
+
+def test_pipelined_upgrades_are_answered_each(explorer: RunningExplorer) -> None:
+    upgrade = http_request(b"", "Upgrade: websocket", "Connection: upgrade", path="/health", method="GET")
+    with Wire(explorer.url) as wire, capture_logs() as logs:
+        wire.send(upgrade * 500)
+        assert [wire.response().status for _ in range(500)] == [200] * 500
+    assert logs == []
+
+
+@asynccontextmanager
+async def server_with(limits: ConnectionLimits) -> AsyncIterator[Callable[[], Awaitable["Connection"]]]:
+    """A server with one fast route, which answers a body with its length, but waits for ever where that is 3."""
+
+    async def answer(request: RawRequest) -> None:
+        size = len(await request.body(1 << 20, 60))
+        await asyncio.sleep(3600 if size == 3 else 0)
+        request.respond(200, [], b"%d" % size)
+
+    routes = FastRoutes(None, {("POST", CHAT): answer}, limits)
+    config, state = uvicorn.Config(routes, lifespan="off"), ServerState()
+    server = await asyncio.get_running_loop().create_server(lambda: FastProtocol(config, state, {}), "127.0.0.1", 0)
+
+    opened: list[Connection] = []
+
+    async def connect() -> Connection:
+        opened.append(await asyncio.open_connection(*server.sockets[0].getsockname()))
+        return opened[-1]
+
+    try:
+        yield connect
+    finally:
+        for _, writer in opened:
+            writer.close()
+        server.close()
+        async with asyncio.timeout(5):
+            while state.connections:  # noqa: ASYNC110 - the protocols tell nobody when they end
+                await asyncio.sleep(0.01)
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def ended(connection: Connection, *, within_s: float = 5) -> bytes:
+    """All that comes until the server closes."""
+    async with asyncio.timeout(within_s):
+        return await connection[0].read()
+
+
+async def test_a_connection_that_asks_nothing_is_closed() -> None:
+    async with server_with(ConnectionLimits(head_timeout_s=0.2)) as connect:
+        assert await ended(await connect()) == b""
+        reader, writer = await connect()
+        writer.write(b"\r\n")
+        assert await ended((reader, writer)) == b""
+
+
+async def test_a_head_that_drips_is_refused() -> None:
+    async with server_with(ConnectionLimits(head_timeout_s=0.3)) as connect:
+        reader, writer = await connect()
+        for each in b"POST / HTTP/1.1\r\n":
+            writer.write(bytes([each]))
+            await asyncio.sleep(0.01)
+        assert b" 408 " in await ended((reader, writer))
+
+
+async def test_a_body_that_drips_is_refused_and_the_next_request_has_its_own_time() -> None:
+    async with server_with(ConnectionLimits(head_timeout_s=0.5, body_timeout_s=0.5)) as connect:
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(http_request(b"1234"))
+            assert (await reader.readuntil(b"\r\n\r\n4")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.3)
+        writer.write(http_request(b"12345")[:-4])
+        await asyncio.sleep(0.3)
+        writer.write(b"2")
+        answer = await ended((reader, writer))
+        assert b" 408 " in answer
+        assert b"body_timeout" in answer
+
+
+async def test_a_slow_answer_is_no_slow_request() -> None:
+    async with server_with(ConnectionLimits(head_timeout_s=0.1, body_timeout_s=0.1)) as connect:
+        reader, writer = await connect()
+        writer.write(http_request(b"123"))
+        with pytest.raises(TimeoutError):
+            await ended((reader, writer), within_s=0.5)
+
+
+async def test_a_newcomer_takes_the_place_of_the_longest_idle_connection() -> None:
+    limits = ConnectionLimits(max_connections=3)
+    async with server_with(limits) as connect:
+        first, second, third = [await connect() for _ in range(3)]
+        first[1].write(http_request(b"1234"))
+        await first[0].readuntil(b"\r\n\r\n4")
+        fourth = await connect()
+        assert await ended(second) == b""
+        fourth[1].write(http_request(b"1234"))
+        await fourth[0].readuntil(b"\r\n\r\n4")
+        assert len(limits.idle) == 3
+        third[1].close()
+        first[1].write(http_request(b"1234"))
+        await first[0].readuntil(b"\r\n\r\n4")
+
+
+async def test_a_connection_at_work_is_closed_for_nobody() -> None:
+    async with server_with(ConnectionLimits(max_connections=2)) as connect:
+        working = [await connect() for _ in range(2)]
+        for _, writer in working:
+            writer.write(http_request(b"123"))
+        await asyncio.sleep(0.1)
+        answer = await ended(await connect())
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in answer
+        assert not any(reader.at_eof() for reader, _ in working)
+
+
+async def test_what_is_held_of_bodies_is_bounded_and_given_back() -> None:
+    limits = ConnectionLimits(max_held_bytes=1000)
+    async with server_with(limits) as connect:
+        for _ in range(3):
+            reader, writer = await connect()
+            writer.write(http_request(b"x" * 600))
+            await reader.readuntil(b"\r\n\r\n600")
+            assert limits.held_bytes == 0
+        holding = await connect()
+        holding[1].write(http_request(b"x" * 700)[:-1])
+        await asyncio.sleep(0.1)
+        reader, writer = await connect()
+        writer.write(http_request(b"x" * 600))
+        answer = await ended((reader, writer))
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+        holding[1].close()
+        await asyncio.sleep(0.1)
+        assert limits.held_bytes == 0
+
+
+def test_descriptors_are_left_for_the_rest() -> None:
+    assert most_connections(None, 1 << 20) == (1 << 20) - 256
+    assert most_connections(10, 1 << 20) == 10
+    assert most_connections(None, 100) == 16

@@ -15,6 +15,7 @@ import uvloop
 
 from tuneloop.explorer.capture.reply_id import key_path, load_key
 from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.http.connections import raise_descriptor_limit
 from tuneloop.explorer.http.server import check_uvicorn
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes.control import control
@@ -24,6 +25,7 @@ from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import umask_of
 
 log = structlog.get_logger()
 
@@ -83,6 +85,7 @@ def serve(settings: Settings) -> None:
     make_job_dir(settings)
     require_restored(settings.job_dir)
     load_key(key_path(settings))
+    raise_descriptor_limit()
     with ExitStack() as stack:
         uvloop.run(control(settings, listen(settings, stack)))
 
@@ -94,7 +97,9 @@ def main(
     """Serve requests, record them, take feedback and new weights."""
     configure_logging()
     try:
-        serve(fit_to_machine(load_settings(config, overrides or ()), gpus_here=count_gpus()))
+        settings = load_settings(config, overrides or ())
+        os.umask(umask_of(settings.trainer.checkpoint_mode))
+        serve(fit_to_machine(settings, gpus_here=count_gpus()))
     except TuneloopError as error:
         sys.stderr.write(f"{error}\n")
         os._exit(error.exit_code if isinstance(error, StartupError) else 1)

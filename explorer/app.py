@@ -33,11 +33,13 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.server import FastRoute, FastRoutes, RawRequest
+from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
+from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
+from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
-from tuneloop.explorer.routes import admin, metrics_json, passthrough, responses, stored_completions
+from tuneloop.explorer.routes import admin, metrics_json, passthrough, responses, stored_completions, training_status
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
@@ -81,7 +83,15 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
                 for each in running:
                     each.cancel()
 
-    app = FastAPI(title="tuneloop", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="tuneloop",
+        version=VERSION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     errors.install_error_handlers(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
@@ -89,11 +99,21 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
+    training_status.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
     fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
     fast_routes["POST", TRINITY + CHAT] = fast_routes["POST", CHAT]
-    return FastRoutes(app, fast_routes)
+    return FastRoutes(app, fast_routes, _connection_limits(settings))
+
+
+def _connection_limits(settings: Settings) -> ConnectionLimits:
+    explorer = settings.explorer
+    return ConnectionLimits(
+        max_connections=most_connections(explorer.max_connections, descriptor_limit()),
+        max_held_bytes=explorer.max_held_bytes,
+        body_timeout_s=min(explorer.body_timeout, explorer.request_timeout),
+    )
 
 
 async def _not_served_here() -> Response:

@@ -23,7 +23,7 @@ from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
 from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
-from tuneloop.explorer.engines.vllm_plugin import SLEEPS, UNPACKED
+from tuneloop.explorer.engines.vllm_plugin import FORKS, SLEEPS, UNPACKED
 from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
@@ -111,6 +111,7 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         # Without them the head gets an adapter too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
         # requests at once: "einsum(): subscript b has size 2".
         *(("--lora-target-modules", *model_settings.lora.targets) if rank else ()),
+        *(("--allowed-media-domains", *domains) if (domains := settings.explorer.allowed_media_domains) else ()),
         *(flag for flag, is_set in flags.items() if is_set),
         *rollout.engine_args,
     ]
@@ -135,7 +136,7 @@ def engine_variables(settings: Settings) -> dict[str, str]:
     rollout = settings.explorer.rollout_model
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
+        **{"VLLM_NO_USAGE_STATS": "1", "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"},
         # vLLM starts modules of its own with `python -m`: none of them may come from the folder we were started in.
         "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
@@ -145,7 +146,7 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
     if not settings.cluster.gpu_per_node:
-        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1"}
+        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}
     return variables
 

@@ -1,4 +1,4 @@
-"""A plugin for vLLM, loaded into each process of an engine, which changes how CPU engines wait and compute.
+"""A plugin for vLLM, loaded into each process of an engine, which changes how CPU engines start, wait and compute.
 
 vLLM's processes wait for each other in a loop of `sched_yield`. On Linux 6.18 such a loop beside a process that
 computes keeps every other process of the machine waiting as long as both go on, for seconds at a time, unless there is
@@ -6,15 +6,19 @@ a core for each. vLLM has another way to wait, for Pythons before 3.11.1: to sle
 
 vLLM's CPU build copies weights into a packed form that it computes with, and drops, or leaves behind, the parameters
 that they came from. Then nobody can look at what is computed with, and of tied weights a reload renews only one.
+
+On a CPU vLLM starts its processes anew, where on a GPU it forks them; each then imports vLLM again, which takes fifteen
+seconds of a core. What forking does not bear is threads that compute: engines on a CPU have one.
 """
 
 import importlib
 import os
 from typing import Any
 
-#: The environment variables that turn this on: sleeping, and computing with the parameters themselves.
+#: The environment variables that turn this on: sleeping, computing with the parameters themselves, and forking.
 SLEEPS = "TUNELOOP_ENGINE_SLEEPS"
 UNPACKED = "TUNELOOP_ENGINE_UNPACKED"
+FORKS = "TUNELOOP_ENGINE_FORKS"
 
 
 def register() -> None:
@@ -24,6 +28,19 @@ def register() -> None:
     if os.environ.get(UNPACKED) == "1":
         layers = importlib.import_module("vllm.model_executor.layers.utils")
         layers.dispatch_cpu_unquantized_gemm = _compute_with_parameters  # type: ignore[attr-defined]
+    if os.environ.get(FORKS) == "1":
+        _fork(importlib.import_module("vllm.utils.system_utils"))
+
+
+def _fork(processes: Any) -> None:
+    """Have vLLM fork its processes unless it sees a reason not to, which that they compute on a CPU is not."""
+    forced = processes._maybe_force_spawn
+
+    def unless_forced() -> None:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        forced()
+
+    processes._maybe_force_spawn = unless_forced
 
 
 def _compute_with_parameters(layer: Any, remove_weight: bool) -> None:

@@ -38,7 +38,8 @@ class EventFactory:
         """What the remarks say, in their order. Of two names of one reply both have the same event."""
         return [each for number, remark in enumerate(remarks) for each in self._events_of_entry(remark, number)]
 
-    def _events_of_entry(self, remark: Entry, number: int) -> Iterator[FeedbackEvent]:
+    def _events_of_entry(self, remark: Entry, place: int) -> Iterator[FeedbackEvent]:
+        number = 0 if remark.key_alone else place
         if remark.msg_ids is None:
             for saying in remark.sayings:
                 yield FeedbackEvent(
@@ -92,7 +93,7 @@ class EventFactory:
         )
 
     def _event_id(self, remark: Entry, saying: Signal, number: int, reply: ParsedReplyId | None) -> str:
-        """The entry's place in its call counts, too: two entries under one key are not the same for that."""
+        """The entry's place in its call counts, too: two entries under the call's one key are not the same for that."""
         if remark.key is None:
             return f"{self._call_id}-{next(self._numbers)}"
         same = [self._tenant, remark.key, number, *(reply or (None, None)), remark.task_id, remark.run_id]

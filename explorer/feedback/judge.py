@@ -19,8 +19,8 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.feedback.judge_input import Conversation, reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
-from tuneloop.runner.judge import Judge, Verdict
-from tuneloop.runner.rubric import Rubric
+from tuneloop.runner.judging.judge import Judge, Verdict
+from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Feedback, Kind, State, encode

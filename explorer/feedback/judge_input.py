@@ -7,7 +7,7 @@ import orjson
 
 from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, choice_count
-from tuneloop.runner.reply import Message, Reply, calls_of
+from tuneloop.runner.rewards.reply import Message, Reply, calls_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.recording.judging import JudgedExchange
 

@@ -41,7 +41,8 @@ class Signal(NamedTuple):
 class Entry(NamedTuple):
     """An entry of a feedback body: what is said, of what, and by whom.
 
-    `msg_ids` are as the client wrote them; None: the remark is about all of `task_id` and `run_id`.
+    `msg_ids` are as the client wrote them; None: the remark is about all of `task_id` and `run_id`. `key_alone`:
+    the key is this entry's own, so that the entry is the same wherever in a call it stands.
     """
 
     sayings: tuple[Signal, ...]
@@ -52,6 +53,7 @@ class Entry(NamedTuple):
     source: str | None
     occurred_at: float | None
     key: str | None
+    key_alone: bool = False
 
 
 def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
@@ -89,7 +91,8 @@ def _entries_of_list(body: dict[str, Any], entries: object, key: str | None) -> 
     for number, entry in enumerate(entries):
         try:
             _refuse_unknown_numbers(entry)
-            yield _remark(entry, optional_name(entry, "idempotency_key") or key)
+            own = optional_name(entry, "idempotency_key")
+            yield _remark(entry, own or key)._replace(key_alone=own is not None)
         except RequestRefused as error:
             place = f"feedback[{number}]"
             param = f"{place}.{error.param}" if error.param else place

@@ -13,7 +13,7 @@ from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
-from tuneloop.explorer.http.bodies import optional_id, optional_time, read_object
+from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, read_object, wrong_type
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
@@ -24,6 +24,9 @@ log = structlog.get_logger()
 
 #: Bytes of the largest body: room for MAX_IDS ids, and for some words.
 MAX_BODY_BYTES = 8 << 20
+
+#: Tasks in one commit.
+MAX_TASKS = 10_000
 
 #: Of several outcomes about one id, the first of these is told: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
@@ -92,13 +95,15 @@ class FeedbackRoutes:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
         task_id, run_id = optional_id(body, "task_id"), optional_id(body, "run_id")
-        until = optional_time(body, "time_threshold")
+        task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         try:
             if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
                 raise LedgerUnavailable(
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
-            release = partial(self._ledger.recording.commit, TENANT, task_id=task_id, run_id=run_id, until=until)
+            release = partial(
+                self._ledger.recording.commit, TENANT, task_id=task_id, run_id=run_id, task_ids=task_ids, until=until
+            )
             committed = await asyncio.to_thread(release)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
@@ -160,6 +165,23 @@ class FeedbackRoutes:
         ids = {each for about in named.values() for each in about}
         lost = self._ledger.restoration.lost({each: minted_at(each) for each in ids}) if ids else set()
         yield from (event_id for event_id, about in named.items() if not lost.isdisjoint(about))
+
+
+def _task_ids(body: dict[str, object]) -> list[str] | None:
+    """The tasks that a commit names; None if it names none. Raises RequestRefused."""
+    task_ids = body.get("task_ids")
+    if task_ids is None:
+        return None
+    if not isinstance(task_ids, list):
+        raise wrong_type("task_ids", "a list of strings or integers")
+    if len(task_ids) > MAX_TASKS:
+        raise RequestRefused(
+            f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call",
+            status=413,
+            code="too_many_ids",
+            param="task_ids",
+        )
+    return [id_of(each, "task_ids") for each in task_ids]
 
 
 def _choices(heard: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:

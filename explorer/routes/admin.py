@@ -81,7 +81,12 @@ def parse_decision(body: dict[str, Any]) -> DecisionRequest:
         raise RequestRefused(f"reason must have at most {MAX_REASON} characters", code="too_long", param="reason")
     if isinstance(expect, bool) or not isinstance(expect, int | None) or not -1 < (expect or 0) < 10**_DIGITS:
         raise wrong_type("expect", "the number of a version")
-    return DecisionRequest(optional_name(body, "by") or _DEFAULT_AUTHOR, reason, expect)
+    by = optional_name(body, "by") or _DEFAULT_AUTHOR
+    for param, text in (("reason", reason), ("by", by)):
+        if not text.isprintable():
+            message = f"{param} must be one line without control characters"
+            raise RequestRefused(message, code="invalid_value", param=param)
+    return DecisionRequest(by, reason, expect)
 
 
 def _add_reports(router: APIRouter, ledger: Ledger) -> None:

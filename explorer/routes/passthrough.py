@@ -8,6 +8,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.engines.adapter_names import without_adapters
+from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, read_bytes
@@ -19,6 +20,11 @@ _PASSTHROUGH_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 #: The same of those without a body. vLLM has the second one only with its option --enable-tokenizer-info-endpoint.
 _PASSTHROUGH_QUERIES = ("/version", "/tokenizer_info")
+
+#: An engine reads text in the process that also answers chats, about 3 MB a second: what is longer would stop them, and
+#: a worker lets it read one at a time.
+_MAX_TEXT_BYTES = 512 << 10
+_MAX_WAITING = 64
 
 #: Nothing is sampled for these answers: an engine that takes longer is stuck.
 _TIMEOUT_S = 60.0
@@ -56,9 +62,15 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
 
 
 def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
+    admission = Admission(limit=1, max_waiting=_MAX_WAITING, wait_timeout_s=_TIMEOUT_S)
+
     async def pass_through(request: Request, fleet: FleetOf) -> Response:
-        body, pin = _resolve_pin(await read_bytes(request, max_bytes=max_body_bytes), pins)
-        return await _forward(fleet, "POST", request.url.path, body, pin)
+        body, pin = _resolve_pin(await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES)), pins)
+        await admission.acquire()
+        try:
+            return await _forward(fleet, "POST", request.url.path, body, pin)
+        finally:
+            admission.release()
 
     for path in _PASSTHROUGH_PATHS:
         app.post(path)(pass_through)

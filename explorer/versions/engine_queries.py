@@ -10,7 +10,7 @@ from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.vllm import EngineControl, priority_of
 from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
-from tuneloop.runner.reply import Reply
+from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.evaluation.scores import KL, Figure, TaskReply, mean

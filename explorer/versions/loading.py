@@ -211,20 +211,17 @@ def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
     return VerifiedProbe.of(probe, _FINGERPRINTS.get(version.path, {}))
 
 
+async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
+    """Start a verifier's process, whose output is a pipe to us."""
+    command = (sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier", *arguments)
+    return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+
+
 async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, int]]:
     if version.version:  # the base model lies where its owner has put it
         await asyncio.to_thread(verifier.store.check_place, version.path)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        "tuneloop.explorer.versions.verifier",
-        str(version.path),
-        version.manifest_sha256 or "",
-        str(version.version),
-        str(verifier.base),
-        stdout=asyncio.subprocess.PIPE,
-    )
+    named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
+    process = await start_verifier(*named)
     try:
         said, _ = await process.communicate()
     finally:

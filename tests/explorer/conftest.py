@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place
+from tests.doubles.verifier import start_warm_verifier
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
+from tuneloop.explorer.versions import loading
 
 Run = Callable[..., RunningExplorer]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_verifier() -> Iterator[None]:
+    """Explorers of this process verify without starting Python first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "start_verifier", start_warm_verifier)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -217,6 +217,9 @@ def test_a_service_told_to_stop_stops_cleanly(tmp_path: Path, double: EngineDoub
         assert running.wait(60) == 0
         assert time.monotonic() - started < 15
     assert stored(tmp_path)[State.REWARDED] == 10
+    written = [each for each in job(tmp_path).rglob("*") if each.is_file()]
+    assert len(written) > 3
+    assert not [each for each in written if each.stat().st_mode & 0o077]  # what clients said is nobody else's
 
 
 def test_a_service_that_is_interrupted_lets_streams_end(tmp_path: Path, double: EngineDouble) -> None:

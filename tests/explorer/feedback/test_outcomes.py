@@ -267,6 +267,7 @@ def test_feedback_between_a_lease_and_its_end_is_late_and_counts_if_the_batch_is
     assert rewards(engine) == [0.0]
 
 
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_a_hundred_thousand_ids_are_taken_in_one_call(explorer: RunningExplorer) -> None:
     signer = explorer.services.feedback._signer
     said = reply_id(explorer)

@@ -167,6 +167,14 @@ def test_two_entries_under_one_key_are_two_events() -> None:
     assert [event.event_id for event in heard(twice)] == [event.event_id for event in heard(twice)]
 
 
+def test_an_entry_with_a_key_of_its_own_is_the_same_wherever_it_stands() -> None:
+    """A client that lost the answer may send what is left in another call, with other entries."""
+    other = {"msg_ids": [FIRST], "reward": 0, "idempotency_key": "other"}
+    first, second = heard({"feedback": [other, KEYED]})
+    assert heard({"feedback": [KEYED]})[0].event_id == heard(KEYED)[0].event_id == second.event_id
+    assert first.event_id == heard(other)[0].event_id != second.event_id
+
+
 def test_an_id_has_room_in_its_column() -> None:
     for event in (*heard(KEYED), *heard(KEYED | {"idempotency_key": None, "msg_ids": [FIRST, SECOND]})):
         assert len(event.event_id) <= 64

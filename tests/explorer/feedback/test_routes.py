@@ -103,6 +103,16 @@ def test_a_commit_may_name_a_task_a_run_or_a_time(explorer: RunningExplorer) -> 
     assert ok(explorer.commit(time_threshold=datetime.now(UTC).isoformat()))["committed"] == 1
 
 
+def test_a_commit_may_name_several_tasks(explorer: RunningExplorer) -> None:
+    explorer.feedback(*[reply_id(explorer, metadata={"task_id": task, "run_id": 1}) for task in "abcd"])
+    assert ok(explorer.commit(task_ids=[]))["committed"] == 0
+    assert ok(explorer.commit(task_ids=["a", "c", "unknown"]))["committed"] == 2
+    assert ok(explorer.commit(task_ids=["b"], run_id="2"))["committed"] == 0
+    assert explorer.commit(task_ids="a").json()["error"]["param"] == "task_ids"
+    assert explorer.commit(task_ids=["a"] * 10_001).status_code == 413
+    assert ok(explorer.commit())["committed"] == 2
+
+
 def test_feedback_and_commit_right_after_a_stream_find_the_reply(explorer: RunningExplorer) -> None:
     for _ in range(20):
         with explorer.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:

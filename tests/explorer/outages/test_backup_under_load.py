@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,6 +12,7 @@ import pytest
 
 from tests.databases import Schemas
 from tests.doubles.engine import CHAT, EngineDouble
+from tests.doubles.warm import run_tuneloop
 from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
@@ -77,10 +76,9 @@ def settings_file(folder: Path, double: EngineDouble, buffer: dict[str, str]) ->
 
 
 def tuneloop(*arguments: object) -> str:
-    command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    ended = run_tuneloop(*arguments)
+    assert ended.code == 0, ended.errors
+    return ended.output
 
 
 def version(http: httpx.Client) -> int:

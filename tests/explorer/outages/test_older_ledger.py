@@ -4,24 +4,17 @@ import json
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import httpx
 
 from tests.doubles.engine import CHAT, EngineDouble
+from tests.doubles.warm import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.loader import load_settings
-
-
-def tuneloop(*arguments: object) -> tuple[int, str, str]:
-    command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout, done.stderr
 
 
 def chat(http: httpx.Client, count: int) -> list[str]:
@@ -54,23 +47,23 @@ def test_a_database_that_was_put_back_alone_is_noticed_and_gets_back_what_the_sp
     with closing(sqlite3.connect(database)) as present, closing(sqlite3.connect(copy)) as other:
         present.backup(other)
     lost = serve_once(settings, 5)
-    code, said, _ = tuneloop("doctor", "-c", settings)
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
     assert (code, "older" in said) == (0, False)
     for path in database.parent.glob("exp_buffer.db-*"):
         path.unlink()
     shutil.copyfile(copy, database)
-    code, said, _ = tuneloop("doctor", "-c", settings)
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
     assert code == 1
     assert "the last replies that it took from 1 slot are not in it, unless they were purged" in said
-    assert json.loads(tuneloop("doctor", "-c", settings, "--json")[1])["older"]
+    assert json.loads(run_tuneloop("doctor", "-c", settings, "--json")[1])["older"]
     serve_once(settings, 3)
     assert alarms(settings) == ["ledger_older"]
     assert [each.suffix for each in (job(tmp_path) / "spool" / "0").glob("*.kept")] == [".kept"]
-    code, said, error = tuneloop("db", "adopt", "-c", settings)
+    code, said, error = run_tuneloop("db", "adopt", "-c", settings)
     assert (code, error) == (0, "")
     assert "16 records of the spool were offered to the database again, 0 were refused" in said
     assert "the next version is 1001" in said
-    code, said, _ = tuneloop("doctor", "-c", settings)
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
     assert (code, "older" in said) == (0, False)
     assert alarms(settings) == []
     assert not list((job(tmp_path) / "spool" / "0").glob("*.kept"))
@@ -82,9 +75,9 @@ def test_a_database_that_was_put_back_alone_is_noticed_and_gets_back_what_the_sp
 def test_nothing_is_adopted_while_an_explorer_runs(tmp_path: Path, double: EngineDouble) -> None:
     settings = write_settings(tmp_path, **attached_to(double))
     with service(settings):
-        code, _, error = tuneloop("db", "adopt", "-c", settings)
+        code, _, error = run_tuneloop("db", "adopt", "-c", settings)
         assert (code, "an explorer runs" in error) == (3, True)
-        code, _, error = tuneloop("restore", tmp_path / "none", "-c", settings)
+        code, _, error = run_tuneloop("restore", tmp_path / "none", "-c", settings)
         assert (code, "is no backup" in error) == (1, True)
 
 
@@ -92,7 +85,7 @@ def test_a_half_restored_experiment_is_not_served(tmp_path: Path, double: Engine
     settings = write_settings(tmp_path, **attached_to(double))
     job(tmp_path).mkdir(parents=True)
     (job(tmp_path) / "restoring.json").write_text('{"backup": "/backups/monday", "since": 1.0}')
-    code, said, _ = tuneloop("doctor", "-c", settings)
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
     assert (code, "is half restored: let `tuneloop restore /backups/monday` end" in said) == (1, True)
-    code, _, error = tuneloop("run", "-c", settings)
+    code, _, error = run_tuneloop("run", "-c", settings)
     assert (code, "is half restored" in error) == (3, True)

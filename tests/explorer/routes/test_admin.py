@@ -143,6 +143,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(explorer: RunningExplorer
         ({"reason": 3}, "invalid_type"),
         ({"reason": "x" * 2001}, "too_long"),
         ({"by": "x" * 300}, "too_long"),
+        ({"by": "ann\x1b[2J"}, "invalid_value"),
+        ({"reason": "fine\n9  champion by ann"}, "invalid_value"),
+        ({"reason": "\u202eenif"}, "invalid_value"),
         ({"expct": 1}, "unknown_parameter"),
         ([], "invalid_type"),
     ):

@@ -8,7 +8,8 @@ import pytest
 
 from tests.explorer.checkpoints import seal
 from tests.explorer.corruptions import Corruption, corruptions, write_full_model
-from tuneloop.explorer.versions.loading import Verifier, verify_in_process
+from tuneloop.explorer.versions import loading
+from tuneloop.explorer.versions.loading import Verifier, start_verifier, verify_in_process
 from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
@@ -54,7 +55,10 @@ def test_it_is_rejected_and_the_reason_names_it(tmp_path: Path, base: Path, corr
 
 
 @pytest.mark.parametrize("corruption", ALL[:: len(ALL) // 5], ids=lambda each: each.name)
-def test_the_verifier_s_process_says_the_same(tmp_path: Path, base: Path, corruption: Corruption) -> None:
+def test_the_verifier_s_process_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path, corruption: Corruption
+) -> None:
+    monkeypatch.setattr(loading, "start_verifier", start_verifier)
     path, sha256 = published(tmp_path / "job", corruption)
     version = Version(
         version=1,

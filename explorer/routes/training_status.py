@@ -1,0 +1,77 @@
+"""GET /training: what the training does now and what a run has asked, for programs that drive it step by step."""
+
+import asyncio
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from tuneloop.explorer.capture.reply_id import TENANT
+from tuneloop.shared import steady_time
+from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.operations.diagnosis import diagnose
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import spool_status
+
+#: A trainer looks for a batch so many times while a commit counts as new.
+_LOOKS = 3
+
+_PATIENCE_S = 8.0
+
+
+def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
+    """Add the route to the app."""
+
+    @app.get("/training")
+    async def training(request: Request) -> Response:
+        served = request.app.state.services.fleet.served_versions
+        status = await asyncio.to_thread(_status, settings, ledger, served)
+        return Response(orjson.dumps(status), media_type="application/json")
+
+    @app.get("/training/calls")
+    async def calls(request: Request) -> Response:
+        query = request.query_params
+        missing = [name for name in ("task_id", "run_id") if name not in query]
+        if missing:
+            raise RequestRefused(f"{missing[0]} is missing", code="missing", param=missing[0])
+        if not await request.app.state.services.control_client.wait_until_flushed(_PATIENCE_S):
+            raise LedgerUnavailable("the database is away, or still behind: ask again later")
+        count = await asyncio.to_thread(ledger.reports.count_calls, TENANT, query["task_id"], query["run_id"])
+        return Response(orjson.dumps({"calls": count}), media_type="application/json")
+
+
+def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, object]:
+    rules, now = Rules.of(settings), steady_time.now()
+    facts = ledger.reports.facts(BatchPolicy.of(settings))
+    new = _LOOKS * settings.trainer.poll_interval
+    committed_at = ledger.reports.newest_commit()
+    looked_at = committed_at is None or now - committed_at > new
+    reasons = diagnose(Facts(now=now, rules=rules, spool=spool_status(settings.spool_dir), ledger=facts))
+    weights = facts.weights
+    return {
+        "served": min(served, default=weights.champion or 0 if weights else 0),
+        "newest": weights.newest if weights else 0,
+        "step": weights.step if weights else 0,
+        "settled": is_settled(facts, rules, served, looked_at=looked_at),
+        "trainer_up": facts.trainer is not None and facts.trainer.up(now),
+        "experiences": {state.value: facts.count(state).rows for state in State},
+        "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],
+    }
+
+
+def is_settled(facts: LedgerFacts, rules: Rules, served: list[int], *, looked_at: bool) -> bool:
+    """Whether no step comes of what is committed, and all engines serve the newest version that may be served.
+
+    `looked_at`: the trainer has had the time to see the newest commit.
+    """
+    weights = facts.weights
+    if weights is not None and min(served, default=0) < weights.newest - weights.rejected:
+        return False
+    committed, leased = facts.count(State.COMMITTED).rows, facts.count(State.LEASED).rows
+    if rules.batch_timeout is not None:
+        return committed + leased == 0
+    is_learning = leased >= rules.batch_size and rules.save_interval == 1
+    return not is_learning and facts.claimable < rules.batch_size and (looked_at or not committed)

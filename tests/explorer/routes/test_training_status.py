@@ -1,0 +1,75 @@
+"""GET /training: whether a program that drives the training may go on."""
+
+from typing import Any
+
+import pytest
+
+from tests.explorer.checkpoints import register
+from tests.explorer.running import RunningExplorer, eventually
+from tuneloop.explorer.routes.training_status import is_settled
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.facts import LedgerFacts, Rules, StateCount, Weights
+
+
+def facts(committed: int = 0, leased: int = 0, claimable: int = 0, newest: int = 3, rejected: int = 0) -> LedgerFacts:
+    return LedgerFacts(
+        states={State.COMMITTED: StateCount(committed), State.LEASED: StateCount(leased)},
+        claimable=claimable,
+        weights=Weights(newest, 0.0, 2, newest, rejected, None),
+    )
+
+
+PARTLY, WHOLE = Rules(8), Rules(8, batch_timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "rules", "looked_at", "settled"),
+    [
+        (facts(), PARTLY, True, True),
+        (facts(), WHOLE, False, True),
+        (facts(newest=4), WHOLE, True, False),
+        (facts(newest=4, rejected=1), WHOLE, True, True),
+        (facts(committed=3), WHOLE, True, False),
+        (facts(leased=1), WHOLE, True, False),
+        (facts(committed=3, claimable=3), PARTLY, True, True),
+        (facts(committed=3), PARTLY, False, False),
+        (facts(committed=9, claimable=8), PARTLY, True, False),
+        (facts(committed=1, leased=7), PARTLY, True, True),
+        (facts(leased=8), PARTLY, True, False),
+        (facts(leased=8), PARTLY._replace(save_interval=2), True, True),
+    ],
+)
+def test_it_is_settled_when_nothing_comes_of_what_is_there(
+    known: LedgerFacts, rules: Rules, looked_at: bool, settled: bool
+) -> None:
+    assert is_settled(known, rules, [3], looked_at=looked_at) is settled
+
+
+def test_a_version_that_some_engine_does_not_serve_yet_is_to_come() -> None:
+    assert not is_settled(facts(), WHOLE, [2, 3], looked_at=True)
+    assert not is_settled(facts(), WHOLE, [], looked_at=True)
+
+
+def test_the_calls_of_a_run_are_counted(explorer: RunningExplorer) -> None:
+    for run_id in (1, 1, 2):
+        explorer.chat(metadata={"task_id": "a", "run_id": run_id})
+    query = {"task_id": "a", "run_id": "1"}
+    assert explorer.http.get("/training/calls", params=query).json() == {"calls": 2}
+    assert explorer.http.get("/training/calls", params=query | {"run_id": "3"}).json() == {"calls": 0}
+    assert explorer.http.get("/training/calls", params={"task_id": "a"}).json()["error"]["param"] == "run_id"
+
+
+def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> None:
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = explorer.http.get("/training").json()
+        return found
+
+    first = status()
+    assert (first["served"], first["newest"], first["settled"], first["trainer_up"]) == (0, 0, True, False)
+    assert first["reasons"][0].keys() == {"code", "sentence"}
+    explorer.feedback(explorer.chat().json()["id"])
+    explorer.commit()
+    assert (status()["experiences"]["committed"], status()["settled"]) == (1, False)
+    register(explorer.ledger, explorer.settings.job_dir)
+    eventually(lambda: status()["served"] == 1)
+    assert status()["newest"] == 1

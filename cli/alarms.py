@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.ledger.ledger import Alarm
 from tuneloop.shared.operations.diagnosis import moment
@@ -30,7 +30,7 @@ def alarms(
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         alarms_ = ledger.alarms.all(cleared=every)
-    typer.echo("\n".join(line for alarm in alarms_ for line in _lines(alarm)) or "no alarm is open")
+    echo("\n".join(line for alarm in alarms_ for line in _lines(alarm)) or "no alarm is open")
 
 
 @app.command()
@@ -42,14 +42,14 @@ def clear(name: Annotated[str, typer.Argument(help="Its name.")], config: Config
             open_ = ", ".join(alarm.name for alarm in ledger.alarms.all()) or "none"
             raise TuneloopError(f"no alarm {name} is open; open are: {open_}")
         held = ledger.alarms.promotion_held()
-    typer.echo(f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}")
+    echo(f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}")
 
 
 def _lines(alarm: Alarm) -> Iterator[str]:
     state = "open" if alarm.cleared_at is None else f"cleared {moment(alarm.cleared_at)}"
     holds = ", no new version is served" if alarm.holds and alarm.cleared_at is None else ""
     yield f"{alarm.name}: raised {moment(alarm.raised_at)}, {state}{holds}"
-    yield f"  {alarm.reason}"
+    yield f"  {visible(alarm.reason)}"
     fields = {name: getattr(alarm, name) for name in ("step", "version", "value", "threshold")}
     if figures := ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None):
         yield f"  {figures}"

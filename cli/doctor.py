@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption
+from tuneloop.cli.options import ConfigOption, SetOption, echo
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.settings.loader import read_settings
@@ -21,9 +21,9 @@ def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOptio
     settings = read_settings(config, set_ or ()).valid_settings()
     report = examine_experiment(settings)
     if for_programs:
-        typer.echo(json.dumps(as_json(report), indent=2))
+        echo(json.dumps(as_json(report), indent=2))
     else:
-        typer.echo("\n".join(as_text(report, settings)))
+        echo("\n".join(as_text(report, settings)))
     if report.facts.ledger is None:
         raise EnvironmentRefused(report.facts.away)
     if report.imbalance or report.older or report.restoring:

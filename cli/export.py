@@ -12,6 +12,7 @@ import typer
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.cli.data.importing import import_file
+from tuneloop.cli.options import echo
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.export import Selection
@@ -95,9 +96,9 @@ def _export(options: _ExportOptions) -> None:
         result = export(ledger, request, options.to)
     finally:
         ledger.close()
-    typer.echo(f"{options.to}: {result.rows} rows")
+    echo(f"{options.to}: {result.rows} rows")
     for reason, count in sorted(result.left_out.items()):
-        typer.echo(f"  left out {count}: {reason}")
+        echo(f"  left out {count}: {reason}")
 
 
 def _import(options: _ImportOptions) -> None:
@@ -110,9 +111,9 @@ def _import(options: _ImportOptions) -> None:
         result = import_file(ledger, options.file, tenant=options.tenant)
     finally:
         ledger.close()
-    typer.echo(f"{options.file}: {result.rows} rows, {result.new} of them new")
+    echo(f"{options.file}: {result.rows} rows, {result.new} of them new")
     if result.changed_rewards:
-        typer.echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
+        echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
 
 
 def _require_newest_schema(settings: Settings) -> None:

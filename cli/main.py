@@ -15,7 +15,7 @@ import yaml
 from tuneloop.cli import alarms, doctor, export, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.data import backup_commands
-from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.retention import add_to as add_retention
 from tuneloop.shared import VERSION
@@ -56,13 +56,13 @@ def main() -> None:
         refuse_foreign_packages()
         app()
     except TuneloopError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tuneloop {VERSION}")
+        echo(f"tuneloop {VERSION}")
         raise typer.Exit
 
 
@@ -110,16 +110,25 @@ def _replace_process(command: list[str]) -> NoReturn:
     os.execv(command[0], command)
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    help="Run a workflow once, and see its reward and its calls: FILE:FUNCTION --task JSON. More: --help.",
+)
+def debug(context: typer.Context) -> None:
+    """Replace this process by the runner's command of this name."""
+    _replace_process([sys.executable, "-P", "-m", "tuneloop.runner", "debug", *context.args])
+
+
 @app.command()
 def validate(config: Annotated[Path, typer.Argument(metavar="X.yaml")], set_: SetOption = None) -> None:
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
     report = read_settings(config, set_ or ())
     lines = summary_of(report.valid_settings())
     lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
-    typer.echo(f"{config} is valid.")
+    echo(f"{config} is valid.")
     for name, value in lines:
         if value:
-            typer.echo(f"  {name:<18} {value}")
+            echo(f"  {name:<18} {value}")
 
 
 def summary_of(settings: Settings) -> list[tuple[str, str]]:
@@ -176,7 +185,7 @@ def db_current(config: ConfigOption, set_: SetOption = None) -> None:
     settings = read_settings(config, set_ or ()).valid_settings()
     schema = settings.buffer.trainer_input.experience_buffer.name
     there = revisions.current(settings.database_url, schema=schema)
-    typer.echo(f"{there or 'empty'} (newest: {revisions.newest()})")
+    echo(f"{there or 'empty'} (newest: {revisions.newest()})")
 
 
 @db_app.command("adopt")
@@ -186,8 +195,8 @@ def db_adopt(config: ConfigOption, set_: SetOption = None) -> None:
     with closing(ledger):
         require_stopped(settings, now=time.time())
         done = adopt(settings, ledger)
-    typer.echo(f"{done.offered} records of the spool were offered to the database again, {done.refused} were refused")
-    typer.echo(f"the next version is {done.next_version}")
+    echo(f"{done.offered} records of the spool were offered to the database again, {done.refused} were refused")
+    echo(f"the next version is {done.next_version}")
 
 
 @config_app.command("show")
@@ -200,4 +209,4 @@ def config_show(config: ConfigOption, set_: SetOption = None) -> None:
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
-    typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
+    echo(json.dumps(Settings.model_json_schema(), indent=2))

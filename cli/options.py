@@ -1,5 +1,6 @@
-"""What the commands share: the options that name the settings, and the way to the ledger."""
+"""What the commands share: the options that name the settings, the way to the ledger, and how text is printed."""
 
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,9 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option, such as explorer.proxy_port=80.")
 ]
 
+#: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
 
 def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Settings, Ledger]:
     """The settings and their ledger. Raises EnvironmentRefused unless its schema is the newest: services may run."""
@@ -29,3 +33,27 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Sett
             f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
     return settings, Ledger.of(settings)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines; what strangers wrote into them cannot command the terminal."""
+    typer.echo(visible(text, keep="\n\t"), err=err)
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    r"""The text with everything that is not seen written as an escape, but for the characters in `keep`.
+
+    >>> visible("fine\x1b[2J\n9  champion by ann")
+    'fine\\x1b[2J\\n9  champion by ann'
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each in keep or not _is_hidden(each) else _escape(each) for each in text)
+
+
+def _is_hidden(character: str) -> bool:
+    return unicodedata.category(character) in _HIDDEN
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()

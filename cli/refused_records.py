@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Record
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -26,7 +26,7 @@ _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="A
 def list_(config: ConfigOption, set_: SetOption = None) -> None:
     """List what is in quarantine, a line each: name, slot, kind, reply, when it was received. No text of a user."""
     root = read_settings(config, set_ or ()).valid_settings().spool_dir
-    typer.echo("\n".join(_line(slot, piece) for slot, piece in pieces_below(root)) or "nothing is in quarantine")
+    echo("\n".join(_line(slot, piece) for slot, piece in pieces_below(root)) or "nothing is in quarantine")
 
 
 @app.command()
@@ -35,7 +35,7 @@ def show(name: Annotated[str, typer.Argument(help="As list prints it.")], config
     root = read_settings(config).valid_settings().spool_dir
     for _slot, piece in pieces_below(root):
         if piece.name == name:
-            typer.echo(msgspec.json.encode(piece.record if piece.record is not None else piece.data).decode())
+            echo(msgspec.json.encode(piece.record if piece.record is not None else piece.data).decode())
             return
     raise TuneloopError(f"no record {name} is in quarantine below {root}")
 
@@ -48,8 +48,8 @@ def retry_(config: ConfigOption, names: _Names = None, set_: SetOption = None) -
         done = list(_retry_all(settings.spool_dir, ledger.recording, names or ()))
     refused = [each for each in done if each.refused is not None]
     for each in refused:
-        typer.echo(f"{each.piece.name}: {each.refused}", err=True)
-    typer.echo(f"{len(done) - len(refused)} records are in the database now, {len(refused)} are still refused")
+        echo(f"{each.piece.name}: {each.refused}", err=True)
+    echo(f"{len(done) - len(refused)} records are in the database now, {len(refused)} are still refused")
     if refused:
         raise typer.Exit(1)
 

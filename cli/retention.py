@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.data.erasure import Erasure, erase
-from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of
 from tuneloop.shared.settings.settings import Settings
@@ -55,11 +55,9 @@ def _purge(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--state") from None
     if as_json:
-        typer.echo(
-            json.dumps({"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked})
-        )
+        echo(json.dumps({"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked}))
     else:
-        typer.echo("\n".join(_purge_lines(result, dry_run)))
+        echo("\n".join(_purge_lines(result, dry_run)))
 
 
 def _bounds(settings: Settings, state: State | None, older_than: float | None) -> dict[State, float]:
@@ -94,7 +92,7 @@ def _erase(
     _, ledger = existing_ledger(config, set_)
     with closing(ledger):
         result = erase(ledger, tenant, user, dry_run=dry_run)
-    typer.echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
+    echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
     if result.problems:
         raise typer.Exit(1)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 
 app = typer.Typer(help="The rewards that feedback makes.", no_args_is_help=True)
@@ -26,6 +26,6 @@ def recompute(
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         result = ledger.recording.recompute_rewards(dry_run=dry_run)
-    typer.echo(f"rule: {definition(settings.reward)}")
+    echo(f"rule: {definition(settings.reward)}")
     change = "would change" if dry_run else "changed"
-    typer.echo(f"{result.replies} replies examined, {result.changed} rewards {change}")
+    echo(f"{result.replies} replies examined, {result.changed} rewards {change}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
 from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
 from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.operations.diagnosis import ago, moment, number
@@ -45,7 +45,7 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = Fa
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         rows, now = list_versions(ledger), ledger.transactions.time()
-    typer.echo(_as_json(rows) if for_programs else "\n".join(_table_lines(rows, now)) or "no version is registered yet")
+    echo(_as_json(rows) if for_programs else "\n".join(_table_lines(rows, now)) or "no version is registered yet")
 
 
 @app.command()
@@ -54,7 +54,7 @@ def show(version: _Version, config: ConfigOption, set_: SetOption = None, for_pr
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         report = report_version(ledger, version)
-    typer.echo(_as_json(report) if for_programs else "\n".join(_version_lines(report)))
+    echo(_as_json(report) if for_programs else "\n".join(_version_lines(report)))
 
 
 @app.command()
@@ -69,7 +69,7 @@ def compare(
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         comparison = compare_versions(ledger, a, b)
-    typer.echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
+    echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
 
 
 @app.command("promote")
@@ -85,7 +85,7 @@ def promote_(
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         promote(ledger, version, _decision_request(by, reason, expect))
-    typer.echo(f"version {version} is the champion; {_served_within(settings)}")
+    echo(f"version {version} is the champion; {_served_within(settings)}")
 
 
 @app.command("rollback")
@@ -102,7 +102,7 @@ def rollback(
     with closing(ledger):
         result = roll_back(ledger, version, _decision_request(by, reason, expect))
     champion = f"version {result.champion} is the champion"
-    typer.echo(f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
+    echo(f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
 
 
 @app.command("reject")
@@ -117,7 +117,7 @@ def reject_(
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         result = reject(ledger, version, _decision_request(by, reason))
-    typer.echo(f"version {version} is rejected; version {result.champion} is the champion")
+    echo(f"version {version} is rejected; version {result.champion} is the champion")
 
 
 @app.command("pin")
@@ -133,7 +133,7 @@ def pin_(
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         pin(ledger, version, _decision_request(by, reason, expect))
-    typer.echo(f"version {version} is pinned, and the champion until it is unpinned; {_served_within(settings)}")
+    echo(f"version {version} is pinned, and the champion until it is unpinned; {_served_within(settings)}")
 
 
 @app.command("unpin")
@@ -142,7 +142,7 @@ def unpin_(config: ConfigOption, set_: SetOption = None, reason: _Reason = "", b
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         result = unpin(ledger, _decision_request(by, reason))
-    typer.echo(f"version {result.version} is unpinned; {_served_within(settings)}")
+    echo(f"version {result.version} is unpinned; {_served_within(settings)}")
 
 
 def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:
@@ -171,7 +171,7 @@ def _table_lines(rows: list[VersionRow], now: float) -> Iterator[str]:
             _figure(row.mean_reward),
             ago(now, row.created_at),
         )
-        yield _line(cells, row.reason or "").rstrip()
+        yield _line(cells, visible(row.reason or "")).rstrip()
 
 
 def _line(cells: tuple[str, ...], reason: str) -> str:
@@ -183,7 +183,7 @@ def _version_lines(report: VersionReport) -> Iterator[str]:
     row = report.version
     rows = ", ".join(f"{count} of version {version}'s" for version, count in report.trained_on_replies_of.items())
     facts = {
-        "state": f"{row.state}{', pinned' if row.pinned else ''}{f': {row.reason}' if row.reason else ''}",
+        "state": f"{row.state}{', pinned' if row.pinned else ''}{f': {visible(row.reason)}' if row.reason else ''}",
         "parent": "" if report.parent is None else f"version {report.parent}",
         "step": str(row.step),
         "trained on": f"{number(row.trained_on, 'row')}{f': {rows}' if rows else ''}",
@@ -204,8 +204,8 @@ def _version_lines(report: VersionReport) -> Iterator[str]:
 
 
 def _event_lines(event: EventRow) -> Iterator[str]:
-    why = f": {event.reason}" if event.reason else ""
-    yield f"{moment(event.at)}  {event.action} by {event.actor}{why}"
+    why = f": {visible(event.reason)}" if event.reason else ""
+    yield f"{moment(event.at)}  {event.action} by {visible(event.actor)}{why}"
     if event.details:
         yield f"  {msgspec.json.encode(event.details).decode()}"
 

@@ -1,6 +1,7 @@
 """The command `python -m tuneloop.trainer --config trainer.yaml`."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import umask_of
 from tuneloop.trainer.stop import SignalStop, Stop
 
 
@@ -25,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = SignalStop(signal.SIGTERM, signal.SIGINT)
     configure_logging()
     try:
-        _train(fit_to_machine(load_settings(given.config, given.set), gpus_here=count_gpus()), stop)
+        settings = load_settings(given.config, given.set)
+        os.umask(umask_of(settings.trainer.checkpoint_mode))
+        _train(fit_to_machine(settings, gpus_here=count_gpus()), stop)
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {error}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1

@@ -213,11 +213,11 @@ class TrainingLoop:
     # One step.
 
     def _next_batch(self) -> list[Sample] | None:
-        """A full batch of trainable rows, if there are so many; rows that are not are dropped on the way."""
-        size = self._settings.buffer.train_batch_size
+        """A full batch of trainable rows, or what a batch timeout makes one; rows that are not are dropped."""
+        size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
         if len(self._held) < size:
             self._lease(size - len(self._held))
-        if len(self._held) < size:
+        if len(self._held) < (size if timeout is None else 1):
             return None
         batch, self._held = self._held, []
         return batch

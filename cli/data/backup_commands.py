@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption
+from tuneloop.cli.options import ConfigOption, SetOption, echo
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.operations.backup import back_up
 from tuneloop.shared.operations.backup_format import BackupManifest
@@ -35,7 +35,7 @@ def _backup(
     """Write ledger, spool, checkpoints and key into FOLDER, as of one moment. Services may run."""
     settings = read_settings(config, set_ or ()).valid_settings()
     backup = check_backup(settings, folder) if check else back_up(settings, folder)
-    typer.echo(json.dumps(_as_json(folder, backup)) if as_json else "\n".join(_lines(folder, backup)))
+    echo(json.dumps(_as_json(folder, backup)) if as_json else "\n".join(_lines(folder, backup)))
 
 
 def _restore(
@@ -52,10 +52,10 @@ def _restore(
     settings = read_settings(config, set_ or ()).valid_settings()
     backup, following = restore(settings, folder, replace=replace, next_version=next_version)
     if as_json:
-        typer.echo(json.dumps({**_as_json(folder, backup), "next_version": following}))
+        echo(json.dumps({**_as_json(folder, backup), "next_version": following}))
         return
-    typer.echo("\n".join(_lines(folder, backup)))
-    typer.echo(f"restored; the next version is {following}")
+    echo("\n".join(_lines(folder, backup)))
+    echo(f"restored; the next version is {following}")
 
 
 def _as_json(folder: Path, backup: BackupManifest) -> dict[str, object]:

@@ -113,6 +113,12 @@ class Rules(NamedTuple):
     save_interval: int = 1
     total_steps: int | None = None
     ignored_feedback: str | None = None
+    batch_timeout: float | None = None
+
+    @property
+    def least(self) -> int:
+        """The fewest experiences of which a step is made, sooner or later."""
+        return self.batch_size if self.batch_timeout is None else 1
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -124,6 +130,7 @@ class Rules(NamedTuple):
             trainer.save_interval,
             trainer.total_steps,
             find_ignored_feedback(settings),
+            buffer.batch_timeout,
         )
 
 

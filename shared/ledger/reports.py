@@ -20,6 +20,7 @@ from tuneloop.shared.ledger.versions.versions import SERVABLE
 _LEASED: ColumnElement[bool] = text(f"state = '{State.LEASED}'")  # type: ignore[assignment]
 _PENDING: ColumnElement[bool] = text("outcome = 'pending'")  # type: ignore[assignment]
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
 
 
@@ -83,6 +84,15 @@ class Reports(LedgerPart):
         if version is not None:
             query = query.where(versions.c.version == version)
         return [row[0] for row in self._read(query)]
+
+    def count_calls(self, tenant: str, task_id: str, run_id: str) -> int:
+        """The replies that a run got."""
+        run = experiences.c.tenant == tenant, experiences.c.task_id == task_id, experiences.c.run_id == run_id
+        return int(self._read(select(func.count(experiences.c.msg_id.distinct())).where(*run))[0][0])
+
+    def newest_commit(self) -> float | None:
+        """When the newest of what is committed now was; None if nothing is."""
+        return self._read(_NEWEST_COMMIT)[0][0]  # type: ignore[no-any-return]
 
     def facts(self, policy: BatchPolicy, *, drops: int = 0) -> LedgerFacts:
         """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""

@@ -149,7 +149,7 @@ def _of_the_disk(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
 
 def _busy(facts: Facts, ledger: LedgerFacts) -> bool:
     """Whether a living trainer holds a whole batch."""
-    return _up(facts, ledger) and ledger.count(State.LEASED).rows >= facts.rules.batch_size
+    return _up(facts, ledger) and ledger.count(State.LEASED).rows >= facts.rules.least
 
 
 def _up(facts: Facts, ledger: LedgerFacts) -> bool:
@@ -157,7 +157,7 @@ def _up(facts: Facts, ledger: LedgerFacts) -> bool:
 
 
 def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
-    size, leased = facts.rules.batch_size, ledger.count(State.LEASED).rows
+    size, leased = facts.rules.least, ledger.count(State.LEASED).rows
     ready = ledger.claimable + (leased % size if _up(facts, ledger) else leased)
     if ready >= size:
         return

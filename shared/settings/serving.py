@@ -125,6 +125,10 @@ class ExplorerSettings(Section):
     spool_max_bytes: Positive = 1 << 30
     spool_max_age: Seconds = 86400.0
     max_body_bytes: Positive = 16 << 20
+    max_held_bytes: Positive = 512 << 20
+    body_timeout: Seconds = 300.0
+    max_connections: Positive | None = None
+    allowed_media_domains: tuple[str, ...] = ()
     admin_key: HardToGuess | None = None
     version_pins: bool = False
 

@@ -13,6 +13,7 @@ class TrainerSettings(Section):
 
     save_interval: Positive = 1
     max_checkpoints_to_keep: NotNegative = 5
+    keep_interval: Positive | None = None
     checkpoint_mode: FileMode = "0600"
     save_hf_checkpoint: Literal["always", "never", "last"] = "always"
     ulysses_sequence_parallel_size: Positive = 1
@@ -50,6 +51,7 @@ class BufferSettings(Section):
     group_by: Literal["none", "run", "task", "preference"] = "none"
     group_size: AtLeastTwo = 8
     group_timeout: Seconds = 3600.0
+    batch_timeout: Seconds | None = None
     trainer_input: TrainerInputSettings = TrainerInputSettings()
 
 

@@ -53,6 +53,17 @@ def _octal(value: object) -> object:
 #: Rights of files, in octal: who may read and write them beside their owner. Who may read may enter the folders.
 FileMode = Annotated[Literal["0600", "0640", "0644", "0660", "0664"], BeforeValidator(_octal)]
 
+
+def umask_of(mode: FileMode) -> int:
+    """The umask under which files that are no checkpoint's get these rights, but for those of everybody.
+
+    >>> [f"{umask_of(mode):03o}" for mode in ("0600", "0640", "0644", "0660")]
+    ['077', '027', '027', '007']
+    """
+    group = int(mode, 8) & 0o070
+    return 0o077 & ~(group | (0o010 if group else 0))
+
+
 FolderName = Annotated[str, AfterValidator(_one_path_part)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.doubles.warm import run_tuneloop
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import EnvironmentRefused
@@ -49,16 +50,21 @@ def settings_file(folder: Path, text: str = "") -> Path:
     return file
 
 
+def environment_of(more: dict[str, str]) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": "", "COLUMNS": "200", **more}
+
+
 def start(*arguments: object, path: Path | None = None, cwd: Path | None = None, **environment: str):
     command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(path or ""), "COLUMNS": "200", **environment}
-    return subprocess.Popen(
-        command, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    variables = environment_of({"PYTHONPATH": str(path or ""), **environment})
+    return subprocess.Popen(command, env=variables, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def tuneloop(*arguments: object, **options) -> tuple[int, str, str]:
-    process = start(*arguments, **options)
+def tuneloop(*arguments: object, path: Path | None = None, cwd: Path | None = None, **environment: str):
+    """The exit code, the output, and the errors of a command. Only with a `path` it takes a Python of its own."""
+    if path is None:
+        return run_tuneloop(*arguments, cwd=cwd, environment=environment_of(environment))
+    process = start(*arguments, path=path, cwd=cwd, **environment)
     out, error = process.communicate(timeout=60)
     return process.returncode, out, error
 

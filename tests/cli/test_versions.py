@@ -23,7 +23,7 @@ from tuneloop.shared.evaluation.off_policy import REPLAY_METRICS
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage.schema import evaluations
 from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.operations.version_comparison import welch
@@ -97,6 +97,17 @@ def test_the_list_tells_what_each_is_and_how_it_was_rewarded(file: Path, ledger:
     assert lines[1].endswith("s  it is not finite")
     assert lines[2].split()[:9] == ["2", "champion,", "pinned", "1", "1", "2", "of", "3", "0.75"]
     assert [line.split()[0] for line in lines[3:]] == ["1", "0"]
+
+
+def test_nothing_that_somebody_wrote_commands_the_terminal_or_adds_a_line(file: Path, ledger: Ledger) -> None:
+    evil = "fine\x1b[2J\n      9  champion\u202e"
+    ledger.versions.roll_back(2, by=f"admin:{evil}", reason=evil)
+    ledger.alarms.raise_alarm(Alarm("length", evil, holds=True))
+    shown = [versions(file, "list").output, versions(file, "show", 2).output, versions(file, "list", "--json").output]
+    for output in (*shown, CliRunner().invoke(app, ["alarms", "list", "--config", str(file)]).output):
+        assert not set(output) & set("\x1b\u202e")
+        assert not any(line.split()[:2] == ["9", "champion"] for line in output.splitlines())
+    assert json.loads(shown[2])[1]["reason"] == evil
 
 
 def test_the_list_for_programs(file: Path, ledger: Ledger) -> None:

@@ -149,6 +149,14 @@ def test_groups_are_trained_on_whole_and_a_run_that_is_left_alone_is_not(setting
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5, State.DROPPED: 2}
 
 
+def test_with_a_batch_timeout_a_step_is_what_there_is(settings, ledger):
+    nothing = sample(1, completion_ids=np.array([], dtype=np.int32), logprobs=np.array([], dtype=np.float32))
+    commit(ledger, [sample(0), nothing, sample(2)])
+    chosen = settings(buffer={"train_batch_size": 64, "batch_timeout": 0.01}, trainer={"total_steps": 1})
+    run(chosen, Event())
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 2, State.DROPPED: 1}
+
+
 @pytest.mark.postgres
 def test_a_trainer_that_starts_again_waits_for_its_database(settings, tmp_path, postgres_url):
     away = tmp_path / "away"

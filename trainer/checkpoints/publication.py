@@ -45,7 +45,13 @@ class Publisher:
         training, started = self._ledger.training, time.perf_counter()
         # Before the long work: a stale trainer stops here, a database that is away is noticed.
         training.extend(self._epoch)
-        prune(self._store, self._ledger.versions, keep=self._settings.trainer.max_checkpoints_to_keep)
+        keeps = self._settings.trainer
+        prune(
+            self._store,
+            self._ledger.versions,
+            keep=keeps.max_checkpoints_to_keep,
+            keep_interval=keeps.keep_interval,
+        )
         try:
             version = Publication(self._settings, self._store, learner, epoch=self._epoch, parent=parent).register(
                 training, ids
@@ -140,11 +146,12 @@ class Publication:
         )
 
 
-def prune(store: CheckpointStore, versions: Versions, *, keep: int) -> None:
+def prune(store: CheckpointStore, versions: Versions, *, keep: int, keep_interval: int | None = None) -> None:
     """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
 
-    `keep` 0 means all of them. What a rollback would go back to stays too, if there is such a version. All but the one
-    that is gone on from keep their weights alone. A disk that refuses is no reason to stop training.
+    `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
+    if there is such a version. All but the one that is gone on from keep their weights alone. A disk that refuses is no
+    reason to stop training.
     """
     registered = versions.all()
     numbers = [each.version for each in registered]
@@ -152,7 +159,8 @@ def prune(store: CheckpointStore, versions: Versions, *, keep: int) -> None:
     may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
     needed = {each.version for each in registered if each.pinned or each.state in may_serve}
     gone_on_from = versions.newest().version
-    spared = {*last, *needed, gone_on_from, versions.champion_before() or 0}
+    milestones = {each.version for each in registered if keep_interval and each.step % keep_interval == 0}
+    spared = {*last, *needed, *milestones, gone_on_from, versions.champion_before() or 0}
     places = {each.version: each.path for each in registered if each.version in spared}
     try:
         gone = store.prune(places.values(), newest=numbers[-1])

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
-from tuneloop.runner.judge import Judge as ModelJudge
-from tuneloop.runner.reply import Reply
-from tuneloop.runner.rubric import Rubric
+from tuneloop.runner.judging.judge import Judge as ModelJudge
+from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.tasks import Judge, Task, judge_of, without_reasoning
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings

@@ -116,9 +116,10 @@ class Recording(LedgerPart):
         *,
         task_id: str | None = None,
         run_id: str | None = None,
+        task_ids: Sequence[str] | None = None,
         until: float | None = None,
     ) -> int:
-        """Release the tenant's rewarded experiences to the trainer and return how many.
+        """Release the tenant's rewarded experiences, or those of some tasks, to the trainer and return how many.
 
         `until` (seconds since 1970) leaves out what was sampled later. Leases of a silent trainer end here too.
         """
@@ -127,6 +128,7 @@ class Recording(LedgerPart):
             experiences.c.tenant == tenant,
             experiences.c.task_id == task_id if task_id is not None else true(),
             experiences.c.run_id == run_id if run_id is not None else true(),
+            experiences.c.task_id.in_(task_ids) if task_ids is not None else true(),
             experiences.c.sampled_at <= until if until is not None else true(),
         )
         with self._write() as connection:

@@ -6,7 +6,7 @@ from tuneloop.shared.settings.settings import Settings
 
 
 class BatchPolicy(NamedTuple):
-    """How batches are taken. `max_staleness` is in versions, `max_age` and `group_timeout` are in seconds.
+    """How batches are taken. `max_staleness` is in versions, `max_age` and both timeouts are in seconds.
 
     `any_reply`: also of replies that are no samples of the policy. `by_result`: a run's last call says how it went, so
     those before it need no feedback.
@@ -17,6 +17,7 @@ class BatchPolicy(NamedTuple):
     group_by: str = "none"
     group_size: int = 8
     group_timeout: float = 3600.0
+    batch_timeout: float | None = None
     max_staleness: int | None = None
     max_age: float | None = None
     any_reply: bool = False
@@ -32,6 +33,7 @@ class BatchPolicy(NamedTuple):
             group_by=buffer.group_by,
             group_size=buffer.group_size,
             group_timeout=buffer.group_timeout,
+            batch_timeout=buffer.batch_timeout,
             max_staleness=trainer.max_staleness,
             max_age=trainer.max_age,
             any_reply=settings.algorithm.of_any_reply,

@@ -45,18 +45,31 @@ def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: flo
 
 
 def claim(connection: Connection, policy: BatchPolicy, size: int, *, newest: int, now: float) -> list[int]:
-    """The ids of the next batch: `size` rows, or whole groups of at least so many; none if there are not enough."""
+    """The ids of the next batch: `size` rows, or whole groups of at least so many.
+
+    If there are not enough, none; or, after `batch_timeout`, what there is.
+    """
     if not policy.any_reply:
         _set_unsampled_aside(connection)
     if policy.group_by != "none":
         gather(connection, policy, newest=newest, now=now)
-        return _claimed_groups(connection, policy, size)
+        claimed, total = _claimed_groups(connection, policy, size)
+        return claimed if total >= size or _is_overdue(connection, policy, now) else []
     queues = {each: connection.execute(next_of(each, policy, size)).all() for each in _tenants(connection)}
     if policy.fair_share or len(queues) == 1:
         rows = _in_turn(queues.values())
     else:
         rows = sorted(chain.from_iterable(queues.values()), key=lambda row: _rank(row, policy.order))
-    return [row.id for row in rows[:size]] if len(rows) >= size else []
+    enough = len(rows) >= size or _is_overdue(connection, policy, now)
+    return [row.id for row in rows[:size]] if enough else []
+
+
+def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool:
+    """Whether what is committed has waited for others for too long."""
+    if policy.batch_timeout is None:
+        return False
+    oldest = connection.execute(select(func.min(experiences.c.committed_at)).where(_COMMITTED)).scalar()
+    return oldest is not None and now - oldest >= policy.batch_timeout
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
@@ -116,7 +129,8 @@ def _set_aside(connection: Connection, which: ColumnElement[bool], reason: str) 
 # Groups.
 
 
-def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> list[int]:
+def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> tuple[list[int], int]:
+    """The rows of the next groups, `size` of them at least if there are so many, and how many they are."""
     queues = {
         tenant: connection.execute(next_groups(tenant, policy.order, size)).all() for tenant in _tenants(connection)
     }
@@ -131,15 +145,15 @@ def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> l
             break
         chosen.append(group.group_id)
         total += group.rows
-    if total < size:
-        return []
+    if total < size and policy.batch_timeout is None:
+        return [], total
     ids: list[int] = []
     for portion in portions(chosen):
         members = select(experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
         ids += connection.execute(
             members.order_by(experiences.c.group_id, experiences.c.id).with_for_update()
         ).scalars()
-    return ids
+    return ids, total
 
 
 def next_groups(tenant: str, order: str, size: int) -> Any:

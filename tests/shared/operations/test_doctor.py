@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import yaml
 
 from tests.conftest import Place
+from tests.doubles.warm import Ended, run_tuneloop
 from tests.factories import committed, exchange, experience, feedback, rewarded, trained
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.experience import encode
@@ -53,20 +52,9 @@ def made(settings: Settings, migrated_place: Place) -> Iterator[Ledger]:
     ledger.close()
 
 
-def doctor(file: Path, *arguments: str) -> tuple[int, str, str]:
+def doctor(file: Path, *arguments: str) -> Ended:
     """The command's exit code, and what it says."""
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        "from tuneloop.cli.main import main; main()",
-        "doctor",
-        "-c",
-        str(file),
-        *arguments,
-    ]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return process.returncode, process.stdout, process.stderr
+    return run_tuneloop("doctor", "-c", file, *arguments)
 
 
 def page(settings: Settings) -> dict[str, list[str]]:

@@ -51,6 +51,14 @@ def test_calls_that_do_not_belong_together_stay_apart(other):
     assert len(assemble([FIRST, other], merge=True)) == 2
 
 
+def test_agents_that_take_turns_within_a_run_are_kept_apart_and_side_calls_are_alone():
+    planner = [_said(1, [1, 7], [4]), _said(3, [1, 7, 4, 9], [5]), _said(6, [1, 7, 4, 9, 5, 9], [6])]
+    solver = [_said(2, [2, 7], [4]), _said(4, [2, 7, 4, 9], [5]), _said(7, [2, 7, 4, 9, 5, 8], [6])]
+    judge, same_words = _said(5, [3, 4, 5], [1]), _said(8, [4, 5], [1])
+    sequences = assemble([*solver, judge, *planner, same_words], merge=True)
+    assert sorted([call.id for call in each.calls] for each in sequences) == [[1, 3, 6], [2, 4, 7], [5], [8]]
+
+
 def test_without_merging_each_call_is_a_sequence():
     assert [each.calls for each in assemble([FIRST, SECOND], merge=False)] == [(FIRST,), (SECOND,)]
 

@@ -75,6 +75,15 @@ def test_all_but_the_last_go_when_they_are_retired(settings, ledger):
     assert _there(store) == [5, 6]
 
 
+def test_every_so_manieth_step_stays_besides(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 8)  # version 1 is of step 0
+    ledger.versions.promote(8)
+    prune(store, ledger.versions, keep=1, keep_interval=3)
+    assert _there(store) == [1, 4, 7, 8]
+
+
 def test_what_a_rollback_would_go_back_to_stays(settings, ledger):
     store = CheckpointStore(settings().job_dir)
     ledger.versions.ensure_base(settings().model.model_path)

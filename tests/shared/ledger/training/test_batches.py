@@ -166,6 +166,22 @@ def test_after_the_timeout_a_group_is_what_there_is(ledger: Ledger, take: Take, 
     assert len(take(1, group_by="task")) == 2
 
 
+@pytest.mark.parametrize("group_by", ["none", "task"])
+def test_after_the_batch_timeout_a_batch_is_what_there_is(
+    ledger: Ledger, take: Take, clock: Clock, group_by: str
+) -> None:
+    policy = {"group_by": group_by, "group_size": 2, "batch_timeout": 5.0}
+    for run in "12":
+        give(ledger, task_id="a", run_id=run)
+    clock.now += 4.9
+    give(ledger, task_id="a", run_id="3")
+    assert take(4, **policy) == []
+    clock.now += 0.1
+    assert ids(take(4, **policy | {"batch_timeout": None})) == []
+    assert ids(take(4, **policy)) == [1, 2, 3]
+    assert take(4, **policy) == []
+
+
 def test_a_lone_run_never_trains_as_a_group_but_expires(
     ledger: Ledger, engine: Engine, take: Take, clock: Clock
 ) -> None:
@@ -283,6 +299,7 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         "group_by": "task",
         "group_size": 3,
         "group_timeout": 7.0,
+        "batch_timeout": 2.0,
     }
     bounds = {"max_staleness": 5, "max_age": 9.0}
     settings = Settings(model={"model_path": tmp_path}, buffer=chosen, trainer=bounds)

@@ -1,26 +1,135 @@
-"""What users import, if they like: rewards made of components, and an LLM as a judge. Knows no service of ours."""
+"""What users import, if they like: rewards made of components, an LLM as a judge, and tune(), which trains an agent."""
 
-from tuneloop.runner.composite import Component, Composite, Score
-from tuneloop.runner.endpoint import Endpoint
-from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
-from tuneloop.runner.judge import Judge, Preference, Verdict
-from tuneloop.runner.reply import Reply, ToolCall, ToolResult
-from tuneloop.runner.rubric import Example, Rubric
+from tuneloop.runner.collection.ab_test import ABTest
+from tuneloop.runner.collection.blind_pairs import HumanPreferenceCollector
+from tuneloop.runner.collection.collector import DataCollector
+from tuneloop.runner.collection.run_record import RunRecord
+from tuneloop.runner.collection.service_versions import VersionsClient
+from tuneloop.runner.collection.tool_use import ToolUseEvaluator
+from tuneloop.runner.errors import (
+    DatasetRefused,
+    ExtraMissing,
+    FeedbackAway,
+    FeedbackError,
+    FeedbackRefused,
+    JudgeAway,
+    JudgeError,
+    JudgeFailed,
+    LogRefused,
+    OutboxFull,
+    ServiceAway,
+    ServiceRefused,
+    TuneError,
+    TuneFailed,
+    TuneRefused,
+)
+from tuneloop.runner.feedback.feedback_client import AsyncFeedback, Feedback, FeedbackBatch, Receipt
+from tuneloop.runner.feedback.outbox import RefusedEntry
+from tuneloop.runner.feedback.reply_names import WholeRun, reply_id
+from tuneloop.runner.judging.endpoint import Endpoint
+from tuneloop.runner.judging.judge import Judge, Preference, Verdict
+from tuneloop.runner.judging.llm_judge import LLMJudge
+from tuneloop.runner.judging.rubric import Example, Rubric
+from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model
+from tuneloop.runner.models.run import Run
+from tuneloop.runner.models.run_calls import ModelCall, RunCalls
+from tuneloop.runner.production.call_context import TrainingContext
+from tuneloop.runner.production.shadow_runs import ShadowResult, ShadowRun
+from tuneloop.runner.production.shadow_tools import ShadowTools
+from tuneloop.runner.production.strategies import (
+    EveryCall,
+    ExplicitMarkingStrategy,
+    ProductionCall,
+    SamplingRateStrategy,
+)
+from tuneloop.runner.production.training_runner import TrainingRunner
+from tuneloop.runner.rewards.composite import Component, Composite, Score
+from tuneloop.runner.rewards.reply import Reply, ToolCall, ToolResult
+from tuneloop.runner.rewards.reward_function import reward_function
+from tuneloop.runner.tasks.dataset import DatasetConfig
+from tuneloop.runner.tuning.config import (
+    AlgorithmConfig,
+    JudgeOutput,
+    JudgeType,
+    TinkerConfig,
+    TunerModelConfig,
+    WorkflowOutput,
+    WorkflowType,
+)
+from tuneloop.runner.tuning.debugging.backbone import main
+from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
+from tuneloop.runner.tuning.summary import TuneResult
+from tuneloop.runner.tuning.tune import tune
 
 __all__ = [
+    "ABTest",
+    "AlgorithmConfig",
+    "AsyncFeedback",
+    "CallDefaults",
     "Component",
     "Composite",
+    "DataCollector",
+    "DatasetConfig",
+    "DatasetRefused",
     "Endpoint",
+    "EveryCall",
     "Example",
+    "ExplicitMarkingStrategy",
+    "ExtraMissing",
+    "Feedback",
+    "FeedbackAway",
+    "FeedbackBatch",
+    "FeedbackError",
+    "FeedbackRefused",
+    "HumanPreferenceCollector",
     "Judge",
     "JudgeAway",
     "JudgeError",
     "JudgeFailed",
+    "JudgeOutput",
+    "JudgeType",
+    "LLMJudge",
+    "LogRefused",
+    "ModelCall",
+    "ModelEndpoint",
+    "OutboxFull",
     "Preference",
+    "ProductionCall",
+    "Receipt",
+    "RefusedEntry",
     "Reply",
     "Rubric",
+    "Run",
+    "RunCalls",
+    "RunRecord",
+    "SamplingRateStrategy",
     "Score",
+    "ServiceAway",
+    "ServiceRefused",
+    "ShadowResult",
+    "ShadowRun",
+    "ShadowTools",
+    "TinkerConfig",
     "ToolCall",
     "ToolResult",
+    "ToolUseEvaluator",
+    "TrainingContext",
+    "TrainingRunner",
+    "TuneError",
+    "TuneFailed",
+    "TuneRefused",
+    "TuneResult",
+    "TunerModelConfig",
     "Verdict",
+    "VersionsClient",
+    "WholeRun",
+    "WorkflowOutput",
+    "WorkflowType",
+    "check_judge_function",
+    "check_workflow_function",
+    "main",
+    "make_model",
+    "reply_id",
+    "reward_function",
+    "tune",
 ]

@@ -1,9 +1,26 @@
-"""What a judge raises.
+"""What the runner raises.
 
 JudgeError
 ├── JudgeFailed   no verdict on this reply: the judge's answer makes no sense, or it refuses the question
 └── JudgeAway     no verdict on any reply for now: the judge cannot be reached, is overloaded, or does not let us in
+LogRefused        a log, a trace or an export that cannot be read
+ServiceRefused    a service that does not answer, or not with what was asked for
+
+FeedbackError
+├── FeedbackRefused   the service will never take it: it names no reply of the service's, or makes no sense to it
+├── FeedbackAway      it was not taken now: the service cannot be reached, is overloaded, or does not let us in
+└── OutboxFull        it was not taken: too much waits to be sent, or the disk is full
+
+TuneError
+├── TuneRefused   what tune() was told makes no sense; nothing was started
+└── TuneFailed    it was stopped by one of its rules; what was acknowledged is kept, and `resume=True` goes on
+    └── ServiceAway   the service did not answer for longer than `service_timeout`, or it ended
+DatasetRefused    a dataset that cannot be read, or has no task; a TuneRefused too
+ExtraMissing      a package that is not installed, and the extra that installs it
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class JudgeError(Exception):
@@ -28,3 +45,76 @@ class JudgeAway(JudgeError):
     def __init__(self, reason: str, quote: str = "", *, retry_after_s: float | None = None) -> None:
         super().__init__(reason, quote)
         self.retry_after_s = retry_after_s
+
+
+class LogRefused(ValueError):
+    """A log, a trace or an export that cannot be read; the message names the file, and the line where there is one."""
+
+
+class ServiceRefused(Exception):
+    """A service that does not answer, or not with what was asked for; `status` and `code` are those of its answer."""
+
+    def __init__(self, sentence: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.code = code
+
+    @classmethod
+    def of_answer(cls, status: int, body: object) -> "ServiceRefused":
+        """The refusal in OpenAI's envelope, or what there is of one."""
+        error = body.get("error") if isinstance(body, dict) else None
+        told = error if isinstance(error, dict) else {}
+        sentence = told.get("message") or f"the service answered {status}: {str(body)[:200]}"
+        return cls(str(sentence), status=status, code=told.get("code"))
+
+
+class FeedbackError(Exception):
+    """The root: what was said was not taken, or not all of it."""
+
+
+class FeedbackRefused(FeedbackError):
+    """The service will never take it; `answer` is what it says of it. What it did take of the call is stored."""
+
+    def __init__(self, reason: str, answer: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.answer = dict(answer or {})
+
+
+class FeedbackAway(FeedbackError):
+    """The service did not take it now; `retry_after_s` is how long it asks us to wait, if it says so."""
+
+    def __init__(self, reason: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class OutboxFull(FeedbackError):
+    """There is no room for it on disk. Nothing of what waits there is lost."""
+
+
+class TuneError(Exception):
+    """The root of what `tune()` raises by itself."""
+
+
+class TuneRefused(TuneError, ValueError):
+    """What `tune()` was told makes no sense; nothing was started."""
+
+
+class TuneFailed(TuneError):
+    """Tuning was stopped by one of its rules. What was acknowledged is kept, and `resume=True` goes on."""
+
+
+class ServiceAway(TuneFailed):
+    """A service ended, or did not answer for longer than `service_timeout`."""
+
+
+class DatasetRefused(TuneRefused):
+    """A dataset that cannot be read, or has no task: the message names the file and the line, or the splits."""
+
+
+class ExtraMissing(ImportError):
+    """A package that is not installed, and which extra of ours installs it."""
+
+    def __init__(self, extra: str, why: str) -> None:
+        super().__init__(f'{why}: pip install "tuneloop-runner[{extra}]" (from a checkout: "./runner[{extra}]")')
+        self.extra = extra

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tuneloop import runner
 from tuneloop.runner import Composite, Reply, ToolCall, ToolResult
-from tuneloop.runner.components import (
+from tuneloop.runner.rewards.components import (
     contains,
     efficiency,
     exact_match,
@@ -34,12 +34,16 @@ from tuneloop.runner.components import (
     tool_reward,
     tool_success,
 )
-from tuneloop.runner.json_shape import fits
+from tuneloop.runner.rewards.json_shape import fits
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.recording.reward_rule import Event, reward_of
 from tuneloop.shared.settings.feedback import RewardRule
 
-MODULES = [each.name for each in pkgutil.iter_modules(runner.__path__, "tuneloop.runner.")]
+MODULES = [
+    each.name
+    for each in pkgutil.walk_packages(runner.__path__, "tuneloop.runner.")
+    if not each.name.endswith("__main__")
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -49,8 +53,8 @@ def test_the_examples_in_the_code_are_right(name: str) -> None:
 
 def test_there_are_examples_in_the_code() -> None:
     tried = {name: doctest.testmod(importlib.import_module(name)).attempted for name in MODULES}
-    assert tried["tuneloop.runner.components"] >= 10
-    assert tried["tuneloop.runner.composite"] >= 3
+    assert tried["tuneloop.runner.rewards.components"] >= 10
+    assert tried["tuneloop.runner.rewards.composite"] >= 3
 
 
 def test_math_is_rewarded_by_its_answer_its_steps_and_its_format() -> None:

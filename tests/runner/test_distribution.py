@@ -53,15 +53,15 @@ def test_httpx_is_all_that_it_needs(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     needed = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
-    assert [Requirement(each).name for each in needed] == ["httpx"]
+    assert [each.name for each in map(Requirement, needed) if each.marker is None] == ["httpx"]
 
 
 def test_it_is_imported_where_nothing_else_is_installed(bare: list[str]) -> None:
-    code = "import tuneloop.runner, tuneloop.runner.components; print(*sys.modules)"
+    code = "import tuneloop.runner, tuneloop.runner.rewards.components; print(*sys.modules)"
     done = subprocess.run([*bare, code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
-    assert {"tuneloop.runner", "tuneloop.runner.judge", "httpx"} <= loaded
+    assert {"tuneloop.runner", "tuneloop.runner.judging.judge", "httpx"} <= loaded
     assert not loaded & set(HEAVY)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import tuneloop.runner
 from tests.doubles.judge import judge_place, verdict
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,10 +28,30 @@ def test_the_judge_is_used_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
     rubric = {"criteria": [{"name": "helpful", "description": "Does it help?", "weight": 1}]}
     names: dict[str, Any] = {}
     with judge_place() as double:
-        double.says = [verdict(5, 3, 1), {"winner": "first"}, {"winner": "second"}, rubric]
+        two = verdict(5, 4, names="relevance accuracy")
+        double.says = [verdict(5, 3, 1), two, {"winner": "first"}, {"winner": "second"}, rubric]
         for block in blocks("judges.md"):
             exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102
         names["judge"].close()
     assert names["verdict"].total == 3.0
+    assert names["evaluation"] == {"relevance": 5.0, "accuracy": 4.0, "total": 4.5}
     assert names["preference"].winner == "a"
     assert dict(names["strict"].criteria) == {"helpful": "Does it help?"}
+
+
+def test_a_run_and_its_model_are_what_the_page_says() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks("runs.md"):
+        exec(block, names)  # noqa: S102 - our own page
+    assert names["run"].calls.msg_ids == []
+
+
+def test_every_name_of_agentscopes_tuner_is_told_what_it_is_here() -> None:
+    theirs = (
+        "tune AlgorithmConfig WorkflowType WorkflowOutput JudgeType JudgeOutput DatasetConfig TunerModelConfig "
+        "TinkerConfig check_workflow_function check_judge_function tune_prompt PromptTuneConfig select_model"
+    )
+    page = (DOCS / "coming_from.md").read_text()
+    assert [name for name in theirs.split() if f"`{name}" not in page] == []
+    ours = set(theirs.split()) - {"tune_prompt", "PromptTuneConfig", "select_model"}
+    assert ours <= set(tuneloop.runner.__all__)

@@ -13,8 +13,8 @@ import pytest
 
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
 from tuneloop.runner import Example, Judge, JudgeAway, JudgeError, JudgeFailed, Reply, Rubric, ToolCall
-from tuneloop.runner.endpoint import MAX_WAIT_S, Endpoint
-from tuneloop.runner.prompts import MAX_SHOWN
+from tuneloop.runner.judging.endpoint import MAX_WAIT_S, Endpoint
+from tuneloop.runner.judging.prompts import MAX_SHOWN
 
 REPLY = Reply(
     text="Use pandas.read_csv().",

@@ -1,0 +1,25 @@
+"""The commands of the runner: `python -m tuneloop.runner COMMAND …`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+#: Which module has each command's `main(argv) -> exit code`.
+COMMANDS = {
+    "debug": "tuneloop.runner.tuning.debugging.debug_command",
+    "prefer": "tuneloop.runner.collection.prefer_command",
+    "tasks": "tuneloop.runner.tasks.tasks_command",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; its exit code."""
+    if not argv or argv[0] not in COMMANDS:
+        print(f"usage: python -m tuneloop.runner {{{','.join(COMMANDS)}}} …", file=sys.stderr)
+        return 0 if argv and argv[0] in {"-h", "--help"} else 2
+    code: int = importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The versions of a service, listed, compared, promoted, rolled back and pinned from a program."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tuneloop.runner.errors import ServiceRefused
+
+_TIMEOUT_S = 30.0
+
+
+class VersionsClient:
+    """The admin API of a service: `url` is the service's, without /v1; `admin_key` is its `explorer.admin_key`.
+
+    `by` is who decides, as it is kept with each decision. Every method raises ServiceRefused, with the service's
+    sentence and its `status` and `code`, where that refuses or does not answer; nothing is tried twice.
+    """
+
+    def __init__(self, url: str, admin_key: str, *, by: str | None = None) -> None:
+        self._by = by
+        self._url = f"{url.rstrip('/')}/admin/versions"
+        self._client = httpx.Client(headers={"authorization": f"Bearer {admin_key}"}, timeout=_TIMEOUT_S)
+
+    def list_versions(self) -> list[dict[str, Any]]:
+        """All versions, the newest first: version, state, pinned, replies, mean_reward and so on."""
+        found: list[dict[str, Any]] = self._ask("GET", "")["data"]
+        return found
+
+    def show(self, version: int) -> dict[str, Any]:
+        """Everything about a version."""
+        return self._ask("GET", f"/{version}")
+
+    def events(self, version: int | None = None, *, last: int = 20) -> list[dict[str, Any]]:
+        """What happened, of one version or of all, the oldest first."""
+        query = {"last": last} | ({} if version is None else {"version": version})
+        found: list[dict[str, Any]] = self._ask("GET", "/events", query=query)["data"]
+        return found
+
+    def compare(self, a: int, b: int) -> dict[str, Any]:
+        """Two versions side by side: how much more `b` earned (`difference`), with its `interval`."""
+        return self._ask("GET", "/compare", query={"a": a, "b": b})
+
+    def champion(self) -> int:
+        """The version that answers."""
+        return self._in_state("champion") or 0
+
+    def canary(self) -> int | None:
+        """The version that is tried; None if none is."""
+        return self._in_state("canary")
+
+    def canary_share(self, version: int | None = None) -> float | None:
+        """The share of the traffic that a version is, or was last, tried on; None if it never was.
+
+        Which share versions to come are tried on the settings say (`rollout.share`).
+        """
+        tried = self.canary() if version is None else version
+        if tried is None:
+            return None
+        shares = [each["details"].get("share") for each in self.events(tried, last=1000)]
+        return next((float(share) for share in reversed(shares) if share is not None), None)
+
+    def promote(self, version: int, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
+        """Make it the champion; an older one too. `expect` is the champion that you have seen."""
+        return self._decide(f"/{version}/promote", reason, expect)
+
+    def roll_back(self, version: int | None = None, *, reason: str, expect: int | None = None) -> dict[str, Any]:
+        """Never serve that version again, or without one the canary, or the champion if there is none."""
+        return self._decide("/rollback" if version is None else f"/{version}/rollback", reason, expect)
+
+    def reject(self, version: int, *, reason: str, expect: int | None = None) -> dict[str, Any]:
+        """Never serve a candidate."""
+        return self._decide(f"/{version}/reject", reason, expect)
+
+    def pin(self, version: int, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
+        """Make it the champion, and keep it: nothing else is promoted, and none is tried."""
+        return self._decide(f"/{version}/pin", reason, expect)
+
+    def unpin(self, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
+        """Let versions be promoted again."""
+        return self._decide("/unpin", reason, expect)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def __enter__(self) -> "VersionsClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _in_state(self, state: str) -> int | None:
+        return next((int(each["version"]) for each in self.list_versions() if each["state"] == state), None)
+
+    def _decide(self, path: str, reason: str | None, expect: int | None) -> dict[str, Any]:
+        said = {"reason": reason, "expect": expect, "by": self._by}
+        return self._ask("POST", path, body={name: value for name, value in said.items() if value is not None})
+
+    def _ask(
+        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        try:
+            answer = self._client.request(method, self._url + path, params=query, json=body)
+            read = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServiceRefused(f"the service does not answer: {error!r}") from None
+        if not answer.is_success or not isinstance(read, dict):
+            raise ServiceRefused.of_answer(answer.status_code, read)
+        return read

@@ -1,0 +1,315 @@
+"""The feedback client: says what is said of replies to the service, now or, through an outbox, as soon as it can."""
+
+import asyncio
+import atexit
+import os
+import re
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
+from tuneloop.runner.feedback.answers import NeverTaken, NotNow, understand
+from tuneloop.runner.feedback.courier import Courier
+from tuneloop.runner.feedback.outbox import Outbox, RefusedEntry
+from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
+from tuneloop.runner.judging.endpoint import retry_after_s
+
+#: Seconds that a process which ends gives what waits to be sent. The rest waits on disk.
+_AT_EXIT_S = 2.0
+
+#: Seconds that a commit gives what waits to be sent before it.
+_BEFORE_COMMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What was taken: its idempotency keys, and the service's answer; {} while it waits in the outbox."""
+
+    keys: tuple[str, ...]
+    answer: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FeedbackBatch(FeedbackVerbs[None]):
+    """Collects what is said, to be taken all at once."""
+
+    def __init__(self, source: str | None) -> None:
+        self._source = source
+        self.entries: list[Entry] = []
+
+    def _take(self, entries: Sequence[Entry]) -> None:
+        self.entries += entries
+
+
+class _Line:
+    """The way to the service, and to its outbox if there is one."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        self.url = _service_url(url)
+        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.timeout = timeout
+        self.courier: Courier | None = None
+        self.sent = 0
+        self._client: httpx.Client | None = None
+
+    def open_outbox(self, folder: Path, max_bytes: int) -> None:
+        """Send through a folder, which has a folder for each service."""
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", self.url).strip("-")
+        self.courier = Courier(Outbox(folder / name, max_bytes), self.post, self.hang_up)
+        self.courier.start()
+        _lines.add(self)
+
+    def post(self, entries: Sequence[Entry]) -> httpx.Response | httpx.HTTPError:
+        """Send entries, as one durable write of the service's."""
+        return self.request("feedback", {"feedback": list(entries)})
+
+    def request(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
+        """Post a body; an error is returned, too."""
+        if (client := self._client) is None:
+            client = self._client = httpx.Client(timeout=self.timeout, headers=self.headers)
+        try:
+            return client.post(f"{self.url}/{path}", json=body)
+        except httpx.HTTPError as error:
+            return error
+
+    def receipt(self, entries: Sequence[Entry], heard: httpx.Response | httpx.HTTPError) -> Receipt:
+        """What became of entries that were sent. Raises FeedbackRefused or FeedbackAway."""
+        said = understand(entries, heard)
+        if isinstance(said, NotNow):
+            raise FeedbackAway(said.reason, retry_after_s=said.wait_s)
+        if isinstance(said, NeverTaken):
+            raise FeedbackRefused(said.reason, said.answer)
+        self.sent += len(entries) - len(said.unknown)
+        if said.unknown:
+            names = [name for place in sorted(said.unknown) for name in entries[place].get("msg_ids", ())]
+            raise FeedbackRefused(f"no id of a reply of this service: {', '.join(names[:3])}", said.answer)
+        return Receipt(_keys(entries), said.answer)
+
+    def flush(self, timeout: float) -> bool:
+        return self.courier.flush(timeout) if self.courier else True
+
+    def close(self, timeout: float) -> bool:
+        _lines.discard(self)
+        if self.courier:
+            return self.courier.close(timeout)
+        self.hang_up()
+        return True
+
+    def hang_up(self) -> None:
+        """Close the connections, which are opened again where they are needed."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def after_fork(self) -> None:
+        """Connections are the parent's."""
+        self._client = None
+        if self.courier:
+            self.courier.after_fork()
+
+
+class _Counted:
+    """What both clients tell of themselves."""
+
+    _line: _Line
+
+    @property
+    def pending(self) -> int:
+        """Entries that wait to be sent, those that ended processes left there too."""
+        return self._line.courier.outbox.pending if self._line.courier else 0
+
+    @property
+    def sent(self) -> int:
+        """Entries that the service took from this client."""
+        return self._line.courier.outbox.sent if self._line.courier else self._line.sent
+
+    @property
+    def refused(self) -> int:
+        """Entries that were set aside since the service will never take them; `refusals` has them."""
+        return self._line.courier.outbox.refused if self._line.courier else 0
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be sent at the moment."""
+        return self._line.courier.trouble if self._line.courier else None
+
+    def refusals(self) -> list[RefusedEntry]:
+        """What was set aside in the outbox, by any process, oldest first."""
+        return self._line.courier.outbox.refusals() if self._line.courier else []
+
+
+class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
+    """Says what is said of replies: see FeedbackVerbs for all that can be said.
+
+    With `outbox`, a folder, what was said is on disk when a call returns, and a thread sends it as soon as the service
+    takes it: after a crash, the next process does that opens the folder. Without one it is sent at once, and
+    FeedbackAway or FeedbackRefused say that it was not taken.
+
+    `url` is the service's; `source` says who speaks, unless a call says it; `timeout` is in seconds, of one request.
+    At most `max_bytes` wait in the outbox; then OutboxFull is raised.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        outbox: str | os.PathLike[str] | None = None,
+        source: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 10.0,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        """Raises ValueError for what is no URL, and OSError for a folder that cannot be written."""
+        self._line, self._source = _Line(url, api_key, timeout), source
+        if outbox is not None:
+            self._line.open_outbox(Path(outbox), max_bytes)
+
+    @contextmanager
+    def batch(self) -> Iterator[FeedbackBatch]:
+        """Collect what is said in the block; it is taken when the block ends, all of it or none."""
+        many = FeedbackBatch(self._source)
+        yield many
+        if many.entries:
+            self._take(many.entries)
+
+    def commit(self, task_id: str | None = None, run_id: str | None = None) -> int:
+        """Release what is rewarded to the trainer, and return how much. Raises FeedbackAway if it cannot be now."""
+        if not self.flush(_BEFORE_COMMIT_S):
+            raise FeedbackAway(f"feedback waits to be sent before a commit: {self.trouble}")
+        return _count_of_commit(self._line.request("commit", {"task_id": task_id, "run_id": run_id}))
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until nothing waits to be sent, for so many seconds; whether that is so."""
+        return self._line.flush(timeout)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Flush, and stop. What is left waits on disk."""
+        return self._line.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take(self, entries: Sequence[Entry]) -> Receipt:
+        if self._line.courier is not None:
+            self._line.courier.put(entries)
+            return Receipt(_keys(entries))
+        return self._line.receipt(entries, self._line.post(entries))
+
+
+#: What users call it; the services have a record of that name.
+Feedback = FeedbackClient
+
+
+class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Counted):
+    """Feedback without blocking the event loop: the same verbs, each to be awaited. Use it in one event loop only."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        outbox: str | os.PathLike[str] | None = None,
+        source: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 10.0,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        """As Feedback."""
+        self._line, self._source = _Line(url, api_key, timeout), source
+        self._client: httpx.AsyncClient | None = None
+        if outbox is not None:
+            self._line.open_outbox(Path(outbox), max_bytes)
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[FeedbackBatch]:
+        """Collect what is said in the block, where nothing is awaited; it is taken when the block ends."""
+        many = FeedbackBatch(self._source)
+        yield many
+        if many.entries:
+            await self._take(many.entries)
+
+    async def commit(self, task_id: str | None = None, run_id: str | None = None) -> int:
+        """As Feedback's."""
+        if not await self.flush(_BEFORE_COMMIT_S):
+            raise FeedbackAway(f"feedback waits to be sent before a commit: {self.trouble}")
+        return _count_of_commit(await self._request("commit", {"task_id": task_id, "run_id": run_id}))
+
+    async def flush(self, timeout: float = 10.0) -> bool:  # noqa: ASYNC109 - it is an answer, not an error
+        """As Feedback's."""
+        return await asyncio.to_thread(self._line.flush, timeout)
+
+    async def close(self, timeout: float = 5.0) -> bool:  # noqa: ASYNC109
+        """As Feedback's."""
+        if self._client is not None:
+            await self._client.aclose()
+        return await asyncio.to_thread(self._line.close, timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def _take(self, entries: Sequence[Entry]) -> Receipt:
+        if (courier := self._line.courier) is not None:
+            await asyncio.to_thread(courier.put, entries)
+            return Receipt(_keys(entries))
+        return self._line.receipt(entries, await self._request("feedback", {"feedback": list(entries)}))
+
+    async def _request(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=self._line.timeout, headers=self._line.headers)
+        try:
+            return await self._client.post(f"{self._line.url}/{path}", json=body)
+        except httpx.HTTPError as error:
+            return error
+
+
+def _service_url(url: str) -> str:
+    service = url.rstrip("/").removesuffix("/v1")
+    try:
+        absolute = httpx.URL(service).is_absolute_url and service.startswith(("http://", "https://"))
+    except httpx.InvalidURL:
+        absolute = False
+    if not absolute:
+        raise ValueError(f"url: {url!r} must be an absolute URL, such as http://localhost:8010")
+    return service
+
+
+def _keys(entries: Sequence[Entry]) -> tuple[str, ...]:
+    return tuple(entry["idempotency_key"] for entry in entries)
+
+
+def _count_of_commit(heard: httpx.Response | httpx.HTTPError) -> int:
+    if not isinstance(heard, httpx.Response):
+        raise FeedbackAway(f"the service does not answer: {heard!r}")
+    try:
+        return int(heard.raise_for_status().json()["committed"])
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
+        reason = f"the service answered {heard.status_code}: {heard.text[:200]}"
+        raise FeedbackAway(reason, retry_after_s=retry_after_s(heard)) from None
+
+
+_lines: "weakref.WeakSet[_Line]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for line in list(_lines):
+        line.close(_AT_EXIT_S)
+
+
+def _after_fork() -> None:
+    for line in list(_lines):
+        line.after_fork()
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,179 @@
+"""The folder in which feedback waits to be sent. Several processes may share it: each writes files of its own."""
+
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneloop.runner.errors import OutboxFull
+from tuneloop.runner.feedback.segments import SUFFIX, Segment, sync_folder
+from tuneloop.runner.feedback.verbs import Entry
+
+#: A file of so many bytes is followed by another, so that what was sent leaves the disk.
+_SEGMENT_BYTES = 4 << 20
+
+#: A batch has no more entries, and no further line once it has so many bytes.
+_BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20
+
+_REFUSED = "refused.jsonl"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What is to be sent next: the entries of a file up to the offset `end`."""
+
+    segment: Segment
+    entries: Sequence[Entry]
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedEntry:
+    """An entry that the service will never take, and why."""
+
+    entry: Entry
+    reason: str
+
+
+class Outbox:
+    """Takes entries, and hands them out in their order until they are noted as sent.
+
+    What processes that ended have left there comes first. At most `max_bytes` wait, all processes' together.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self._max_bytes = folder, max_bytes
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.sent = self.refused = 0
+        self._refused_keys: set[str] = set()
+        self._own: Segment | None = None
+        self._older: list[Segment] = []
+        self._forget()
+
+    @property
+    def pending(self) -> int:
+        """How many entries wait, of ours and of processes that ended."""
+        with self._lock:
+            return sum(each.waiting for each in self._segments())
+
+    def put(self, entries: Sequence[Entry]) -> None:
+        """Return when the entries are on disk, all of them or, with OutboxFull or OSError, none."""
+        with self._lock:
+            waiting = self._others_bytes + sum(each.unsent_bytes for each in self._segments())
+            if waiting >= self._max_bytes:
+                raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
+            try:
+                segment = self._own_segment()
+                end = segment.write(entries)
+            except OSError as error:
+                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                    raise OutboxFull(f"{self.folder}: {error.strerror}") from error
+                raise
+        segment.sync(end)
+
+    def next_batch(self) -> Waiting | None:
+        """What is to be sent next, some hundred entries of one file, if anything waits."""
+        with self._lock:
+            for segment in self._segments():
+                if segment.waiting:
+                    return _first_lines(segment)
+                if segment is not self._own:
+                    self._older.remove(segment)
+                    segment.close(remove=True)
+        return None
+
+    def note_sent(self, batch: Waiting, refused: int) -> None:
+        """They need not be sent again, nor will they be; so many of them were set aside."""
+        batch.segment.advance(batch.end, len(batch.entries))
+        self.sent += len(batch.entries) - refused
+
+    def set_aside(self, entry: Entry, reason: str) -> None:
+        """Keep an entry that the service will never take, to be looked at: on disk before this returns."""
+        key = str(entry.get("idempotency_key"))
+        if key in self._refused_keys:
+            return
+        self._refused_keys.add(key)
+        path = self.folder / _REFUSED
+        if path.exists() and path.stat().st_size > self._max_bytes:
+            path.replace(path.with_suffix(".old.jsonl"))
+        with open(path, "ab") as file:
+            file.write(json.dumps({"reason": reason, "entry": entry}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.refused += 1
+        log.warning("feedback is refused, and lies in %s: %s", path, reason)
+
+    def refusals(self) -> list[RefusedEntry]:
+        """What was set aside, by whichever process, oldest first."""
+        path = self.folder / _REFUSED
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        found = {str(each["entry"].get("idempotency_key")): each for each in _objects(lines)}
+        return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
+
+    def adopt(self) -> None:
+        """Take over the files of processes that ended."""
+        with self._lock:
+            ours = {each.path for each in self._segments()}
+            self._others_bytes = 0
+            for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+                if path in ours:
+                    continue
+                if (segment := Segment.adopt(path)) is not None:
+                    self._older.append(segment)
+                elif path.exists():
+                    self._others_bytes += path.stat().st_size
+            self._older.sort(key=lambda each: each.path)
+
+    def close(self) -> None:
+        """Leave what waits to whoever opens the folder next."""
+        with self._lock:
+            for segment in self._segments():
+                segment.close(remove=not segment.waiting)
+            self._older, self._own = [], None
+
+    def forget_parents_files(self) -> None:
+        """In a forked child: leave the parent's files to it."""
+        for segment in self._segments():
+            segment.abandon()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._own, self._older = None, []
+        self._others_bytes = 0
+
+    def _segments(self) -> list[Segment]:
+        return [*self._older, *([self._own] if self._own else [])]
+
+    def _own_segment(self) -> Segment:
+        if self._own is not None and self._own.end >= _SEGMENT_BYTES:
+            self._older.append(self._own)
+            self._own = None
+        if self._own is None:
+            self._own = Segment.create(self.folder)
+            sync_folder(self.folder.parent)
+        return self._own
+
+
+def _first_lines(segment: Segment) -> Waiting:
+    entries: list[Entry] = []
+    first = end = segment.sent
+    for line, end in segment.read(first):
+        entries += line
+        if len(entries) >= _BATCH_ENTRIES or end - first >= _BATCH_BYTES:
+            break
+    return Waiting(segment, entries, end)
+
+
+def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):  # cut off by a crash, after which it was set aside again
+            yield json.loads(line)

@@ -1,0 +1,161 @@
+"""Everything that can be said of a reply, as entries of a body of `POST /feedback`. Pure, but for keys and the time."""
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
+
+from tuneloop.runner.feedback.reply_names import reply_id, subject_of
+from tuneloop.runner.rewards.composite import Score
+
+#: An entry of the list under `feedback` of a body.
+Entry = dict[str, Any]
+
+#: What the service takes: characters of a name, the size of a number; and half of the bytes that it takes at once.
+MAX_NAME, MAX_REWARD, MAX_ENTRY_BYTES = 256, 1e6, 4 << 20
+
+_NAMES = ("metric", "source", "idempotency_key", "task_id", "run_id")
+
+Given = TypeVar("Given")
+
+
+class Options(TypedDict, total=False):
+    """What may be said beside: of which `choice`, under which `metric`, by which `source`, and when it happened.
+
+    `time` is seconds since 1970 or a datetime, and now by default. With the same `key`, the same thing is not taken
+    twice. `task_id` and `run_id` name the reply's own task and run, where its request did not.
+    """
+
+    choice: int | None
+    metric: str
+    source: str
+    time: float | datetime
+    key: str
+    task_id: str | int
+    run_id: str | int
+
+
+class FeedbackVerbs(Generic[Given]):
+    """What can be said; where it goes, subclasses say in `_take`. All raise ValueError for what makes no sense.
+
+    `reply` is a reply object of openai, Anthropic, LangChain or AgentScope, its JSON, its id, or a list of them; or a
+    whole run: an object, or a mapping, with `task_id` and `run_id`, such as `WholeRun`.
+    """
+
+    _source: str | None = None
+
+    def reward(self, reply: object, value: float | Score, **options: Unpack[Options]) -> Given:
+        """A number of at most 1e6 in size, or a Score, whose components are told too, each under its own metric."""
+        if isinstance(value, Score):
+            parts = {"reward": value.total} | {name: each for name, each in value.values.items() if each is not None}
+            said = [{"metric": name, "value": _number(each)} for name, each in parts.items()]
+            return self._take(self._entries(reply, said, options))
+        return self._take(self._entries(reply, [{"reward": _number(value)}], options))
+
+    def thumb(self, reply: object, up: bool, **options: Unpack[Options]) -> Given:
+        """A thumb, up or down."""
+        if not isinstance(up, bool):
+            raise ValueError(f"up: {up!r} is neither True nor False")
+        return self._take(self._entries(reply, [{"value": up}], options))
+
+    def thumbs_up(self, reply: object, **options: Unpack[Options]) -> Given:
+        """A thumb up."""
+        return self.thumb(reply, True, **options)
+
+    def thumbs_down(self, reply: object, **options: Unpack[Options]) -> Given:
+        """A thumb down."""
+        return self.thumb(reply, False, **options)
+
+    def label(self, reply: object, label: str, **options: Unpack[Options]) -> Given:
+        """A label of at most 256 characters. Its metric is `reward` unless you name another."""
+        return self._take(self._entries(reply, [{"value": _name(label, "label")}], options))
+
+    def comment(self, reply: object, text: str, **options: Unpack[Options]) -> Given:
+        """A comment: kept, and never part of the reward."""
+        return self._take(self._entries(reply, [{"comment": _text(text, "comment")}], options))
+
+    def edit(self, reply: object, answer: str | Mapping[str, Any], **options: Unpack[Options]) -> Given:
+        """The answer as it should have been: its text, or a message of the assistant."""
+        better = dict(answer) if isinstance(answer, Mapping) else _text(answer, "answer")
+        return self._take(self._entries(reply, [{"demonstration": better}], options))
+
+    def prefer(self, better: object, worse: object, **options: Unpack[Options]) -> Given:
+        """That one reply is better than another. To name choices: `prefer(reply_id(a, 0), reply_id(a, 1))`."""
+        said = {"preferred_over": reply_id(worse)}
+        if "msg_ids" not in (about := subject_of(better, options.get("choice"))) or len(about["msg_ids"]) != 1:
+            raise ValueError("better: name one reply, not a run or several replies")
+        if about["msg_ids"] == [said["preferred_over"]]:
+            raise ValueError("a reply cannot be preferred over itself")
+        return self._take(self._entries(better, [said], options))
+
+    def retract(self, reply: object, **options: Unpack[Options]) -> Given:
+        """Take back what the same source said of it under `metric`, which is `reward` unless you name another."""
+        return self._take(self._entries(reply, [{"retract": True}], options))
+
+    def _take(self, entries: Sequence[Entry]) -> Given:
+        raise NotImplementedError
+
+    def _entries(self, reply: object, said: Sequence[Mapping[str, Any]], options: Options) -> list[Entry]:
+        about = subject_of(reply, options.get("choice")) | dict(_beside(options, self._source))
+        entries = [about | dict(each) for each in said]
+        for each in entries:
+            _must_fit(each)
+        return entries
+
+
+def _beside(options: Options, source: str | None) -> Iterator[tuple[str, Any]]:
+    when = options.get("time", None)
+    yield "time", when.timestamp() if isinstance(when, datetime) else time.time() if when is None else _number(when)
+    yield "idempotency_key", options.get("key") or uuid.uuid4().hex
+    if (who := options.get("source", source)) is not None:
+        yield "source", who
+    if "metric" in options:
+        yield "metric", options["metric"]
+    if "task_id" in options:
+        yield "task_id", str(options["task_id"])
+    if "run_id" in options:
+        yield "run_id", str(options["run_id"])
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        # As those of numpy and torch are.
+        try:
+            value = value.item()  # type: ignore[attr-defined]
+        except (AttributeError, ValueError, RuntimeError):
+            raise ValueError(f"{value!r} is no number: for a thumb there are thumbs_up and thumbs_down") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
+
+
+def _text(text: object, name: str) -> str:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{name}: {text!r} is no text")
+    return text
+
+
+def _name(text: object, field: str) -> str:
+    name = _text(text, field)
+    if len(name) > MAX_NAME or "\0" in name:
+        raise ValueError(f"{field}: at most {MAX_NAME} characters, and no NUL")
+    return name
+
+
+def _must_fit(entry: Entry) -> None:
+    """Raise ValueError for what the service would refuse for ever."""
+    for field in _NAMES:
+        if field in entry:
+            _name(entry[field], field)
+    for field in ("reward", "value"):
+        if isinstance(number := entry.get(field), float) and abs(number) > MAX_REWARD:
+            raise ValueError(f"{number:g}: at most {MAX_REWARD:g} in size")
+    try:
+        size = len(json.dumps(entry, allow_nan=False, ensure_ascii=False).encode())
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"it cannot be written as JSON: {error}") from None
+    if size > MAX_ENTRY_BYTES:
+        raise ValueError(f"{size} bytes: at most {MAX_ENTRY_BYTES} are sent at once")

@@ -1,0 +1,259 @@
+"""Asks a model behind an OpenAI-compatible endpoint for one answer in JSON, with patience, blocking or not.
+
+What is asked next is decided by a generator that does no input or output (`_conversation`); two loops drive it.
+"""
+
+import asyncio
+import email.utils
+import json
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import httpx
+
+from tuneloop.runner.errors import JudgeAway, JudgeFailed
+from tuneloop.runner.judging.prompts import Prompt
+
+#: The longest that we wait by ourselves before asking again. Who is told to wait longer raises JudgeAway.
+MAX_WAIT_S = 30.0
+
+#: Fields that some endpoints do not know: left out where they refuse them. `store` keeps the question out of storage;
+#: a tuneloop honours it, so that judging never becomes training data.
+_OPTIONAL = ("response_format", "temperature", "store")
+
+#: Characters of an error in which it says what is wrong.
+_TELLING = 300
+
+_BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_NOT_LET_IN = frozenset({401, 402, 403, 404, 405})
+
+
+class Answer(NamedTuple):
+    """What the model wrote, and the tokens that it took (0 where the endpoint does not say)."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Post(NamedTuple):
+    body: Mapping[str, Any]
+
+
+class _Wait(NamedTuple):
+    seconds: float
+
+
+_Step = _Post | _Wait
+_Heard = httpx.Response | httpx.HTTPError | None
+
+
+@dataclass(kw_only=True)
+class Endpoint:
+    """An OpenAI-compatible endpoint: `base_url` ends in /v1, as OpenAI's clients want it.
+
+    `temperature` None is not sent. `timeout` is in seconds, of one request; `retries` are for what passes: no
+    connection, 429, 5xx. At most `concurrency` requests are under way at once, of each of the two kinds.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    temperature: float | None = 0.0
+    timeout: float = 60.0
+    retries: int = 2
+    concurrency: int = 8
+    _refused: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            absolute = httpx.URL(self.base_url).is_absolute_url and self.base_url.startswith(("http://", "https://"))
+        except httpx.InvalidURL:
+            absolute = False
+        if not absolute:
+            raise ValueError(f"base_url: {self.base_url!r} must be an absolute URL, such as https://host/v1")
+        if not (self.timeout > 0 and self.retries >= 0 and self.concurrency >= 1):
+            raise ValueError("timeout must be above 0, retries not below 0, concurrency at least 1")
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        self._url = f"{self.base_url.rstrip('/')}/chat/completions"
+        self._places = threading.BoundedSemaphore(self.concurrency)
+        self._client = httpx.Client(timeout=self.timeout, headers=headers)
+        self._async_places = asyncio.Semaphore(self.concurrency)
+        self._async_client = httpx.AsyncClient(timeout=self.timeout, headers=headers)
+
+    def ask(self, prompt: Prompt, schema: Mapping[str, Any]) -> Answer:
+        """One answer, which should fit the schema. Raises JudgeError if there is none."""
+        talk = self._conversation(prompt, schema)
+        heard: _Heard = None
+        with self._places:
+            while True:
+                try:
+                    step = talk.send(heard)
+                except StopIteration as end:
+                    return Answer(*end.value)
+                heard = None
+                if isinstance(step, _Wait):
+                    time.sleep(step.seconds)
+                else:
+                    heard = self._post(step)
+
+    async def ask_async(self, prompt: Prompt, schema: Mapping[str, Any]) -> Answer:
+        """The same without blocking. Use it in one event loop only."""
+        talk = self._conversation(prompt, schema)
+        heard: _Heard = None
+        async with self._async_places:
+            while True:
+                try:
+                    step = talk.send(heard)
+                except StopIteration as end:
+                    return Answer(*end.value)
+                heard = None
+                if isinstance(step, _Wait):
+                    await asyncio.sleep(step.seconds)
+                else:
+                    heard = await self._post_async(step)
+
+    def close(self) -> None:
+        """Close the connections of `ask`."""
+        self._client.close()
+
+    async def close_async(self) -> None:
+        """Close those of `ask_async`, and of `ask`."""
+        await self._async_client.aclose()
+        self.close()
+
+    @contextmanager
+    def open(self) -> Iterator["Endpoint"]:
+        """Itself, closed in the end."""
+        try:
+            yield self
+        finally:
+            self.close()
+
+    @asynccontextmanager
+    async def open_async(self) -> AsyncIterator["Endpoint"]:
+        """Itself, closed in the end."""
+        try:
+            yield self
+        finally:
+            await self.close_async()
+
+    def _post(self, step: _Post) -> _Heard:
+        try:
+            return self._client.post(self._url, json=step.body)
+        except httpx.HTTPError as error:
+            return error
+
+    async def _post_async(self, step: _Post) -> _Heard:
+        try:
+            # httpx only bounds the time between two bytes.
+            async with asyncio.timeout(self.timeout):
+                return await self._async_client.post(self._url, json=step.body)
+        except httpx.HTTPError as error:
+            return error
+        except TimeoutError:
+            return httpx.ReadTimeout(f"no answer in {self.timeout:g} s")
+
+    def _conversation(self, prompt: Prompt, schema: Mapping[str, Any]) -> Generator[_Step, _Heard, Answer]:
+        """What to do next, until there is an answer."""
+        body, left = self._body(prompt, schema), self.retries
+        dropped: set[str] = set()
+        while True:
+            heard = yield _Post(body)
+            if isinstance(heard, httpx.Response) and heard.is_success:
+                self._refused |= dropped
+                return _answer(heard)
+            if isinstance(heard, httpx.Response) and (name := _unknown_field(heard, body)):
+                dropped.add(name)
+                body = {key: value for key, value in body.items() if key != name}
+                continue
+            away = _away(heard)
+            if away is None:
+                raise JudgeFailed(*_refusal(heard))
+            wait = away.retry_after_s if away.retry_after_s is not None else _pause(self.retries - left)
+            if left <= 0 or wait > MAX_WAIT_S or _not_let_in(heard):
+                raise away
+            left -= 1
+            yield _Wait(wait)
+
+    def _body(self, prompt: Prompt, schema: Mapping[str, Any]) -> dict[str, Any]:
+        shape = {"name": "answer", "strict": True, "schema": schema}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": prompt,
+            "store": False,
+            "response_format": {"type": "json_schema", "json_schema": shape},
+        }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        return {key: value for key, value in body.items() if key not in self._refused}
+
+
+def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | None:
+    """The field of ours that the endpoint does not take, to be asked again without; None: that is not what is wrong.
+
+    Only `response_format` is tried without being named, for servers refuse it in many words.
+    """
+    if response.status_code not in {400, 422, 501}:
+        return None
+    # Not the whole text: what is quoted at its end may be anybody's words.
+    named = next((name for name in _OPTIONAL if name in body and name in response.text[:_TELLING]), None)
+    return named or ("response_format" if "response_format" in body else None)
+
+
+def _away(heard: _Heard) -> JudgeAway | None:
+    if not isinstance(heard, httpx.Response):
+        return JudgeAway(*_refusal(heard))
+    if heard.status_code in _BUSY or heard.status_code >= 500 or _not_let_in(heard):
+        return JudgeAway(*_refusal(heard), retry_after_s=retry_after_s(heard))
+    return None
+
+
+def _not_let_in(heard: _Heard) -> bool:
+    """Whether it is no use to try again before somebody has changed a setting."""
+    return isinstance(heard, httpx.Response) and (heard.status_code in _NOT_LET_IN or heard.is_redirect)
+
+
+def retry_after_s(response: httpx.Response) -> float | None:
+    """How many seconds the server asks us to wait, by a number or a date; None where it says neither."""
+    said = response.headers.get("retry-after", "")
+    try:
+        if said.strip().replace(".", "", 1).isdigit() and said.isascii():
+            return float(said)
+        return max(0.0, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _pause(tries: int) -> float:
+    """Half a second, and twice as long each time; not everybody's at once."""
+    longest: float = min(MAX_WAIT_S, 0.5 * 2**tries)
+    return longest * random.uniform(0.5, 1.0)
+
+
+def _refusal(heard: _Heard) -> tuple[str, str]:
+    """What the judge answered instead, and its words."""
+    if isinstance(heard, httpx.Response):
+        return f"the judge answered {heard.status_code}", heard.text
+    return "the judge does not answer", repr(heard)
+
+
+def _answer(response: httpx.Response) -> Answer:
+    """What the model said. Raises JudgeFailed unless it said it to the end."""
+    try:
+        said = json.loads(response.content)
+        choice, usage = said["choices"][0], said.get("usage") or {}
+        text, ending = choice["message"]["content"], choice.get("finish_reason")
+        tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        raise JudgeFailed("the judge's answer is no chat completion", response.text) from None
+    if ending not in {None, "stop"}:
+        raise JudgeFailed("the judge did not answer to the end", f"finish_reason {ending!r}")
+    if not isinstance(text, str) or not text.strip():
+        raise JudgeFailed("the judge said nothing")
+    return Answer(text, *tokens)

@@ -1,0 +1,183 @@
+"""LLM as a judge: scores by criteria, and which of two replies is better. No verdict is ever made up."""
+
+import asyncio
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tuneloop.runner.errors import JudgeError, JudgeFailed
+from tuneloop.runner.judging.endpoint import Answer, Endpoint
+from tuneloop.runner.judging.prompts import Prompt, comparing_prompt, scoring_prompt
+from tuneloop.runner.judging.rubric import DEFAULT_CRITERIA, Rubric
+from tuneloop.runner.judging.verdicts import object_in, scores_in, words_in
+from tuneloop.runner.rewards.reply import Reply
+
+#: More whole numbers than these are no list of choices any more.
+_MOST_CHOICES = 100
+
+_PREFERENCE = {
+    "type": "object",
+    "properties": {
+        "reason": {"type": "string"},
+        "winner": {"type": "string", "enum": ["first", "second", "tie"]},
+    },
+    "required": ["reason", "winner"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the judge says of a reply.
+
+    `scores` and `total`, their weighted mean, are on the rubric's scale; `normalised` and `shares` are the same from 0
+    to 1. With several samples they are the means. `reason` is the judge's own.
+    """
+
+    scores: Mapping[str, float]
+    total: float
+    shares: Mapping[str, float]
+    normalised: float
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Which of two replies the judge prefers. It was asked in both orders: where the answers differ it is a tie."""
+
+    winner: Literal["a", "b", "tie"]
+    consistent: bool
+    reasons: tuple[str, str]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(kw_only=True)
+class Judge:
+    """A model that judges, behind an OpenAI-compatible endpoint (see `Endpoint`).
+
+    `criteria`, `weights` and `scale` are a rubric's; `samples` is how often a reply is judged. With more than one, give
+    a `temperature` above 0.
+    """
+
+    base_url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    criteria: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_CRITERIA))
+    weights: Mapping[str, float] = field(default_factory=dict)
+    scale: tuple[int, int] = (1, 5)
+    samples: int = 1
+    temperature: float | None = 0.0
+    timeout: float = 60.0
+    retries: int = 2
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what makes no sense."""
+        self.rubric = Rubric(criteria=self.criteria, weights=self.weights, scale=self.scale)
+        if self.samples < 1:
+            raise ValueError("samples must be at least 1")
+        names = ("base_url", "model", "api_key", "temperature", "timeout", "retries", "concurrency")
+        self.endpoint = Endpoint(**{name: getattr(self, name) for name in names})
+
+    def score(self, reply: Reply) -> Verdict:
+        """Judge a reply. Raises JudgeFailed if the judge has no usable verdict on it, JudgeAway if it is not there."""
+        question = self._question(reply)
+        return self._verdict([self.endpoint.ask(*question) for _ in range(self.samples)])
+
+    async def score_async(self, reply: Reply) -> Verdict:
+        """The same without blocking. Use it in one event loop only."""
+        question = self._question(reply)
+        return self._verdict(await _all([self.endpoint.ask_async(*question) for _ in range(self.samples)]))
+
+    def reward(self, reply: Reply) -> float:
+        """The verdict as one number from 0 to 1: a component of a Composite."""
+        return self.score(reply).normalised
+
+    def compare(self, a: Reply, b: Reply) -> Preference:
+        """Which of two replies to one conversation is better. Raises as `score` does."""
+        ask, criteria = self.endpoint.ask, self.rubric.criteria
+        pairs = (a, b), (b, a)
+        return _preference([ask(comparing_prompt(*pair, criteria), _PREFERENCE) for pair in pairs])
+
+    async def compare_async(self, a: Reply, b: Reply) -> Preference:
+        """The same without blocking."""
+        ask, criteria = self.endpoint.ask_async, self.rubric.criteria
+        pairs = (a, b), (b, a)
+        return _preference(await _all([ask(comparing_prompt(*pair, criteria), _PREFERENCE) for pair in pairs]))
+
+    def close(self) -> None:
+        """Close the connections that blocking questions were asked over."""
+        self.endpoint.close()
+
+    async def close_async(self) -> None:
+        """Close all connections."""
+        await self.endpoint.close_async()
+
+    def _question(self, reply: Reply) -> tuple[Prompt, dict[str, Any]]:
+        try:
+            return scoring_prompt(reply, self.rubric.criteria, self.rubric.scale), self._schema()
+        except RecursionError:
+            raise JudgeFailed("the reply, or what it answers, is nested too deeply to be shown") from None
+
+    def _schema(self) -> dict[str, Any]:
+        low, high = self.rubric.scale
+        choices = {"enum": list(range(low, high + 1))} if high - low < _MOST_CHOICES else {}
+        names = list(self.rubric.criteria)
+        scores = {
+            "type": "object",
+            "properties": {name: {"type": "integer", **choices} for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+        return {
+            "type": "object",
+            "properties": {"reason": {"type": "string"}, "scores": scores},
+            "required": ["reason", "scores"],
+            "additionalProperties": False,
+        }
+
+    def _verdict(self, answers: Sequence[Answer]) -> Verdict:
+        rubric = self.rubric
+        read = [object_in(each.text, "scores") for each in answers]
+        scored = [scores_in(each, rubric.criteria, rubric.scale) for each in read]
+        scores = {name: statistics.fmean(each[name] for each in scored) for name in rubric.criteria}
+        total = rubric.total(scores)
+        return Verdict(
+            scores=scores,
+            total=total,
+            shares={name: rubric.normalise(score) for name, score in scores.items()},
+            normalised=rubric.normalise(total),
+            reason=words_in(read[0], "reason"),
+            prompt_tokens=sum(each.prompt_tokens for each in answers),
+            completion_tokens=sum(each.completion_tokens for each in answers),
+        )
+
+
+async def _all(asked: Sequence[Any]) -> list[Answer]:
+    """All answers; where one raises, the others are not waited for."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in asked]
+    except* JudgeError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _preference(answers: Sequence[Answer]) -> Preference:
+    read = [object_in(each.text, "winner") for each in answers]
+    winners = [each["winner"] for each in read]
+    if any(each not in ("first", "second", "tie") for each in winners):
+        raise JudgeFailed("the judge preferred neither first nor second, nor called it a tie", str(winners))
+    straight = {"first": "a", "second": "b", "tie": "tie"}[winners[0]]
+    swapped = {"first": "b", "second": "a", "tie": "tie"}[winners[1]]
+    return Preference(
+        winner=straight if straight == swapped else "tie",  # type: ignore[arg-type]
+        consistent=straight == swapped,
+        reasons=(words_in(read[0], "reason"), words_in(read[1], "reason")),
+        prompt_tokens=sum(each.prompt_tokens for each in answers),
+        completion_tokens=sum(each.completion_tokens for each in answers),
+    )

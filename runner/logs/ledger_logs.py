@@ -1,0 +1,185 @@
+"""Exchanges of a tuneloop's ledger: from a file that `tuneloop export` wrote, or from its stored completions."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from tuneloop.runner.errors import LogRefused, ServiceRefused
+from tuneloop.runner.logs.exchange import (
+    LoggedExchange,
+    conversation_of,
+    json_lines,
+    labels_in,
+    may_train,
+    objects,
+    optional_number,
+    optional_text,
+)
+from tuneloop.runner.rewards.chat_messages import chat_messages
+
+#: Why nothing is trained on a row: its client forbade it, or it is kept for comparing versions.
+_KEPT_OUT = frozenset({"opt_out", "held_out"})
+#: Why a row's text is no answer.
+_NO_REPLY = frozenset({"cut_off", "empty"})
+
+_PAGE = 100
+_TIMEOUT_S = 30.0
+
+
+def read_export(path: Path) -> Iterator[LoggedExchange]:
+    """The exchanges of an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, told by their fields.
+
+    Of `experiences` the newest correction of each choice counts, and rows without messages are left out. Raises
+    LogRefused for a line that is no row of these.
+    """
+    last: tuple[str, int] | None = None
+    waiting: LoggedExchange | None = None
+    for number, row in json_lines(path):
+        try:
+            read, key = _of_row(row, str(path)), _key(row, number)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LogRefused(f"{path}:{number}: no row of an export: {error!r}") from None
+        if waiting is not None and key != last:
+            yield waiting
+        waiting, last = read, key
+    if waiting is not None:
+        yield waiting
+
+
+def _key(row: Mapping[str, Any], number: int) -> tuple[str, int]:
+    """What two rows of one choice have in common: its corrections follow each other. Other formats have one of each."""
+    return ("", number) if "prompt_ids" not in row else (str(row["msg_id"]), int(row["choice"]))
+
+
+def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
+    labels = labels_in(row)
+    msg_id = str(row["msg_id"])
+    common: dict[str, Any] = {
+        "source": "tuneloop",
+        "place": place,
+        "exchange_id": msg_id,
+        "conversation": conversation_of(labels, msg_id),
+        "user": optional_text(row.get("user")),
+        "reward": optional_number(row.get("reward")),
+        "labels": labels,
+    }
+    if "prompt_ids" in row:
+        return _of_experience(row, common)
+    if "prompt" in row:
+        chosen = row["chosen"] if "chosen" in row else row["completion"]
+        good = "chosen" in row or bool(row["label"])
+        told = chat_messages(row["prompt"]), chat_messages(chosen) if good else []
+    else:
+        said = chat_messages(row["messages"])
+        told = said[:-1], said[-1:]
+    tools = objects(row.get("tools"))
+    return LoggedExchange(messages=tuple(told[0]), reply=tuple(told[1]), tools=tools, train=may_train(row), **common)
+
+
+def _of_experience(row: Mapping[str, Any], common: dict[str, Any]) -> LoggedExchange | None:
+    if not row.get("messages"):
+        return None
+    request = json.loads(row["request"]) if isinstance(row.get("request"), str) else {}
+    reason = row.get("reason")
+    demonstration = _demonstration(row)
+    said = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
+    reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in said.items() if value})
+    many = f":{row['choice']}" if row.get("choice") else ""
+    return LoggedExchange(
+        messages=tuple(chat_messages(row["messages"])),
+        reply=tuple(demonstration or reply),
+        tools=objects(request.get("tools")),
+        model=optional_text(request.get("model")),
+        at=optional_number(row.get("sampled_at")),
+        train=reason not in _KEPT_OUT and may_train(request),
+        target=bool(demonstration),
+        feedback=objects(row.get("feedback")),
+        **common | {"exchange_id": common["exchange_id"] + many},
+    )
+
+
+def _demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answer as somebody edited it, the last one."""
+    edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
+    if not edits or not isinstance(edits[-1], str):
+        return []
+    try:
+        read = json.loads(edits[-1])
+    except (ValueError, RecursionError):
+        read = None
+    return chat_messages(read if isinstance(read, dict) and "role" in read else edits[-1])
+
+
+def read_stored_completions(
+    url: str,
+    *,
+    api_key: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    client: httpx.Client | None = None,
+) -> Iterator[LoggedExchange]:
+    """The stored completions of a service, the oldest first; `url` is the service's, without /v1.
+
+    `metadata` keeps those with just these pairs. What the service was told beside metadata, such as rewards, an export
+    has and this does not. Raises ServiceRefused where the service does not answer with a list.
+    """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    base = f"{url.rstrip('/')}/v1/chat/completions"
+    own = client or httpx.Client(timeout=_TIMEOUT_S)
+    try:
+        filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
+        for stored in _pages(own, base, headers, filters):
+            told = list(_pages(own, f"{base}/{quote(str(stored['id']), safe='')}/messages", headers, {}))
+            yield from _of_stored(stored, told, url)
+    finally:
+        if client is None:
+            own.close()
+
+
+def _pages(
+    client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    after: dict[str, str] = {}
+    while True:
+        page = get_json(client, url, headers, {**query, **after, "limit": str(_PAGE), "order": "asc"})
+        yield from page["data"]
+        if not page.get("has_more") or not page["data"]:
+            return
+        after = {"after": str(page["data"][-1]["id"])}
+
+
+def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]) -> dict[str, Any]:
+    """The list that a service answers with. Raises ServiceRefused."""
+    try:
+        answer = client.get(url, params=query, headers=headers)
+        read = answer.json() if answer.is_success else None
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServiceRefused(f"{url} does not answer: {error!r}") from None
+    if not isinstance(read, dict) or not isinstance(read.get("data"), list):
+        raise ServiceRefused(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+    return read
+
+
+def _of_stored(stored: Mapping[str, Any], told: list[dict[str, Any]], url: str) -> Iterator[LoggedExchange]:
+    labels = labels_in(stored.get("metadata"))
+    asked = [{**each, "content": each.get("content_parts") or each.get("content")} for each in told]
+    choices = stored.get("choices") or []
+    for choice in choices:
+        many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""
+        yield LoggedExchange(
+            source="tuneloop",
+            place=url,
+            exchange_id=f"{stored['id']}{many}",
+            conversation=conversation_of(labels, str(stored["id"])),
+            messages=tuple(chat_messages(asked)),
+            reply=tuple(chat_messages(choice["message"]) if choice.get("finish_reason") else []),
+            tools=objects(stored.get("tools")),
+            model=optional_text(stored.get("model")),
+            at=optional_number(stored.get("created")),
+            user=optional_text(stored.get("input_user")),
+            train=may_train(stored),
+            labels=labels,
+        )

@@ -1,0 +1,188 @@
+"""The model that a workflow gets: an AgentScope chat model where AgentScope is installed, else an `openai` client.
+
+Each is bound to its run, takes down its calls in `run.calls`, and has the sampling parameters that were set for the
+model as defaults: what a call says itself wins.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from tuneloop.runner.errors import ExtraMissing
+from tuneloop.runner.models.run_calls import RunCalls
+from tuneloop.runner.models.transport import AsyncObservedTransport, ObservedTransport
+
+#: Which kind of model a workflow gets: `auto` is AgentScope's if it is installed, else an `openai` client, synchronous
+#: for a plain function.
+ClientKind = Literal["auto", "agentscope", "async_openai", "openai"]
+
+
+class CallsEndpoint(Protocol):
+    """What a model is bound to: a Run, or a ModelEndpoint."""
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as its `base_url`."""
+
+    @property
+    def api_key(self) -> str:
+        """The key that goes with it."""
+
+    @property
+    def calls(self) -> RunCalls:
+        """Where its calls are taken down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEndpoint:
+    """Any OpenAI-compatible service, bound to no run: `base_url` with its `/v1`."""
+
+    base_url: str
+    api_key: str = "none"
+    calls: RunCalls = field(default_factory=RunCalls, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDefaults:
+    """The name that requests give as `model`, and what they say unless the call says it; None leaves it out."""
+
+    model_name: str
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    enable_thinking: bool | None = None
+    timeout_s: float = 600.0
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a chat completion but for the thinking."""
+        fields = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def extra_body(self) -> dict[str, Any]:
+        """The fields that OpenAI's own API does not have."""
+        return (
+            {} if self.enable_thinking is None else {"chat_template_kwargs": {"enable_thinking": self.enable_thinking}}
+        )
+
+
+def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKind = "auto", sync: bool = False) -> Any:
+    """A model whose every call belongs to `bound`. `sync` chooses the kind of an `openai` client under `auto`.
+
+    Raises ExtraMissing if the package that it wants is not installed.
+    """
+    if client == "auto":
+        client = "agentscope" if importlib.util.find_spec("agentscope") else "openai" if sync else "async_openai"
+    if client == "agentscope":
+        return _agentscope(bound, defaults)
+    return _openai(bound, defaults) if client == "openai" else _async_openai(bound, defaults)
+
+
+def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
+    """Which model a workflow wants: by the annotation of its parameter `model`, and whether it is a plain function."""
+    sync = not _is_async(workflow)
+    try:
+        annotation = inspect.signature(workflow).parameters["model"].annotation
+    except (KeyError, TypeError, ValueError):
+        return "auto", sync
+    name = str(annotation if isinstance(annotation, str) else getattr(annotation, "__name__", ""))
+    kinds: dict[str, ClientKind] = {"OpenAI": "openai", "AsyncOpenAI": "async_openai"}
+    return kinds.get(name.rpartition(".")[2], "auto"), sync
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _client_arguments(bound: CallsEndpoint, defaults: CallDefaults, *, sync: bool) -> dict[str, Any]:
+    """What an `openai` client is made of. The environment is not asked: its proxies would go past the transport."""
+    timeout = httpx.Timeout(defaults.timeout_s, connect=10.0)
+    client: Any
+    if sync:
+        client = httpx.Client(transport=ObservedTransport(bound.calls), trust_env=False, timeout=timeout)
+    else:
+        client = httpx.AsyncClient(transport=AsyncObservedTransport(bound.calls), trust_env=False, timeout=timeout)
+    return {"base_url": bound.base_url, "http_client": client, "timeout": timeout}
+
+
+def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
+    """The options of a request for a reply, with the defaults for what it does not say."""
+    body = options.json_data
+    if isinstance(body, dict) and str(options.url).endswith(("/chat/completions", "/completions")):
+        said = {**defaults.sampling(), **body}
+        if body.get("max_completion_tokens") is not None and "max_tokens" not in body:
+            said.pop("max_tokens", None)
+        options.json_data = said
+        options.extra_json = {**defaults.extra_body(), **(options.extra_json or {})} or None
+    return options
+
+
+def _openai(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
+    made = _openai_classes(defaults)[0]
+    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=True))
+
+
+def _async_openai(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
+    made = _openai_classes(defaults)[1]
+    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=False))
+
+
+@lru_cache(maxsize=64)
+def _openai_classes(defaults: CallDefaults) -> tuple[Any, Any]:
+    """Clients with these defaults: classes, so that copies of a client (`with_options`) have them too."""
+    try:
+        import openai
+    except ImportError as error:
+        raise ExtraMissing("openai", "a workflow's model is an openai client unless AgentScope is installed") from error
+
+    class BoundOpenAI(openai.OpenAI):
+        model_name = defaults.model_name
+
+        def _prepare_options(self, options: Any) -> Any:
+            return _with_defaults(super()._prepare_options(options), defaults)
+
+    class BoundAsyncOpenAI(openai.AsyncOpenAI):
+        model_name = defaults.model_name
+
+        async def _prepare_options(self, options: Any) -> Any:
+            return _with_defaults(await super()._prepare_options(options), defaults)
+
+    return BoundOpenAI, BoundAsyncOpenAI
+
+
+def _agentscope(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
+    try:
+        from agentscope import model as models
+    except ImportError as error:
+        raise ExtraMissing("agentscope", "the workflow wants an AgentScope chat model") from error
+    arguments = _client_arguments(bound, defaults, sync=False)
+    if importlib.util.find_spec("agentscope.credential"):
+        return _agentscope2(models, bound, defaults, arguments)
+    generate: dict[str, Any] = defaults.sampling()
+    if extra := defaults.extra_body():
+        generate["extra_body"] = extra
+    return models.OpenAIChatModel(
+        defaults.model_name, api_key=bound.api_key, stream=False, client_kwargs=arguments, generate_kwargs=generate
+    )
+
+
+def _agentscope2(models: Any, bound: CallsEndpoint, defaults: CallDefaults, arguments: dict[str, Any]) -> Any:
+    from agentscope.credential import OpenAICredential
+
+    arguments.pop("base_url")
+    found = models.OpenAIChatModel(
+        credential=OpenAICredential(api_key=bound.api_key, base_url=bound.base_url),
+        model=defaults.model_name,
+        parameters=models.OpenAIChatModel.Parameters(**defaults.sampling()),
+        stream=False,
+        client_kwargs=arguments,
+        extra_body=defaults.extra_body() or None,
+    )
+    found.model_name = defaults.model_name  # as 1.x and the clients of openai have it
+    return found

@@ -1,0 +1,71 @@
+"""The calls that a run made of its model: how many, which replies came of them, and what they cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """One request for a reply, and what came of it.
+
+    `msg_id` is the reply's id, under which feedback names it. `status` is HTTP's, 0 where no answer came. The counts of
+    tokens are None where the reply did not say them, as of a stream that was not asked to.
+    """
+
+    path: str
+    status: int
+    msg_id: str | None = None
+    model_version: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    duration_s: float = 0.0
+
+    @property
+    def answered(self) -> bool:
+        """Whether a reply came."""
+        return 200 <= self.status < 300
+
+
+@dataclass(slots=True)
+class RunCalls:
+    """The calls of a run, in the order in which they ended. Any thread may add to it.
+
+    It holds what our own model objects asked in this process; what other clients of the run asked is known to the
+    service.
+    """
+
+    made: list[ModelCall] = field(default_factory=list)
+
+    def add(self, call: ModelCall) -> None:
+        """Take down a call."""
+        self.made.append(call)  # atomic, as far as threads go
+
+    def __iter__(self) -> Iterator[ModelCall]:
+        return iter(list(self.made))
+
+    def __len__(self) -> int:
+        """How many were answered."""
+        return sum(each.answered for each in self)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    @property
+    def msg_ids(self) -> list[str]:
+        """The ids of the replies."""
+        return [each.msg_id for each in self if each.answered and each.msg_id is not None]
+
+    @property
+    def model_versions(self) -> list[int]:
+        """The versions that answered, each once, ascending."""
+        return sorted({each.model_version for each in self if each.model_version is not None})
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each as long as it was sent."""
+        return sum(each.prompt_tokens or 0 for each in self)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all replies."""
+        return sum(each.completion_tokens or 0 for each in self)

@@ -1,0 +1,206 @@
+"""httpx transports that take down each request for a reply, over connections that all runs of a process share.
+
+A client of its own for every run would read the certificates of the machine again for each, and open its own
+connections. The pools are one per event loop, and one for threads; a forked process begins with none of its parent's.
+"""
+
+import asyncio
+import json
+import os
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from tuneloop.runner.models.run_calls import ModelCall, RunCalls
+
+#: The ends of the paths of requests for replies.
+_SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
+
+#: Of a stream, so many bytes of its end are looked at for what it cost.
+_TAIL = 32 << 10
+
+#: No bound of ours: the service has its own, and says what it does with requests beyond it. A connection is given up
+#: before the service does so, which would lose a request that goes out in that moment.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3.0)
+
+_async_pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str | None, httpx.AsyncHTTPTransport]]" = (
+    WeakKeyDictionary()
+)
+_pools: dict[tuple[int, str | None], httpx.HTTPTransport] = {}
+
+
+class ObservedTransport(httpx.BaseTransport):
+    """For clients in threads."""
+
+    def __init__(self, calls: RunCalls) -> None:
+        self._calls = calls
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request; take it down when its response has been read, or left."""
+        observed = _Observed(request, self._calls)
+        try:
+            response = _pool(request.url).handle_request(request)
+        except httpx.TransportError:
+            observed.end()
+            raise
+        observed.begin(response)
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        response.stream = _Stream(response.stream, observed)
+        return response
+
+
+class AsyncObservedTransport(httpx.AsyncBaseTransport):
+    """For clients in an event loop; the same client may be used in several loops, one after the other."""
+
+    def __init__(self, calls: RunCalls) -> None:
+        self._calls = calls
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request; take it down when its response has been read, or left."""
+        observed = _Observed(request, self._calls)
+        try:
+            response = await _async_pool(request.url).handle_async_request(request)
+        except (httpx.TransportError, asyncio.CancelledError):
+            observed.end()
+            raise
+        observed.begin(response)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _AsyncStream(response.stream, observed)
+        return response
+
+
+async def close_connections() -> None:
+    """Close the connections of the running event loop, as is polite before it ends."""
+    for pool in _async_pools.pop(asyncio.get_running_loop(), {}).values():
+        await pool.aclose()
+
+
+def _async_pool(url: httpx.URL) -> httpx.AsyncHTTPTransport:
+    pools = _async_pools.setdefault(asyncio.get_running_loop(), {})
+    proxy = _proxy_of(url)
+    if proxy not in pools:
+        pools[proxy] = httpx.AsyncHTTPTransport(limits=_LIMITS, proxy=proxy)
+    return pools[proxy]
+
+
+def _pool(url: httpx.URL) -> httpx.HTTPTransport:
+    key = os.getpid(), _proxy_of(url)
+    if key not in _pools:
+        _pools.setdefault(key, httpx.HTTPTransport(limits=_LIMITS, proxy=key[1]))
+    return _pools[key]
+
+
+def _proxy_of(url: httpx.URL) -> str | None:
+    """The proxy that the environment names for a URL; the machine's own services need none."""
+    if url.host in {"127.0.0.1", "localhost", "::1"}:
+        return None
+    found = urllib.request.getproxies()
+    proxy = found.get(url.scheme) or found.get("all")
+    return None if proxy is None or urllib.request.proxy_bypass(url.host) else proxy
+
+
+class _Observed:
+    """A request until it is taken down, which happens once."""
+
+    def __init__(self, request: httpx.Request, calls: RunCalls) -> None:
+        self._path = request.url.path
+        self._add: Callable[[ModelCall], None] | None = None
+        if request.method == "POST" and self._path.endswith(_SAMPLING):
+            self._add = calls.add
+        self._started = time.monotonic()
+        self._response: httpx.Response | None = None
+        self._streams = False
+        self._data = bytearray()
+
+    def begin(self, response: httpx.Response) -> None:
+        self._response = response
+        self._streams = response.headers.get("content-type", "").startswith("text/event-stream")
+
+    def feed(self, data: bytes) -> None:
+        if self._add is None:
+            return
+        self._data += data
+        if self._streams and len(self._data) > 2 * _TAIL:
+            del self._data[:-_TAIL]
+
+    def end(self) -> None:
+        """Take it down, as far as it got."""
+        add, self._add = self._add, None
+        if add is None:
+            return
+        response = self._response
+        headers = httpx.Headers() if response is None else response.headers
+        body = _last_event(bytes(self._data)) if self._streams else _object(bytes(self._data))
+        version = headers.get("x-tuneloop-version")
+        # Of ours, the header is the id whatever the route and however little of a stream was read.
+        msg_id = headers.get("x-request-id") if version is not None else body.get("id")
+        usage = body.get("usage") or {}
+        add(
+            ModelCall(
+                path=self._path,
+                status=0 if response is None else response.status_code,
+                msg_id=msg_id or body.get("id"),
+                model_version=None if version is None else int(version),
+                prompt_tokens=usage.get("prompt_tokens", usage.get("input_tokens")),
+                completion_tokens=usage.get("completion_tokens", usage.get("output_tokens")),
+                duration_s=time.monotonic() - self._started,
+            )
+        )
+
+
+class _Stream(httpx.SyncByteStream):
+    def __init__(self, stream: httpx.SyncByteStream, observed: _Observed) -> None:
+        self._stream, self._observed = stream, observed
+
+    def __iter__(self) -> Iterator[bytes]:
+        for data in self._stream:
+            self._observed.feed(data)
+            yield data
+        self._observed.end()
+
+    def close(self) -> None:
+        self._observed.end()
+        self._stream.close()
+
+
+class _AsyncStream(httpx.AsyncByteStream):
+    def __init__(self, stream: httpx.AsyncByteStream, observed: _Observed) -> None:
+        self._stream, self._observed = stream, observed
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for data in self._stream:
+            self._observed.feed(data)
+            yield data
+        self._observed.end()
+
+    async def aclose(self) -> None:
+        self._observed.end()
+        await self._stream.aclose()
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_event(data: bytes) -> dict[str, Any]:
+    """The last event of a stream that says what it cost, else the last one that is an object."""
+    last: dict[str, Any] = {}
+    for line in reversed(data.split(b"\n")):
+        if not line.startswith(b"data: {"):
+            continue
+        event = _object(line[6:])
+        event = event.get("response") or event  # the responses route wraps it
+        last = last or event
+        if event.get("usage"):
+            return event
+        if last and b"usage" not in data:
+            break
+    return last

@@ -1,0 +1,1 @@
+"""Shadow runs beside a production agent."""

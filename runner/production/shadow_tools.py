@@ -1,0 +1,181 @@
+"""Tools that are safe in shadow runs: they answer from production's record, run if they only read, or refuse."""
+
+import copy
+import functools
+import inspect
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+from tuneloop.runner.production.call_context import RecordedToolCall, current, current_trace
+
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowToolCall:
+    """A tool's call in a shadow run, and where its result came from."""
+
+    name: str
+    arguments: str
+    outcome: Literal["recorded", "ran", "refused"]
+
+
+class Replay:
+    """What tools do in one shadow run. Equal calls get the recorded results in their order; the last one repeats."""
+
+    def __init__(self, recorded: Sequence[RecordedToolCall]) -> None:
+        self.calls: list[ShadowToolCall] = []
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, str], list[RecordedToolCall]] = defaultdict(list)
+        for each in recorded:
+            self._waiting[each.name, each.arguments].append(each)
+
+    def next_recorded(self, name: str, arguments: str) -> RecordedToolCall | None:
+        """The recorded call that answers this one, if one does."""
+        with self._lock:
+            equal = self._waiting.get((name, arguments))
+            if not equal:
+                return None
+            return equal.pop(0) if len(equal) > 1 else equal[0]
+
+
+def refuse_as_json(name: str, arguments: str) -> Any:
+    """A tool's result that says that it was not run: what a model can read."""
+    why = (
+        f"{name} was not run: this is a rehearsal, in which nothing may be changed, and there is no record of this call"
+    )
+    return json.dumps({"error": why, "tool": name, "arguments": json.loads(arguments)})
+
+
+class ShadowTools:
+    """Wraps an app's tools. In production calls they do as ever; in shadow runs nothing that writes is run.
+
+    `refusal(name, arguments)` makes the result of a call that is refused, for frameworks whose tools return other
+    things than text.
+    """
+
+    def __init__(self, refusal: Callable[[str, str], Any] = refuse_as_json) -> None:
+        self._refusal = refusal
+
+    @overload
+    def tool(self, function: Tool) -> Tool: ...
+
+    @overload
+    def tool(self, *, read_only: bool = False, name: str | None = None) -> Callable[[Tool], Tool]: ...
+
+    def tool(
+        self, function: Callable[..., Any] | None = None, *, read_only: bool = False, name: str | None = None
+    ) -> Any:
+        """Wrap a function, sync or async; also a decorator. `read_only` declares that it may run in shadow runs.
+
+        Raises TypeError for a generator, whose result cannot be recorded.
+        """
+        if function is None:
+            return lambda each: self._wrap(each, read_only, name)
+        return self._wrap(function, read_only, name)
+
+    def _wrap(self, function: Callable[..., Any], read_only: bool, name: str | None) -> Any:
+        name = name or str(getattr(function, "__name__", type(function).__name__))
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{name}: a tool that yields cannot be recorded; let it return its result")
+        tool = _Tool(function, name, read_only, self._refusal)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return tool.call(args, kwargs)
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await tool.call_async(args, kwargs)
+
+        return call_async if inspect.iscoroutinefunction(function) else call
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The tool itself is to be run."""
+
+    arguments: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    result: Any
+
+
+class _Tool:
+    def __init__(
+        self, function: Callable[..., Any], name: str, read_only: bool, refusal: Callable[[str, str], Any]
+    ) -> None:
+        self._function, self._name = function, name
+        self._read_only, self._refusal = read_only, refusal
+        self._signature = inspect.signature(function)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        todo = self._decide(args, kwargs)
+        if isinstance(todo, _Answer):
+            return todo.result
+        try:
+            result = self._function(*args, **kwargs)
+        except Exception as error:
+            self._record(todo, error=error)
+            raise
+        self._record(todo, result)
+        return result
+
+    async def call_async(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        todo = self._decide(args, kwargs)
+        if isinstance(todo, _Answer):
+            return todo.result
+        try:
+            result = await self._function(*args, **kwargs)
+        except Exception as error:
+            self._record(todo, error=error)
+            raise
+        self._record(todo, result)
+        return result
+
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run | _Answer:
+        """What is to be done. Raises what the recorded call raised."""
+        replay, trace = current(), current_trace()
+        if not isinstance(replay, Replay):
+            return _Run(self._arguments(args, kwargs) if trace is not None and trace.recorded else None)
+        if (arguments := self._arguments(args, kwargs)) is None:
+            return _Run(None)  # which raises TypeError, and does nothing
+        if (found := replay.next_recorded(self._name, arguments)) is not None:
+            replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
+            if found.error is not None:
+                raise found.error.with_traceback(None)
+            return _Answer(copy_or_same(found.result))
+        replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if self._read_only else "refused"))
+        return _Run(None) if self._read_only else _Answer(self._refusal(self._name, arguments))
+
+    def _record(self, todo: _Run, result: Any = None, error: Exception | None = None) -> None:
+        trace = current_trace()
+        if trace is not None and todo.arguments is not None:
+            trace.tool_calls.append(RecordedToolCall(self._name, todo.arguments, copy_or_same(result), error))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The arguments as JSON, each under its name; None where they do not fit the function."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        bound.apply_defaults()
+        named = {name: value for name, value in bound.arguments.items() if name not in {"self", "cls"}}
+        try:
+            return json.dumps(named, sort_keys=True, default=repr)
+        except (TypeError, ValueError, RecursionError):
+            return json.dumps({"arguments": repr(named)})
+
+
+def copy_or_same(thing: Any) -> Any:
+    """A copy that nobody else changes; the thing itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(thing)
+    except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
+        return thing

@@ -1,0 +1,222 @@
+"""Lets production tune an agent: calls of the production agent are run again, out of sight, by one with our model."""
+
+import copy
+import functools
+import inspect
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar, cast, overload
+
+from tuneloop.runner.feedback.feedback_client import Feedback
+from tuneloop.runner.production.call_context import (
+    CallTrace,
+    current,
+    current_trace,
+    in_context,
+    marks_of_block,
+    take_marks,
+)
+from tuneloop.runner.production.shadow_counts import ShadowCounts
+from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculator, ShadowJob
+from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, copy_or_same
+from tuneloop.runner.production.shadow_worker import ShadowPlan, ShadowWorker
+from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
+
+Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
+
+#: Copies the inputs of a call before the app's agent can change them.
+Capture = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]]
+
+
+def deep_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Inputs of which nothing is shared. Raises what copy.deepcopy does for what cannot be copied, such as a lock."""
+    return copy.deepcopy((args, dict(kwargs)))
+
+
+@dataclass(slots=True)
+class _Observed:
+    """A production call under way; `call` is None if it will not be run again."""
+
+    trace: CallTrace
+    agent: AgentFactory
+    call: ProductionCall | None = None
+    select: Callable[[ProductionCall], bool] | None = None
+
+
+@dataclass(kw_only=True)
+class TrainingRunner:
+    """Runs a share of production's calls again as shadow runs, and sends their rewards to the service that trains.
+
+    `agent` makes the agent of a shadow run, bound to the `model` that the `service` trains; what it returns is called
+    as production was. `reward_calculator` says what its answer is worth. `repeat_time` runs of one call make a group.
+
+    Users get production's answer as it is. Nothing that goes wrong here reaches the app: it is counted, by kind, in
+    `counters()`, and the first of each kind is logged.
+
+    At most `queue_size` calls wait, `concurrency` shadow runs go on at once, each for at most `timeout_seconds`. Every
+    `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
+    where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
+    """
+
+    service: str
+    model: str
+    agent: AgentFactory
+    reward_calculator: RewardCalculator
+    selection_strategy: Strategy = field(default_factory=lambda: SamplingRateStrategy.of(0.1))
+    commit_interval_seconds: float = 300.0
+    repeat_time: int = 1
+    concurrency: int = 2
+    queue_size: int = 1000
+    timeout_seconds: float = 300.0
+    outbox: str | os.PathLike[str] | None = None
+    api_key: str | None = field(default=None, repr=False)
+    capture: Capture = deep_copies
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what makes no sense."""
+        if min(self.repeat_time, self.concurrency, self.queue_size) < 1 or not self.timeout_seconds > 0:
+            raise ValueError("repeat_time, concurrency and queue_size must be at least 1, timeout_seconds above 0")
+        Feedback(self.service).close()  # which says what is wrong with a URL
+        self.tools = ShadowTools()
+        self._counts = ShadowCounts()
+        self._worker: ShadowWorker | None = None
+        self._feedback: Feedback | None = None
+        self._temporary: str | None = None
+        strategy: Any = self.selection_strategy
+        self._select = cast(Callable[[ProductionCall], bool], getattr(strategy, "should_select", strategy))
+        self._asked_after = bool(getattr(strategy, "after_call", False))
+
+    def start(self) -> Self:
+        """Begin. Before, wrapped functions do as they would without this."""
+        if self._worker is not None:
+            return self
+        outbox = self.outbox
+        if outbox is None:
+            outbox = self._temporary = tempfile.mkdtemp(prefix="tuneloop-outbox-")
+        self._feedback = Feedback(self.service, outbox=outbox, source="training-runner", api_key=self.api_key)
+        plan = ShadowPlan(
+            service=self.service.rstrip("/").removesuffix("/v1"),
+            model=self.model,
+            api_key=self.api_key or "none",
+            reward_calculator=self.reward_calculator,
+            repeat_time=self.repeat_time,
+            commit_interval_s=self.commit_interval_seconds,
+            concurrency=self.concurrency,
+            queue_size=self.queue_size,
+            timeout_s=self.timeout_seconds,
+        )
+        self._worker = ShadowWorker(plan, self._counts, self._feedback)
+        return self
+
+    def stop(self, timeout: float = 60.0) -> bool:
+        """Run what waits, send and commit what it earned, and end; whether all of it was done in so many seconds."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return True
+        done = worker.stop(timeout)
+        if done and self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        return done
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def counters(self) -> dict[str, int]:
+        """What became of calls and runs, by kind, and of the feedback on them."""
+        found = self._counts.snapshot()
+        if (feedback := self._feedback) is not None:
+            found |= {f"feedback_{name}": getattr(feedback, name) for name in ("pending", "sent", "refused")}
+        return found
+
+    @overload
+    def shadow(self, call: Wrapped) -> Wrapped: ...
+
+    @overload
+    def shadow(self, *, agent: AgentFactory | None = None) -> Callable[[Wrapped], Wrapped]: ...
+
+    def shadow(self, call: Callable[..., Any] | None = None, *, agent: AgentFactory | None = None) -> Any:
+        """Decorate a function of production's: see `wrap`."""
+        return self.wrap(call, agent=agent) if call is not None else lambda each: self.wrap(each, agent=agent)
+
+    def wrap(self, call: Wrapped, *, agent: AgentFactory | None = None) -> Wrapped:
+        """The same callable, sync or async, of whose calls some are run again by `agent`, or else the runner's.
+
+        Raises TypeError for a generator, whose answer could not be compared.
+        """
+        inner = call if inspect.isroutine(call) else getattr(call, "__call__", call)  # noqa: B004
+        if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+            raise TypeError("wrap: a function that yields; wrap one that returns its answer")
+        name, agent = getattr(call, "__qualname__", type(call).__name__), agent or self.agent
+
+        @functools.wraps(call)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            observed = self._begin(name, agent, args, kwargs)
+            if observed is None:
+                return call(*args, **kwargs)
+            try:
+                with in_context(observed.trace):
+                    result = call(*args, **kwargs)
+            except BaseException:
+                observed.trace.ended = True
+                raise
+            if inspect.iscoroutine(result):
+                return self._answer_later(observed, result)
+            self._end(observed, result)
+            return result
+
+        @functools.wraps(call)
+        async def answer_async(*args: Any, **kwargs: Any) -> Any:
+            return await answer(*args, **kwargs)
+
+        return answer_async if inspect.iscoroutinefunction(inner) else answer  # type: ignore[return-value]
+
+    async def _answer_later(self, observed: _Observed, answering: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            with in_context(observed.trace):
+                result = await answering
+        except BaseException:
+            observed.trace.ended = True
+            raise
+        self._end(observed, result)
+        return result
+
+    def _begin(self, name: str, agent: AgentFactory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed | None:
+        """Before a call: whether it may be run again, and then what it was asked. None: it is no production call."""
+        worker = self._worker
+        if worker is None or not worker.running or current_trace() is not None or isinstance(current(), Replay):
+            return None
+        self._counts.add("calls")
+        observed = _Observed(CallTrace(recorded=False), agent)
+        call = ProductionCall(name=name, args=args, kwargs=kwargs, marks=(*marks_of_block(), *take_marks()))
+        if self._asked_after:
+            observed.select = self._select
+        else:
+            selected = False
+            with self._counts.harmless("strategy_failed"):
+                selected = bool(self._select(call))
+            if not selected:
+                return observed
+            self._counts.add("selected")
+        with self._counts.harmless("dropped_not_copied"):
+            copied_args, copied_kwargs = self.capture(args, kwargs)
+            observed.call = replace(call, args=copied_args, kwargs=copied_kwargs)
+            observed.trace.recorded = True
+        return observed
+
+    def _end(self, observed: _Observed, result: Any) -> None:
+        """After it: hand it over."""
+        trace, call, worker = observed.trace, observed.call, self._worker
+        trace.ended = True
+        if call is None or worker is None:
+            return
+        with self._counts.harmless("runner_failed"):
+            call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result))
+            worker.offer(
+                ShadowJob(call=call, agent=observed.agent, recorded=tuple(trace.tool_calls), select=observed.select)
+            )

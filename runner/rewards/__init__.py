@@ -1,0 +1,1 @@
+"""Rewards made of components, and the replies that they read."""

@@ -1,0 +1,267 @@
+"""Ready-made components of a reward. Each function makes one; shares are between 0 and 1. Pure."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuneloop.runner.rewards.composite import Component, Composite
+from tuneloop.runner.rewards.json_shape import fits
+from tuneloop.runner.rewards.reply import Reply, ToolCall
+
+_NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
+
+
+def exact_match(*, ignore_case: bool = True) -> Component:
+    """1 if the text is `expected`, but for white space around it.
+
+    >>> exact_match()(Reply(text=" Paris ", expected="paris"))
+    1.0
+    """
+
+    def component(reply: Reply) -> float:
+        said, right = reply.text.strip(), str(_expected_value(reply, "exact_match")).strip()
+        return float(said.casefold() == right.casefold() if ignore_case else said == right)
+
+    return component
+
+
+def contains(*words: str, ignore_case: bool = True) -> Component:
+    """The share of the words that the text has; without any given, whether it has `expected`.
+
+    >>> contains("refund", "sorry")(Reply(text="Your refund is on its way."))
+    0.5
+    """
+
+    def component(reply: Reply) -> float:
+        wanted = words or (str(_expected_value(reply, "contains")),)
+        text = reply.text.casefold() if ignore_case else reply.text
+        return sum((each.casefold() if ignore_case else each) in text for each in wanted) / len(wanted)
+
+    return component
+
+
+def matches(pattern: str) -> Component:
+    """1 if the regular expression is found in the text; `.` is any character but a newline.
+
+    >>> matches(r"^Answer: -?[0-9]+$")(Reply(text="Answer: 12"))
+    1.0
+    """
+    compiled = re.compile(pattern, re.MULTILINE)
+    return lambda reply: float(compiled.search(reply.text) is not None)
+
+
+def numeric(*, tolerance: float = 1e-6) -> Component:
+    """1 if the last number in the text is `expected`, within `tolerance` of its size (and absolutely, below 1).
+
+    >>> numeric()(Reply(text="12 apples at 100 make 1,200.", expected=1200))
+    1.0
+    """
+
+    def component(reply: Reply) -> float:
+        right = float(str(_expected_value(reply, "numeric")).replace(",", ""))
+        said = numbers_in(reply.text)
+        return float(bool(said) and abs(said[-1] - right) <= tolerance * max(1.0, abs(right)))
+
+    return component
+
+
+def numbers_in(text: str) -> list[float]:
+    """The finite numbers in a text, in its order.
+
+    >>> numbers_in("x = 5 or -3, so 1,234.5 and 2e3 but not v2")
+    [5.0, -3.0, 1234.5, 2000.0]
+    """
+    found = [float(each.replace(",", "").replace("\u2212", "-")) for each in _NUMBER.findall(text)]
+    return [each for each in found if math.isfinite(each)]
+
+
+def json_format(schema: Mapping[str, Any] | None = None) -> Component:
+    """1 if the whole text is JSON, and fits the schema (`tuneloop.runner.rewards.json_shape` says which keywords).
+
+    >>> json_format({"type": "object", "required": ["answer"]})(Reply(text='{"answer": 5}'))
+    1.0
+    """
+
+    def component(reply: Reply) -> float:
+        try:
+            return float(fits(json.loads(reply.text), schema or {}))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    fits(None, schema or {})  # a schema that we cannot read is refused now, not at the first reply
+    return component
+
+
+def tool_name(*expected: str) -> Component:
+    """The share of the expected tools that were called, in their order; `expected` or the reply's `expected_calls`.
+
+    >>> tool_name()(Reply(text="", tool_calls=(ToolCall("search"),), expected_calls=(ToolCall("search"),)))
+    1.0
+    """
+
+    def component(reply: Reply) -> float:
+        wanted = expected or tuple(each.name for each in _expected_calls(reply, "tool_name"))
+        called = iter([each.name for each in reply.tool_calls])
+        return sum(name in called for name in wanted) / len(wanted)
+
+    return component
+
+
+def tool_arguments() -> Component:
+    """The share of the expected arguments that are equal, as JSON, in the first call of that name not looked at yet.
+
+    An argument that was not expected counts as one that is wrong.
+
+    >>> said = ToolCall("search", {"q": "invoice", "limit": 5})
+    >>> right = ToolCall("search", {"q": "invoice", "limit": 10})
+    >>> tool_arguments()(Reply(text="", tool_calls=(said,), expected_calls=(right,)))
+    0.5
+    """
+
+    def component(reply: Reply) -> float:
+        left = list(reply.tool_calls)
+        shares = []
+        for wanted in _expected_calls(reply, "tool_arguments"):
+            call = next((each for each in left if each.name == wanted.name), None)
+            if call is not None:
+                left.remove(call)
+            shares.append(0.0 if call is None else _share(call.arguments, wanted.arguments or {}))
+        return sum(shares) / len(shares)
+
+    return component
+
+
+def tool_success() -> Component:
+    """The share of the tools' results that succeeded; None if no tool was called.
+
+    >>> tool_success()(Reply(text="Hello.")) is None
+    True
+    """
+
+    def component(reply: Reply) -> float | None:
+        if not reply.results:
+            return 0.0 if reply.tool_calls else None
+        return sum(each.succeeded for each in reply.results) / len(reply.results)
+
+    return component
+
+
+def invalid_tools(*offered: str) -> Component:
+    """How many calls name no tool that was offered, or have arguments that are no JSON object. Weigh it below 0.
+
+    >>> invalid_tools("search")(Reply(text="", tool_calls=(ToolCall("search", {}), ToolCall("delete_all", {}))))
+    1.0
+    """
+
+    def component(reply: Reply) -> float:
+        known = offered or reply.tools
+        return float(sum(each.name not in known or each.arguments is None for each in reply.tool_calls))
+
+    return component
+
+
+def steps(*, free: int = 0) -> Component:
+    """How many of the assistant's turns go beyond the first `free`. Weigh it below 0.
+
+    >>> steps(free=3)(Reply(text="12", turns=5))
+    2.0
+    """
+    return lambda reply: float(max(0, reply.turns - free))
+
+
+def efficiency() -> Component:
+    """1 without a tool call, a half with one, a third with two.
+
+    >>> efficiency()(Reply(text="", tool_calls=(ToolCall("search"), ToolCall("read"), ToolCall("search"))))
+    0.25
+    """
+    return lambda reply: 1 / (1 + len(reply.tool_calls))
+
+
+def length(*, most: int) -> Component:
+    """By how much the text is longer than `most` characters, in shares of that, 1 at most. Weigh it below 0.
+
+    >>> length(most=10)(Reply(text="x" * 15))
+    0.5
+    """
+    if most < 1:
+        raise ValueError("most must be at least 1")
+    return lambda reply: min(1.0, max(0, len(reply.text) - most) / most)
+
+
+def fact(name: str) -> Component:
+    """What the world made of it: the reply's fact of this name; None where it has none.
+
+    >>> fact("team_win")(Reply(text="", facts={"team_win": True}))
+    1.0
+    """
+
+    def component(reply: Reply) -> float | None:
+        value = reply.facts.get(name)
+        return None if value is None else float(value)
+
+    return component
+
+
+def math_reward(*, answer_format: str = r"(?i)\banswer\b\s*[:=]", free_steps: int = 0) -> Composite:
+    """For problems with a number as their answer: right 3, each turn beyond `free_steps` -0.1, the format 0.5."""
+    components = {"correctness": numeric(), "steps_penalty": steps(free=free_steps)}
+    weights = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
+    return Composite(components | {"format_bonus": matches(answer_format)}, weights=weights)
+
+
+def tool_reward(*offered: str) -> Composite:
+    """For the use of tools: the right ones 1, right arguments 0.5, their success 1, each invalid call -2."""
+    components = {"correct_tool": tool_name(), "correct_args": tool_arguments(), "tool_success": tool_success()}
+    weights = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
+    return Composite(components | {"invalid_tool": invalid_tools(*offered)}, weights=weights)
+
+
+def game_reward() -> Composite:
+    """For a game of teams, by facts of these names: win 10, survival 5, a successful blame 2, exposure -5."""
+    weights = {"team_win": 10.0, "individual_survive": 5.0, "successfully_blame": 2.0, "exposed_penalty": -5.0}
+    return Composite({name: fact(name) for name in weights}, weights=weights)
+
+
+def task_reward(accuracy: Component | None = None) -> Composite:
+    """For tasks: the fact `completion` 2, few tool calls 1, accuracy 1.5, which is `contains()` if you give none.
+
+    >>> reward = task_reward()
+    >>> reward(Reply(text="It is Paris.", expected="Paris", facts={"completion": 0.5})).total
+    3.5
+    """
+    components = {"completion": fact("completion"), "efficiency": efficiency(), "accuracy": accuracy or contains()}
+    return Composite(components, weights={"completion": 2.0, "efficiency": 1.0, "accuracy": 1.5})
+
+
+def same_json(a: object, b: object) -> bool:
+    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_json(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same_json, a, b))
+    return a == b
+
+
+def _share(said: Mapping[str, Any] | None, right: Mapping[str, Any]) -> float:
+    if said is None:
+        return 0.0
+    names = said.keys() | right.keys()
+    equal = sum(name in said and name in right and same_json(said[name], right[name]) for name in names)
+    return equal / len(names) if names else 1.0
+
+
+def _expected_value(reply: Reply, who: str) -> object:
+    if reply.expected is None:
+        raise ValueError(f"{who}: the reply says nothing of what was expected")
+    return reply.expected
+
+
+def _expected_calls(reply: Reply, who: str) -> Sequence[ToolCall]:
+    if not reply.expected_calls:
+        raise ValueError(f"{who}: the reply says nothing of which calls were expected")
+    return reply.expected_calls

@@ -1,0 +1,1 @@
+"""Task datasets: read, previewed, made of logs, augmented, selected."""

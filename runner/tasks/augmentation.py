@@ -1,0 +1,116 @@
+"""More tasks of few: a model writes variations, each with its parent recorded; what is no task is counted."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tuneloop.runner.errors import JudgeFailed
+from tuneloop.runner.judging.endpoint import Endpoint
+from tuneloop.runner.judging.prompts import variation_prompt
+from tuneloop.runner.judging.verdicts import object_in
+from tuneloop.runner.tasks.deduplication import deduplicate
+from tuneloop.runner.tasks.task_set import ImportedTask
+
+#: The longest question of a variation, in characters, beside that of its parent.
+_LONGEST = 4
+
+_QUESTION = {"type": "object", "properties": {"question": {"type": "string"}, "answer": {"type": "string"}}}
+
+
+@dataclass(slots=True)
+class AugmentCounts:
+    """What came of it: of `asked` variations, so many were `made`, and why others were not.
+
+    `invalid` ones have no question, or one that is far too long; `duplicates` repeat a task or another variation;
+    `missing` were not written; `failed` counts parents on which the model gave no usable answer.
+    """
+
+    asked: int = 0
+    made: int = 0
+    invalid: int = 0
+    duplicates: int = 0
+    missing: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Augmented:
+    """The variations, without their parents, and the counts."""
+
+    tasks: tuple[ImportedTask, ...]
+    counts: AugmentCounts = field(default_factory=AugmentCounts)
+
+
+def augment_tasks(
+    tasks: Sequence[ImportedTask], endpoint: Endpoint, *, each: int = 3, answers: bool = False, near: float = 0.9
+) -> Augmented:
+    """`each` variations of every task. A variation has the conversation and the tools of its parent.
+
+    With `answers` the model writes the answers too, to tasks that have one: they are a model's and may be wrong, and
+    `provenance` says `answer_by`. Raises JudgeAway where the model is not there.
+    """
+    if each < 1:
+        raise ValueError("each: must be at least 1")
+    counts = AugmentCounts()
+    found: list[ImportedTask] = []
+    for parent in tasks:
+        counts.asked += each
+        wanted = answers and parent.answer is not None
+        try:
+            rows = _ask(parent, endpoint, each, answers=wanted)
+        except JudgeFailed:
+            counts.failed += 1
+            counts.missing += each
+            continue
+        counts.missing += each - len(rows)
+        for row in rows:
+            made = _variation(parent, row, endpoint.model, answers=wanted)
+            if made is None:
+                counts.invalid += 1
+            else:
+                found.append(made)
+    once = deduplicate(found, near=near, against=tasks)
+    counts.duplicates, counts.made = len(found) - len(once.kept), len(once.kept)
+    return Augmented(once.kept, counts)
+
+
+def _ask(parent: ImportedTask, endpoint: Endpoint, count: int, *, answers: bool) -> list[Any]:
+    """What the model wrote, at most `count`. Raises JudgeFailed if that is no list of tasks."""
+    shape = {**_QUESTION, "required": ["question", "answer"] if answers else ["question"]}
+    schema = {
+        "type": "object",
+        "properties": {"tasks": {"type": "array", "items": shape}},
+        "required": ["tasks"],
+    }
+    reference = parent.answer if answers else None
+    written = object_in(endpoint.ask(variation_prompt(parent.question, reference, count), schema).text, "tasks")
+    if not isinstance(written["tasks"], list):
+        raise JudgeFailed("the model wrote no list of tasks", str(written))
+    return written["tasks"][:count]
+
+
+def _variation(parent: ImportedTask, row: object, model: str, *, answers: bool) -> ImportedTask | None:
+    """The task that a model wrote; None if it is none."""
+    question = row.get("question") if isinstance(row, Mapping) else None
+    if not isinstance(row, Mapping) or not isinstance(question, str) or not question.strip():
+        return None
+    if len(question) > max(1000, _LONGEST * len(parent.question)):
+        return None
+    answer = row.get("answer") if answers else None
+    if answers and (not isinstance(answer, str) or not answer.strip()):
+        return None
+    origin = {"source": "augmentation", "parent": parent.task_id, "model": model}
+    return ImportedTask(
+        task_id=f"{parent.task_id}-{hashlib.sha256(question.strip().encode()).hexdigest()[:8]}",
+        question=question.strip(),
+        messages=(*parent.messages[:-1], {**parent.messages[-1], "content": question.strip()}),
+        answer=answer.strip() if isinstance(answer, str) else None,
+        tools=parent.tools,
+        provenance=origin | ({"answer_by": model} if answers else {}),
+    )
+
+
+def parents_of(tasks: Iterable[ImportedTask]) -> dict[str, str]:
+    """Of each task that a model made of another one the parent, by their ids."""
+    return {each.task_id: str(each.provenance["parent"]) for each in tasks if "parent" in each.provenance}

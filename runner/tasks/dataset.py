@@ -1,0 +1,233 @@
+"""A dataset of tasks: JSON lines, JSON and CSV read here, everything else by Hugging Face `datasets`.
+
+A task is a row, as a dictionary. `path` is a file, a folder that has a file or a folder of them for each split, or a
+name on the Hub.
+"""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tuneloop.runner.errors import DatasetRefused, ExtraMissing
+from tuneloop.runner.tasks.row_files import READERS, written_rows
+
+Task = dict[str, Any]
+
+#: Files that `datasets` reads, by the name of its builder.
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+
+_SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?\Z")
+
+#: What may stand between a split and the rest of a file's name: train-00000-of-00002.parquet.
+_AFTER_SPLIT = "-_."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskVisit:
+    """A task when its turn comes. `task_key` is the same for the same row in every run and every epoch."""
+
+    epoch: int
+    position: int
+    task_key: str
+    task: Task
+
+
+@dataclass(slots=True)
+class DatasetConfig:
+    """Where tasks come from, and how often they are gone through.
+
+    `split` may be a slice as in `datasets`: `train[:100]`, `train[10%:]`. `total_steps` wins over `total_epochs`.
+    """
+
+    path: str
+    name: str | None = None
+    split: str | None = "train"
+    total_epochs: int = 1
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise DatasetRefused for a value that makes no sense."""
+        self.path = str(self.path)
+        for name, value in (("total_epochs", self.total_epochs), ("total_steps", self.total_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise DatasetRefused(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.split is not None and not _SPLIT.match(self.split):
+            raise DatasetRefused(f"split must be a name or a slice such as train[:100], not {self.split!r}")
+
+    def preview(self, n: int = 5) -> list[Task]:
+        """The first `n` tasks, printed as JSON too. Raises DatasetRefused, ExtraMissing."""
+        tasks = list(islice(self._rows(), n))
+        self._require(tasks)
+        print(json.dumps(tasks, indent=2, ensure_ascii=False, default=str))  # noqa: T201 - what it is for
+        return tasks
+
+    def tasks(self) -> list[Task]:
+        """All tasks, in their order. Raises DatasetRefused, ExtraMissing."""
+        tasks = list(self._rows())
+        self._require(tasks)
+        return tasks
+
+    def visits(self, *, batch_size: int = 1, shuffle: bool = False, seed: int = 0) -> Iterator[TaskVisit]:
+        """The tasks in the order of training, epoch after epoch; each epoch in an order of its own with `shuffle`."""
+        tasks = self.tasks()
+        keys = [task_key(task) for task in tasks]
+        count = self.total_epochs * len(tasks) if self.total_steps is None else self.total_steps * batch_size
+        order = list(range(len(tasks)))
+        for position in range(count):
+            epoch, place = divmod(position, len(tasks))
+            if shuffle and not place:
+                order = list(range(len(tasks)))
+                random.Random(f"{seed}/{epoch}").shuffle(order)
+            at = order[place]
+            yield TaskVisit(epoch=epoch, position=position, task_key=keys[at], task=tasks[at])
+
+    def _require(self, tasks: Sequence[Task]) -> None:
+        if not tasks:
+            split = "" if self.split is None else f", split {self.split!r}"
+            raise DatasetRefused(f"{self.path}{split}: there is no task in it")
+
+    def _rows(self) -> Iterator[Task]:
+        path = Path(self.path).expanduser()
+        if path.is_file():
+            return _take_slice(_read_files([path]), self._slice())
+        if path.is_dir():
+            return self._rows_of_folder(path if self.name is None else _child(path, self.name))
+        if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix in {*READERS, *_BUILDERS}:
+            raise DatasetRefused(f"{self.path}: there is no such file or folder")
+        return self._rows_of_hub()
+
+    def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            return self._rows_saved(folder)
+        found = splits_of(folder)
+        if not found:
+            kinds = ", ".join(sorted({*READERS, *_BUILDERS}))
+            raise DatasetRefused(f"{folder}: there is no file of tasks in it ({kinds})")
+        wanted = self._slice()
+        if wanted is None:
+            return _read_files([file for files in found.values() for file in files])
+        if wanted.name not in found:
+            raise DatasetRefused(f"{folder}: there is no split {wanted.name!r}; there are: {', '.join(sorted(found))}")
+        return _take_slice(_read_files(found[wanted.name]), wanted)
+
+    def _rows_saved(self, folder: Path) -> Iterator[Task]:
+        """Of a folder that `save_to_disk` wrote."""
+        loaded = _datasets(f"{folder} was written by save_to_disk").load_from_disk(str(folder))
+        wanted = self._slice()
+        if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
+            names = sorted(loaded)
+            if wanted is None or wanted.name not in names:
+                raise DatasetRefused(f"{folder}: there is no split {self.split!r}; there are: {', '.join(names)}")
+            loaded = loaded[wanted.name]
+        return _take_slice(map(dict, loaded), wanted)
+
+    def _rows_of_hub(self) -> Iterator[Task]:
+        datasets = _datasets(f"{self.path} is no file or folder here, so it is a name on the Hub")
+        wanted = self._slice()
+        try:
+            split = None if wanted is None else wanted.name
+            loaded = datasets.load_dataset(self.path, self.name, split=split, streaming=True)
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+            raise DatasetRefused(f"{self.path}: no file or folder here, and on the Hub: {error}") from error
+        if isinstance(loaded, Mapping):
+            raise DatasetRefused(f"{self.path} has several splits: split= one of {', '.join(sorted(loaded))}")
+        return _take_slice(map(dict, loaded), wanted)
+
+    def _slice(self) -> "_Slice | None":
+        match = _SPLIT.match(self.split) if self.split is not None else None
+        return None if match is None else _Slice(match["name"], match["start"], match["stop"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    name: str
+    start: str | None
+    stop: str | None
+
+
+def task_key(task: Mapping[str, Any]) -> str:
+    """Sixteen characters that are the same for the same row, whatever the order of its fields or of the dataset."""
+    text = json.dumps(task, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def splits_of(folder: Path) -> dict[str, list[Path]]:
+    """The files of each split of a folder, whose names begin with it, or that lie in a folder of its name.
+
+    Files below `data/` count as those beside it. One file, or several that no split's name begins, are `train`.
+    """
+    files = [
+        each for each in sorted(folder.rglob("*")) if each.is_file() and _suffix(each) and _is_visible(each, folder)
+    ]
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        parts = [part for part in file.relative_to(folder).parts[:-1] if part != "data"]
+        found.setdefault(parts[0] if parts else _stem(file), []).append(file)
+    known = {"train", "test", "validation", "valid", "dev", "eval"}
+    if len(files) == 1 and not known & found.keys():
+        return {"train": files, **found}
+    return found
+
+
+def _is_visible(file: Path, folder: Path) -> bool:
+    return not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+
+def _stem(file: Path) -> str:
+    """The split that a file's name begins with: `train` of train-00000-of-00002.parquet."""
+    stem = file.name.partition(".")[0]
+    return re.split(rf"[{_AFTER_SPLIT}]\d", stem)[0]
+
+
+def _suffix(file: Path) -> str | None:
+    suffix = file.suffix.lower()
+    return suffix if suffix in READERS or suffix in _BUILDERS else None
+
+
+def _child(folder: Path, name: str) -> Path:
+    if (found := folder / name).is_dir():
+        return found
+    there = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir())) or "no folder at all"
+    raise DatasetRefused(f"{folder}: there is no {name!r} in it; there is: {there}")
+
+
+def _read_files(files: Sequence[Path]) -> Iterator[Task]:
+    for file in files:
+        suffix = _suffix(file)
+        if suffix is None:
+            kinds = ", ".join(sorted({*READERS, *_BUILDERS}))
+            raise DatasetRefused(f"{file}: its name must end in one of {kinds}")
+        if suffix in READERS:
+            yield from written_rows(file)
+        else:
+            datasets = _datasets(f"{file} is {suffix[1:]}")
+            kind = _BUILDERS[suffix]
+            yield from map(dict, datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True))
+
+
+def _take_slice(rows: Iterator[Task], wanted: _Slice | None) -> Iterator[Task]:
+    if wanted is None or (wanted.start is None and wanted.stop is None):
+        return rows
+    every = list(rows)
+    bound: Callable[[str | None], int | None] = lambda written: _bound(written, len(every))  # noqa: E731
+    return iter(every[bound(wanted.start) : bound(wanted.stop)])
+
+
+def _bound(written: str | None, count: int) -> int | None:
+    if written is None:
+        return None
+    return round(count * int(written[:-1]) / 100) if written.endswith("%") else int(written)
+
+
+def _datasets(why: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ExtraMissing("datasets", why) from error
+    return datasets

@@ -1,0 +1,216 @@
+"""The command `python -m tuneloop.runner tasks`: logs into a data set of tasks, more of few, and which come first."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+
+from tuneloop.runner.errors import JudgeError, LogRefused, ServiceRefused
+from tuneloop.runner.judging.endpoint import Endpoint
+from tuneloop.runner.judging.judge import Judge
+from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
+from tuneloop.runner.logs.ledger_logs import read_export, read_stored_completions
+from tuneloop.runner.logs.openai_logs import read_openai_jsonl
+from tuneloop.runner.logs.span_files import read_otlp, read_studio
+from tuneloop.runner.tasks.augmentation import augment_tasks
+from tuneloop.runner.tasks.deduplication import deduplicate
+from tuneloop.runner.tasks.difficulty import DifficultySelector, outcomes_of
+from tuneloop.runner.tasks.filters import (
+    ExchangeFilter,
+    all_of,
+    asks,
+    between,
+    by_model,
+    offers_tools,
+    turns,
+    with_reward,
+)
+from tuneloop.runner.tasks.rubric_screen import learn_task_rubric, screen_tasks
+from tuneloop.runner.tasks.task_set import ImportedTask, read_tasks, tasks_of, write_tasks
+
+_KEY = "OPENAI_API_KEY"
+
+_READERS: dict[str, Callable[[Path], Iterator[LoggedExchange]]] = {
+    "export": read_export,
+    "openai": read_openai_jsonl,
+    "otlp": read_otlp,
+    "studio": read_studio,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code: 0, 1 for what is refused or away, 2 for a wrong command line."""
+    options = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except (LogRefused, ServiceRefused, JudgeError, ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tuneloop.runner tasks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    _add_import(commands.add_parser("import", help="exchanges that were logged into a data set of tasks"))
+    _add_augment(commands.add_parser("augment", help="variations of tasks, written by a model"))
+    _add_select(commands.add_parser("select", help="tasks in the order in which they teach most"))
+    return parser
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    kinds = ", ".join([*_READERS, "service"])
+    help_ = f"KIND:PATH; the kinds are {kinds} (service:URL); may be repeated"
+    parser.add_argument("--from", dest="sources", action="append", required=True, metavar="KIND:PATH", help=help_)
+    parser.add_argument("--to", type=Path, required=True, help="the file of tasks, JSON lines")
+    parser.add_argument("--min-reward", type=float, help="only exchanges with a reward of this or more")
+    parser.add_argument("--max-reward", type=float, help="only exchanges with a reward of this or less")
+    parser.add_argument("--since", type=_time, help="ISO 8601, UTC without an offset")
+    parser.add_argument("--until", type=_time, help="the same, exclusive")
+    parser.add_argument("--model", action="append", help="only what this model was asked; may be repeated")
+    parser.add_argument("--asks", metavar="REGEX", help="only questions in which it is found")
+    parser.add_argument("--tools", action="store_true", help="only exchanges that were offered tools")
+    parser.add_argument("--first", action="store_true", help="only how conversations begin")
+    parser.add_argument("--trust", type=float, metavar="REWARD", help="replies with such a reward are right answers")
+    parser.add_argument("--near", type=float, default=0.8, help="share of common shingles of duplicates; 0: exact only")
+    parser.add_argument("--include-opted-out", action="store_true", help="also what must not be trained on")
+    parser.add_argument("--rubric", type=Path, help="a judge keeps tasks by this rubric")
+    parser.add_argument("--good", type=Path, help="a few tasks worth training on; with --bad: learn the rubric first")
+    parser.add_argument("--bad", type=Path, help="a few that are not")
+    parser.add_argument("--least", type=float, default=0.5, help="the least verdict that is kept, from 0 to 1")
+    _add_model(parser)
+    parser.set_defaults(run=_import)
+
+
+def _add_augment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tasks", type=Path, help="a file of tasks")
+    parser.add_argument("--to", type=Path, required=True, help="tasks and variations, JSON lines")
+    parser.add_argument("--each", type=int, default=3, help="variations of each task")
+    parser.add_argument("--answers", action="store_true", help="let the model write the answers too")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    _add_model(parser)
+    parser.set_defaults(run=_augment)
+
+
+def _add_select(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tasks", type=Path, help="a file of tasks")
+    parser.add_argument("--runs", type=Path, required=True, help="records of runs, or exported experiences, JSON lines")
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--count", type=int, help="so many tasks at most")
+    parser.add_argument("--success", type=float, default=0.5, help="the reward from which on a task is solved")
+    parser.add_argument("--unseen", type=float, default=0.2, help="the share of tasks that were never run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=_select)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--judge-url", help="an OpenAI-compatible endpoint, ending in /v1")
+    parser.add_argument("--judge-model", help=f"its model; the key is read from {_KEY}")
+
+
+def _import(options: argparse.Namespace) -> None:
+    tasks, counts = tasks_of(
+        chain.from_iterable(map(_read, options.sources)),
+        keep=_filter(options),
+        trust=options.trust,
+        include_opted_out=options.include_opted_out,
+    )
+    once = deduplicate(tasks, near=options.near or None)
+    said = [f"{counts.read} exchanges", f"{counts.opted_out} opted out", f"{counts.filtered} filtered"]
+    said += [f"{counts.without_question} without a question", f"{counts.tasks} tasks"]
+    said += [f"{len(once.exact)} exact and {len(once.near)} near duplicates"]
+    kept: Sequence[ImportedTask] = once.kept
+    if options.rubric:
+        with _endpoint(options, temperature=0.0).open() as endpoint:
+            judge = _judge(options, endpoint)
+            try:
+                screened = screen_tasks(kept, judge, least=options.least)
+            finally:
+                judge.close()
+        kept = screened.kept
+        said += [f"{len(screened.rejected)} rejected by the judge", f"{len(screened.unjudged)} without a verdict"]
+    _say([*said, f"{write_tasks(options.to, kept)} written to {options.to}"])
+
+
+def _read(source: str) -> Iterator[LoggedExchange]:
+    kind, colon, place = source.partition(":")
+    if kind == "service" and colon:
+        return read_stored_completions(place, api_key=os.environ.get("TUNELOOP_API_KEY"))
+    if kind not in _READERS or not place:
+        raise ValueError(f"--from {source}: write KIND:PATH; the kinds are {', '.join([*_READERS, 'service'])}")
+    return _READERS[kind](Path(place))
+
+
+def _filter(options: argparse.Namespace) -> ExchangeFilter:
+    ends = {"least": options.min_reward, "most": options.max_reward}
+    span = {"since": options.since, "until": options.until}
+    chosen: list[ExchangeFilter] = []
+    if given := {name: value for name, value in ends.items() if value is not None}:
+        chosen.append(with_reward(**given))
+    if given := {name: value for name, value in span.items() if value is not None}:
+        chosen.append(between(**given))
+    if options.model:
+        chosen.append(by_model(*options.model))
+    if options.asks:
+        chosen.append(asks(options.asks))
+    if options.tools:
+        chosen.append(offers_tools())
+    if options.first:
+        chosen.append(turns(1))
+    return all_of(*chosen)
+
+
+def _judge(options: argparse.Namespace, endpoint: Endpoint) -> Judge:
+    """The judge by the rubric of the file, which is learnt first if examples are given."""
+    if options.good and options.bad:
+        questions = [[each.question for each in read_tasks(path)] for path in (options.good, options.bad)]
+        learn_task_rubric(questions[0], questions[1], endpoint).save(options.rubric)
+    rubric = Rubric.load(options.rubric)
+    return Judge(
+        base_url=endpoint.base_url,
+        model=endpoint.model,
+        api_key=endpoint.api_key,
+        criteria=rubric.criteria,
+        weights=rubric.weights,
+        scale=rubric.scale,
+    )
+
+
+def _endpoint(options: argparse.Namespace, temperature: float) -> Endpoint:
+    if not options.judge_url or not options.judge_model:
+        raise ValueError("name a model: --judge-url and --judge-model")
+    key = os.environ.get(_KEY)
+    return Endpoint(base_url=options.judge_url, model=options.judge_model, api_key=key, temperature=temperature)
+
+
+def _augment(options: argparse.Namespace) -> None:
+    tasks = list(read_tasks(options.tasks))
+    with _endpoint(options, options.temperature).open() as endpoint:
+        more = augment_tasks(tasks, endpoint, each=options.each, answers=options.answers)
+    counts = more.counts
+    said = [f"{len(tasks)} tasks", f"{counts.asked} variations asked for", f"{counts.made} made"]
+    said += [f"{counts.invalid} invalid", f"{counts.duplicates} duplicates", f"{counts.missing} missing"]
+    _say([*said, f"{write_tasks(options.to, [*tasks, *more.tasks])} written to {options.to}"])
+
+
+def _select(options: argparse.Namespace) -> None:
+    tasks = list(read_tasks(options.tasks))
+    outcomes = outcomes_of((row for _, row in json_lines(options.runs)), success=options.success)
+    chosen = DifficultySelector(unseen=options.unseen, seed=options.seed).order(tasks, outcomes, count=options.count)
+    seen = sum(each.task_id in outcomes for each in tasks)
+    said = [f"{len(tasks)} tasks", f"{seen} run before"]
+    _say([*said, f"{write_tasks(options.to, chosen)} written to {options.to}"])
+
+
+def _say(parts: Iterable[str]) -> None:
+    sys.stdout.write(", ".join(parts) + "\n")
+
+
+def _time(text: str) -> float:
+    read = datetime.fromisoformat(text)
+    return (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,1 @@
+"""tune(): workflows run, rewarded, committed and evaluated against a service."""

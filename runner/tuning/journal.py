@@ -1,0 +1,142 @@
+"""The journal of an experiment: what was rewarded, acknowledged and committed, so that another process can go on.
+
+A file of lines of JSON that only grows. A line counts once it is on disk; a last line without its end is a write that
+was cut off, and is removed when the file is opened again.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuneloop.runner.errors import TuneRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. `rewards` are by model; without any it failed, as `failure` says, and is not trained on.
+
+    `position` counts the tasks of all steps from 0, `member` the runs of a task. `tokens` are those of its replies, as
+    far as its models counted them.
+    """
+
+    step: int
+    position: int
+    member: int
+    task_id: str
+    run_id: str
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    tokens: int = 0
+
+    @property
+    def reward(self) -> float | None:
+        """The mean over the models; None if it failed."""
+        return sum(self.rewards.values()) / len(self.rewards) if self.rewards else None
+
+
+@dataclass(slots=True)
+class JournalState:
+    """What a journal says: the runs by position and member, and what became of them."""
+
+    header: dict[str, Any] | None = None
+    lives: int = 0
+    results: dict[tuple[int, int], RunResult] = field(default_factory=dict)
+    unacknowledged: dict[str, RunResult] = field(default_factory=dict)
+    committed: set[int] = field(default_factory=set)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+    def apply(self, line: Mapping[str, Any]) -> None:
+        """Take a line into account."""
+        match line["event"]:
+            case "begin":
+                self.header, self.lives, self.ended = dict(line), self.lives + 1, False
+            case "result":
+                result = RunResult(**{name: value for name, value in line.items() if name != "event"})
+                self.results[result.position, result.member] = result
+                if result.rewards:
+                    self.unacknowledged[name_of(result)] = result
+            case "acknowledged":
+                for name in line["runs"]:
+                    self.unacknowledged.pop(name, None)
+            case "committed":
+                self.committed.add(line["step"])
+            case "step":
+                self.steps[line["step"]] = dict(line)
+            case "evaluated":
+                self.evaluations.append(dict(line))
+            case "end":
+                self.ended = True
+
+    def results_of(self, step: int) -> list[RunResult]:
+        """The runs of a step that have ended, however they did."""
+        return [result for result in self.results.values() if result.step == step]
+
+
+class Journal:
+    """The open journal: appends lines, each on disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.state = JournalState()
+        _cut_off_unfinished(path)
+        for line in _lines(path):
+            self.state.apply(line)
+        self._file = path.open("ab", buffering=0)
+        self._turn = asyncio.Lock()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    async def append(self, *lines: Mapping[str, Any]) -> None:
+        """Bring lines to disk, in one write, and into `history`."""
+        written = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+        async with self._turn:
+            await asyncio.to_thread(self._write, written.encode())
+        for line in lines:
+            self.state.apply(line)
+
+    def _write(self, written: bytes) -> None:
+        self._file.write(written)
+        os.fsync(self._file.fileno())
+
+
+def name_of(result: RunResult) -> str:
+    """The run, as the service and the journal name it."""
+    return f"{result.task_id}/{result.run_id}"
+
+
+def result_line(result: RunResult) -> dict[str, Any]:
+    """The line that says how a run ended."""
+    return {"event": "result", **asdict(result)}
+
+
+def acknowledged_line(results: Iterable[RunResult]) -> dict[str, Any]:
+    """The line that says that the services have these rewards."""
+    return {"event": "acknowledged", "runs": [name_of(result) for result in results]}
+
+
+def _cut_off_unfinished(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise TuneRefused(f"{path}, line {number} is damaged: this experiment cannot be resumed") from None

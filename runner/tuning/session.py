@@ -1,0 +1,270 @@
+"""One call of tune(), from what it was told to its result."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.tuning.config import AlgorithmConfig, JudgeType, TunerModelConfig, WorkflowType
+from tuneloop.runner.tuning.experiment import ExperimentFolder
+from tuneloop.runner.tuning.journal import Journal, JournalState
+from tuneloop.runner.tuning.plan import TaskPlan, require_tasks
+from tuneloop.runner.tuning.rollouts.attempts import Attempts, Binding, Limits
+from tuneloop.runner.tuning.rollouts.failures import FailureLog
+from tuneloop.runner.tuning.rollouts.model_factory import ModelFactory, call_defaults
+from tuneloop.runner.tuning.service_settings import ServicePlace, service_settings
+from tuneloop.runner.tuning.services.service_process import find_command
+from tuneloop.runner.tuning.services.service_set import MAIN, ServiceOpener, ServiceOptions
+from tuneloop.runner.tuning.steps import Pace, StepLoop, evaluation_report, step_report
+from tuneloop.runner.tuning.summary import TuneResult
+from tuneloop.runner.tuning.views.view import View, open_view
+
+#: Runs at once, and seconds that a run may take, where nobody says otherwise.
+CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What tune() was called with."""
+
+    workflow_func: WorkflowType
+    judge_func: JudgeType | None
+    train_dataset: Any
+    eval_dataset: Any
+    model: TunerModelConfig | None
+    auxiliary_models: Mapping[str, Any] | None
+    algorithm: AlgorithmConfig | None
+    project_name: str | None
+    experiment_name: str | None
+    monitor_type: str | None
+    service: str | Mapping[str, str] | None
+    models: Mapping[str, TunerModelConfig] | None
+    resume: bool
+    api_key: str
+    checkpoint_root_dir: str | Path | None
+    settings: Mapping[str, Any] | None
+    concurrency: int | None
+    run_timeout: float | None
+    retries: int
+    max_failures: float
+    max_staleness: int
+    shuffle: bool
+    seed: int
+    eval_temperature: float | None
+    evaluate_before: bool
+    evaluate_after: bool
+    service_timeout: float
+    start_timeout: float
+    view: View | None
+    warning: str | None = None
+
+
+@dataclass(slots=True)
+class Session:
+    """One call of tune(), from its folder to its result."""
+
+    call: Call
+
+    @property
+    def _run_timeout_s(self) -> float:
+        return self.call.run_timeout or RUN_TIMEOUT_S
+
+    async def run(self) -> TuneResult:
+        """Make all steps that are left to make."""
+        call = self.call
+        algorithm = call.algorithm or AlgorithmConfig()
+        tasks, evaluation = _tasks_of(call.train_dataset), _tasks_of(call.eval_dataset)
+        require_tasks(tasks, "train_dataset")
+        if evaluation:
+            require_tasks(evaluation, "eval_dataset")
+        if not self._configs() and not call.service:
+            raise TuneRefused("tune() needs a model to train: model=TunerModelConfig(…), or service='http://…'")
+        for name, config in self._configs().items():
+            if name not in self._urls():
+                find_command()
+                service_settings(config, algorithm, ServicePlace(), monitor_type=call.monitor_type)
+        folder = ExperimentFolder.open(
+            Path(call.checkpoint_root_dir or "checkpoints"),
+            call.project_name or "AgentScope",
+            call.experiment_name or "Experiment",
+            resume=call.resume,
+        )
+        plan = TaskPlan(
+            name=folder.name,
+            tasks=tasks,
+            evaluation=evaluation,
+            batch_size=algorithm.batch_size,
+            group_size=algorithm.group_size,
+            epochs=getattr(call.train_dataset, "total_epochs", 1) or 1,
+            steps=getattr(call.train_dataset, "total_steps", None),
+            shuffle=call.shuffle,
+            seed=call.seed,
+        )
+        async with AsyncExitStack() as stack:
+            journal = Journal(folder.journal)
+            stack.callback(journal.close)
+            view = stack.enter_context(open_view(call.view, folder.tensorboard, steps=plan.total_steps))
+            view.say(f"{folder.path}: {plan.total_steps} steps of {plan.batch_size} tasks x {plan.group_size} runs")
+            if call.warning:
+                view.say(call.warning)
+            if await _begin(journal, plan):
+                view.say("all steps of it are made")
+                return _result_of(journal.state, folder, FailureLog(view.say), started=not call.service)
+            binding = await self._bind(folder, stack, view)
+            return await self._train(plan, folder, journal, binding, view)
+
+    async def _train(
+        self,
+        plan: TaskPlan,
+        folder: ExperimentFolder,
+        journal: Journal,
+        binding: Binding,
+        view: View,
+    ) -> TuneResult:
+        call, failures = self.call, FailureLog(view.say)
+        interval = call.algorithm.eval_interval_steps if call.algorithm else 100
+        attempts = Attempts(
+            binding,
+            call.workflow_func,
+            call.judge_func,
+            limits=Limits(timeout_s=self._run_timeout_s, retries=call.retries),
+            failures=failures,
+            life=journal.state.lives,
+        )
+        pace = Pace(
+            concurrency=call.concurrency or CONCURRENCY,
+            max_staleness=call.max_staleness,
+            max_failures=call.max_failures,
+            evaluation_interval=interval,
+            evaluate_before=call.evaluate_before,
+            evaluate_after=call.evaluate_after,
+        )
+        training = StepLoop(plan, pace, attempts=attempts, services=binding.trained, journal=journal, view=view)
+        try:
+            await training.run()
+        except BaseExceptionGroup as group:
+            raise _first_of(group) from None
+        except asyncio.CancelledError:
+            view.say(f"interrupted: the same call with resume=True goes on in {folder.path}")
+            raise
+        await journal.append({"event": "end"})
+        result = _result_of(journal.state, folder, failures, started=not call.service)
+        _say_result(result, view)
+        return result
+
+    def _configs(self) -> dict[str, TunerModelConfig]:
+        return dict(self.call.models or ({MAIN: self.call.model} if self.call.model else {}))
+
+    def _urls(self) -> dict[str, str]:
+        service = self.call.service
+        names = list(self.call.models or [MAIN])
+        return {names[0]: service} if isinstance(service, str) else dict(service or {})
+
+    async def _bind(self, folder: ExperimentFolder, stack: AsyncExitStack, view: View) -> Binding:
+        """Start or join the services, and make what binds the workflow's models to its runs."""
+        call, configs = self.call, self._configs()
+        options = ServiceOptions(
+            api_key=call.api_key,
+            timeout_s=call.service_timeout,
+            start_timeout_s=call.start_timeout,
+            over=call.settings or {},
+            monitor_type=call.monitor_type,
+        )
+        opener = ServiceOpener(folder, options, stack, say=view.say)
+        services = await opener.open_trained(configs, self._urls(), call.algorithm or AlgorithmConfig())
+        others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
+        defaults = {
+            name: call_defaults(await client.model_name(), configs.get(name), timeout_s=self._run_timeout_s)
+            for name, client in services.items()
+        }
+        models = ModelFactory(call.workflow_func, defaults, eval_temperature=call.eval_temperature)
+        await stack.enter_async_context(models)
+        return Binding(trained=services, model_for=models.model_for, others=others)
+
+
+async def _begin(journal: Journal, plan: TaskPlan) -> bool:
+    """Begin, or go on; True if there is nothing left to do. Raises TuneRefused."""
+    header = journal.state.header
+    fingerprint = plan.fingerprint()
+    if header is not None and header["fingerprint"] != fingerprint:
+        raise TuneRefused(
+            f"{journal.path} was begun with other tasks, batch_size, group_size, shuffle or seed: resume with those, "
+            "or start anew without resume=True"
+        )
+    if journal.state.ended and len(journal.state.committed) >= plan.total_steps:
+        return True
+    await journal.append({"event": "begin", "fingerprint": fingerprint, "name": plan.name, "steps": plan.total_steps})
+    return False
+
+
+def _tasks_of(dataset: Any) -> Sequence[Mapping[str, Any]]:
+    if dataset is None:
+        return ()
+    if hasattr(dataset, "tasks"):
+        return list(dataset.tasks())
+    return list(dataset)
+
+
+def _result_of(state: JournalState, folder: ExperimentFolder, failures: FailureLog, *, started: bool) -> TuneResult:
+    evaluations = [evaluation_report(line) for line in state.evaluations]
+    steps = [step_report(state, step) for step in sorted(state.steps)]
+    rewards = [each.reward for each in evaluations] or [each.reward for each in steps]
+    return TuneResult(
+        folder=folder.path,
+        tensorboard=folder.tensorboard,
+        checkpoints=folder.path if started else None,
+        steps=steps[-1].step if steps else 0,
+        version=steps[-1].version if steps else 0,
+        before=rewards[0] if rewards else None,
+        after=rewards[-1] if rewards else None,
+        evaluations=evaluations,
+        history=steps,
+        failures=dict(failures.counts),
+    )
+
+
+def _say_result(result: TuneResult, view: View) -> None:
+    view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
+    if result.failures:
+        view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
+    view.say(f"curves: tensorboard --logdir {result.tensorboard}")
+    if result.checkpoints:
+        view.say(f"checkpoints: {result.checkpoints}/global_step_*")
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
+    """Run it in an event loop of its own; in a thread where one runs already, as in a notebook."""
+
+    async def run() -> TuneResult:
+        return await main()
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run())
+    results: list[TuneResult] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(asyncio.run(run()))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,1 @@
+"""What tune() shows: lines, a live view, and curves."""

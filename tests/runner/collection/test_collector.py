@@ -1,0 +1,216 @@
+"""Runs as records, collected while they happen and read back from the ledger."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.cli.data.exporting import about, asked
+from tests.doubles.judge import judge_place
+from tests.explorer.running import RunningExplorer
+from tests.install.wheels import ROOT
+from tuneloop.cli.data.export import ExportRequest, export
+from tuneloop.cli.data.export_formats import Format
+from tuneloop.runner import DataCollector, RunRecord, reward_function
+from tuneloop.runner.collection.ledger_records import records_of_export, records_of_service
+from tuneloop.runner.collection.run_record import read_records, write_records
+from tuneloop.runner.errors import LogRefused
+from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.export import Selection
+from tuneloop.shared.ledger.ledger import Ledger
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "invoice"}'}}
+RUN: list[dict[str, Any]] = [
+    {"role": "user", "content": "Find the invoice."},
+    {"role": "assistant", "content": "I need a tool.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "1 mail", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "<think>Done.</think>Here it is."},
+]
+
+
+def test_a_run_is_one_record() -> None:
+    collector = DataCollector()
+    with collector.run("conv_001", task_id="t", run_id="r") as run:
+        run.add(*RUN)
+        run.feedback(rating=4, comment="right")
+        for name, value in (("task_completion", 0.8), ("efficiency", 0.6), ("user_satisfaction", 0.8)):
+            run.reward(name, value)
+    [record] = collector.records
+    row = record.to_dict()
+    assert {name: row[name] for name in ("conversation_id", "thoughts", "tool_calls", "rewards", "user_feedback")} == {
+        "conversation_id": "conv_001",
+        "thoughts": [{"step": 1, "content": "I need a tool."}, {"step": 2, "content": "Done."}],
+        "tool_calls": [{"tool": "search", "args": {"q": "invoice"}, "result": "1 mail"}],
+        "rewards": {"task_completion": 0.8, "efficiency": 0.6, "user_satisfaction": 0.8},
+        "user_feedback": {"rating": 4, "comment": "right"},
+    }
+    assert row["total_reward"] == pytest.approx(2.2)
+    assert (row["messages"], row["task_id"], row["run_id"]) == (RUN, "t", "r")
+
+
+def test_completions_are_added_as_clients_have_them() -> None:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "4"}}
+    completion = ChatCompletion(id="chatcmpl-1", choices=[choice], created=1, model="m", object="chat.completion")
+    collector = DataCollector()
+    with collector.run() as run:
+        run.add({"role": "user", "content": "2+2?"}, completion)
+    assert collector.records[0].messages[-1] == {"role": "assistant", "content": "4"}
+    assert collector.records[0].reply_ids == ("chatcmpl-1",)
+
+
+def test_an_agent_is_run_and_recorded() -> None:
+    collector = DataCollector()
+    record = collector.collect(lambda text: f"You said {text}", "hello", user_feedback={"rating": 4})
+    assert [each["content"] for each in record.messages] == ["hello", "You said hello"]
+    assert record.user_feedback == {"rating": 4}
+
+    async def agent(text: str) -> list[dict[str, Any]]:
+        return RUN
+
+    assert collector.collect(agent, "Find the invoice.", rewards={"right": 1.0}).to_dict()["messages"] == RUN
+    assert [each.total_reward for each in collector.records] == [None, 1.0]
+
+
+def test_an_agent_that_fails_is_not_recorded() -> None:
+    collector = DataCollector()
+    with pytest.raises(ZeroDivisionError):
+        collector.collect(lambda text: str(1 // 0), "hello")
+    assert collector.records == []
+
+
+def test_a_run_that_ends_early_is_recorded() -> None:
+    collector = DataCollector()
+
+    def fail() -> None:
+        with collector.run("c") as run:
+            run.add(RUN[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(collector.records[0].messages) == 1
+
+
+def test_fields_may_be_left_out() -> None:
+    collector = DataCollector({"messages": False, "user_feedback": False, "rewards": True})
+    with collector.run("c") as run:
+        run.add(*RUN)
+        run.feedback(comment="secret")
+    row = collector.records[0].to_dict()
+    assert (row["messages"], row["user_feedback"], len(row["tool_calls"])) == ([], {}, 1)
+    with pytest.raises(ValueError, match="collect_fields: mesages is none of"):
+        DataCollector({"mesages": True})
+
+
+def test_results_find_their_calls() -> None:
+    calls = [{**CALL, "id": name} for name in ("a", "b", "c")]
+    back = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("b", "a")]
+    said = [{"role": "assistant", "content": "", "tool_calls": calls}, *back]
+    assert [each["result"] for each in RunRecord.of_messages("c", said).tool_calls] == ["a", "b", None]
+    nameless = [{"role": "assistant", "content": "", "tool_calls": [{"function": CALL["function"]}] * 2}]
+    told = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    assert [each["result"] for each in RunRecord.of_messages("c", nameless + told).tool_calls] == ["1", "2"]
+
+
+def test_records_are_rewarded_by_components() -> None:
+    record = RunRecord.of_messages("c", RUN, tools=("search",))
+    score = reward_function({"tool_success": 1.0, "invalid_tool": -2.0, "steps_penalty": -0.1})(record.as_reply())
+    assert score.total == pytest.approx(0.8)
+    with pytest.raises(ValueError, match="reward a"):
+        RunRecord.of_messages("c", RUN, rewards={"a": float("nan")})
+
+
+def test_a_file_of_records_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    collector = DataCollector()
+    for name in "ab":
+        with collector.run(name, task_id="t") as run:
+            run.add(*RUN)
+            run.reward("x", 1.0)
+        assert collector.save(file) == 1
+    assert [each.conversation_id for each in read_records(file)] == ["a", "b"]
+    again = tmp_path / "again.jsonl"
+    write_records(again, read_records(file))
+    assert again.read_text() == file.read_text()
+    file.write_text('{"conversation_id": "a", "mood": 1}\n')
+    with pytest.raises(LogRefused, match=r"records\.jsonl:1: a record has no field mood"):
+        list(read_records(file))
+
+
+AGENT = """
+import asyncio, json, sys
+from agentscope.agent import *
+from agentscope.formatter import OpenAIChatFormatter
+from agentscope.memory import InMemoryMemory
+from agentscope.model import OpenAIChatModel
+from agentscope.tool import Toolkit
+from tuneloop.runner import DataCollector
+model = OpenAIChatModel("m", api_key="none", stream=False, client_kwargs={"base_url": sys.argv[1]})
+agent = ReActAgent("helper", "Help.", model, OpenAIChatFormatter(), toolkit=Toolkit(), memory=InMemoryMemory())
+agent.set_console_output_enabled(False)
+collector = DataCollector()
+for text in ("Where is my parcel?", "When?"):
+    collector.collect(agent, text, user_feedback={"rating": 4})
+print(json.dumps([each.to_dict() for each in collector.records]))
+"""
+
+
+def test_an_agent_of_agentscope_is_read_from_its_memory() -> None:
+    python = ROOT / ".venv" / "clients" / "agentscope1" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("agentscope1 is not installed: scripts/install-clients")
+    with judge_place() as model:
+        model.says = ["On its way.", "On Monday."]
+        environment = {"PYTHONPATH": str(ROOT / "build" / "links"), "HOME": str(Path.home())}
+        command = [python, "-W", "ignore", "-c", AGENT, model.base_url]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.strip().splitlines()[-1])
+    assert [(each["role"], each["content"]) for each in first["messages"]] == [
+        ("user", "Where is my parcel?"),
+        ("assistant", "On its way."),
+    ]
+    assert [each["content"] for each in second["messages"]] == ["When?", "On Monday."]
+
+
+# Read back.
+
+
+def test_runs_are_read_back_from_an_export(ledger: Ledger, tmp_path: Path) -> None:
+    of_run: dict[str, Any] = {"task_id": "t", "run_id": "r"}
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    first = asked("", request={"messages": RUN[:1], "tools": tools}, tool_calls=json.dumps([CALL]).encode(), **of_run)
+    second_messages = [RUN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, RUN[2]]
+    second = asked("Here it is.", request={"messages": second_messages, "tools": tools}, **of_run)
+    side = asked("Summary.", request={"messages": [{"role": "user", "content": "Summarise."}]}, **of_run)
+    said = [
+        about(second, value=1.0, source="a"),
+        about(second, value=0.5, metric="tone", source="a"),
+        about(second, value=1.0, metric="tone", source="b"),
+        about(second, Kind.COMMENT, text="Thanks!", metric="comment"),
+        about(second, Kind.BOOLEAN, value=1.0, source="ann"),
+    ]
+    ledger.recording.record([first, second, side, asked("Alone."), *said])
+    file = tmp_path / "rows.jsonl"
+    export(ledger, ExportRequest(Format("experiences"), Selection("acme")), file)
+    run, alone = records_of_export(file)
+    assert [each["role"] for each in run.messages] == ["user", "assistant", "tool", "assistant"]
+    assert run.tool_calls == ({"tool": "search", "args": {"q": "invoice"}, "result": "1 mail"},)
+    assert (run.rewards["tone"], run.user_feedback) == (0.75, {"comment": "Thanks!", "thumb": True})
+    assert (run.task_id, run.run_id, run.reply_ids) == ("t", "r", (first.msg_id, second.msg_id, side.msg_id))
+    assert run.total_reward is not None
+    assert [each[-1]["content"] for each in run.side_conversations] == ["Summary."]
+    assert (alone.messages[-1]["content"], alone.total_reward, alone.run_id) == ("Alone.", None, None)
+
+
+def test_runs_are_read_back_from_a_running_service(explorer: RunningExplorer) -> None:
+    for run_id in "ab":
+        explorer.chat(metadata={"task_id": "t", "run_id": run_id})
+    explorer.until_flushed()
+    assert [each.run_id for each in records_of_service(explorer.url)] == ["a", "b"]
+    [record] = records_of_service(explorer.url, task_id="t", run_id="b")
+    assert [each["role"] for each in record.messages] == ["user", "assistant"]
+    assert record.messages[0]["content"] == "3+4="

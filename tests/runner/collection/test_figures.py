@@ -1,0 +1,152 @@
+"""Intervals, A/B tests without a service, and how well an agent uses tools."""
+
+import random
+from typing import Any
+
+import pytest
+from scipy.special import stdtrit
+from scipy.stats import ttest_ind
+
+from tuneloop.runner import ABTest, RunRecord, ToolCall, ToolUseEvaluator
+from tuneloop.runner.collection.intervals import difference_of, mean_of, share_of, student_quantile
+from tuneloop.runner.collection.tool_use import ToolUseCase
+
+
+@pytest.mark.parametrize("freedom", [1, 1.7, 3, 12, 250.5])
+def test_students_quantile_is_that_of_scipy(freedom: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(float(stdtrit(freedom, 0.975)), rel=1e-6)
+
+
+def test_the_interval_of_a_difference_is_welchs() -> None:
+    chance = random.Random(0)
+    a, b = [chance.gauss(0, 1) for _ in range(20)], [chance.gauss(1, 3) for _ in range(9)]
+    found, expected = difference_of(a, b), ttest_ind(b, a, equal_var=False).confidence_interval()
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-5)
+
+
+def test_few_values_have_no_interval() -> None:
+    assert share_of(0, 0) is mean_of([]) is difference_of([], [1.0]) is None
+    one = mean_of([2.0])
+    assert one is not None
+    assert (one.value, one.low, one.distinct) == (2.0, None, False)
+    few = share_of(3, 3)
+    assert few is not None
+    assert few.low == pytest.approx(0.4385, abs=1e-3)
+
+
+def test_an_interval_holds_the_truth_in_95_of_100_cases() -> None:
+    chance = random.Random(1)
+    holds = 0
+    for _ in range(2000):
+        found = difference_of([chance.gauss(0, 1) for _ in range(8)], [chance.gauss(0.5, 2) for _ in range(12)])
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        holds += found.low <= 0.5 <= found.high
+    assert 0.935 < holds / 2000 < 0.965
+
+
+# A/B.
+
+
+def test_a_key_always_gets_the_same_version() -> None:
+    test = ABTest(model="m", a=3, b=4, share_b=0.3)
+    keys = [str(at) for at in range(2000)]
+    sides = [test.side_of(key) for key in keys]
+    assert sides == [ABTest(model="m", a=3, b=4, share_b=0.3).side_of(key) for key in keys]
+    assert 0.26 < sides.count("b") / 2000 < 0.34
+    assert {test.model_for(key) for key in keys} == {"m@3", "m@4"}
+    assert sides != [ABTest(model="m", a=3, b=4, share_b=0.3, seed=1).side_of(key) for key in keys]
+
+
+def test_replies_to_one_user_are_one_unit() -> None:
+    test = ABTest(model="m", a=0, b=1)
+    for _ in range(100):
+        test.record("ann", reward=1.0)
+    test.record("ann", reward=0.0)
+    [figure] = [each for each in (test.report().figures["reward"].a, test.report().figures["reward"].b) if each]
+    assert (figure.count, figure.low) == (1, None)
+    assert test.report().better() is None
+
+
+def test_what_fails_is_counted_by_version() -> None:
+    test = ABTest(model="m", a=0, b=1)
+
+    def measure(model: str, task: int) -> float:
+        if task % 5 == 0:
+            raise RuntimeError("no")
+        return 1.0
+
+    report = test.run({str(at): at for at in range(50)}, measure)
+    assert sum(report.failures.values()) == 10
+    assert sum(report.keys.values()) == 40
+
+
+@pytest.mark.parametrize("wrong", [{"share_b": 0.0}, {"share_b": 1.0}, {"b": 0}])
+def test_tests_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"share_b|one version"):
+        ABTest(**{"model": "m", "a": 0, "b": 1} | wrong)
+    with pytest.raises(ValueError, match="reward is not a number"):
+        ABTest(model="m", a=0, b=1).record("ann", reward=float("nan"))
+
+
+# Tools.
+
+
+def run_of(*calls: tuple[str, Any, str], end: str = "Answer: 1") -> RunRecord:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Find the invoice."}]
+    for name, arguments, result in calls:
+        messages.append({"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]})
+        messages[-1]["content"] = None
+        messages.append({"role": "tool", "content": result})
+    return RunRecord.of_messages("c", [*messages, {"role": "assistant", "content": end}], tools=("search", "read"))
+
+
+def test_the_figures_of_tool_use() -> None:
+    expected = [ToolCall("search", {"q": "invoice"}), ToolCall("read", {"id": 7})]
+    cases = [
+        ToolUseCase(
+            record=run_of(("search", {"q": "invoice"}, "mail-7, mail-77"), ("read", {"id": 7}, "..."), end="Answer: 7"),
+            expected_calls=expected,
+            relevant=frozenset({"mail-7", "mail-8"}),
+        ),
+        ToolUseCase(
+            record=run_of(("search", {"q": "bill"}, "nothing"), ("delete", "{", "no such tool"), end="It is 7."),
+            expected_calls=expected,
+        ),
+    ]
+    report = ToolUseEvaluator().measure(cases)
+    assert {name: report[name] for name in ("tool_accuracy", "arg_accuracy", "invalid_rate", "format_rate")} == {
+        "tool_accuracy": 75.0,
+        "arg_accuracy": pytest.approx(200 / 3),
+        "invalid_rate": 25.0,
+        "format_rate": 50.0,
+    }
+    assert (report["recall"], report["mean_steps"], report.runs) == (0.5, 3.0, 2)
+    assert report.tool_accuracy is not None
+    assert report.tool_accuracy.low is not None
+    assert report.tool_accuracy.low < 0.75 < (report.tool_accuracy.high or 0)
+
+
+def test_an_agent_is_evaluated_on_cases() -> None:
+    def agent(text: str) -> list[dict[str, Any]]:
+        return list(run_of(("search", {"q": text}, "mail-1")).messages)
+
+    cases = [
+        {"input": "invoice", "expected_calls": [{"name": "search", "arguments": {"q": "invoice"}}]},
+        {
+            "input": "bill",
+            "expected_calls": [{"name": "search", "arguments": {"q": "invoice"}}],
+            "relevant": ["mail-1"],
+        },
+    ]
+    results = ToolUseEvaluator().evaluate(agent=agent, test_cases=cases)
+    assert (results["tool_accuracy"], results["arg_accuracy"], results["recall"]) == (100.0, 50.0, 1.0)
+
+
+def test_what_was_not_there_has_no_figure() -> None:
+    report = ToolUseEvaluator().measure([])
+    assert report.tool_accuracy is report.mean_steps is None
+    with pytest.raises(KeyError, match="recall"):
+        report["recall"]

@@ -1,0 +1,178 @@
+"""A workflow run once by `tuneloop debug`, and by a file's own switch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.packages import ROOT
+from tests.doubles.engine import MODEL
+from tests.explorer.running import RunningExplorer
+from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.tuning.debugging import backbone
+from tuneloop.runner.tuning.debugging.one_run import load_function
+
+AGENT = '''
+"""An agent, its judge, and ways to get it wrong."""
+
+from tuneloop.runner.tuning.config import JudgeOutput, WorkflowOutput
+
+
+async def workflow(task, model, auxiliary_models=None):
+    messages = [{"role": "user", "content": task["question"]}]
+    reply = await model.chat.completions.create(model=model.model_name, messages=messages)
+    again = await model.chat.completions.create(model=model.model_name, messages=messages)
+    return WorkflowOutput(response=reply.choices[0].message.content, metrics={"steps": 2})
+
+
+def judge(task, response):
+    return JudgeOutput(reward=0.5, metrics={"length": len(response)})
+
+
+async def rewarded(task, model):
+    await workflow(task, model)
+    return 0.25
+
+
+async def silent(task, model):
+    return WorkflowOutput(reward=1.0)
+
+
+async def unrewarded(task, model):
+    return await workflow(task, model)
+
+
+async def broken(task, model):
+    await workflow(task, model)
+    raise KeyError("no such tool")
+
+
+def wrong(question, model): ...
+
+
+if __name__ == "__main__":
+    from tuneloop.runner.tuning.debugging.backbone import main
+
+    main(workflow_func=workflow, judge_func=judge, train_dataset=[{"question": "3+4="}, {"question": "5+6="}])
+'''
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Path:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    return file
+
+
+def run(*command: str, module: str = "tuneloop.runner") -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment["PYTHONPATH"] = str(ROOT / "build" / "links")
+    line = [sys.executable, "-P", *(["-m", module] if module else []), *command]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_run_is_shown_with_its_reward_and_its_calls(explorer: RunningExplorer, agent: Path) -> None:
+    task = json.dumps({"question": "3+4="})
+    done = run("debug", f"{agent}:workflow", "--judge", "judge", "--task", task, "--service", explorer.url)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    kept = explorer.exchanges()
+    assert [(each.task_id, each.experiences[0].drop_reason) for each in kept] == [("debug", "opt_out")] * 2
+    assert lines[0].startswith("response: ")
+    assert lines[1] == "reward: 0.5"
+    assert lines[2].startswith("metrics: steps=2 length=")
+    assert lines[3].startswith("calls: 2, ")
+    for number, line in enumerate(lines[4:]):
+        assert f"{number + 1}. chat/completions: status 200" in line
+        assert line.endswith(kept[number].msg_id)
+    body = json.loads(kept[0].request)
+    assert "temperature" not in body
+
+
+def test_any_compatible_model_will_do(explorer: RunningExplorer, agent: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "3+4="}\n{"question": "5+6="}\n')
+    where = ("--base-url", f"{explorer.url}/v1", "--model", MODEL, "--temperature", "0.5")
+    done = run("debug", f"{agent}:rewarded", "--dataset", str(tmp_path / "train.jsonl"), "--index", "1", *where)
+    assert (done.returncode, "reward: 0.25" in done.stdout) == (0, True), done.stderr
+    body = json.loads(explorer.exchanges()[-1].request)
+    assert (body["messages"][0]["content"], body["temperature"]) == ("5+6=", 0.5)
+    assert explorer.exchanges()[-1].run_id is None
+
+
+def test_the_command_of_the_service_is_the_same(explorer: RunningExplorer, agent: Path) -> None:
+    code = "from tuneloop.cli.main import main; main()"
+    where = ("--task", '{"question": "3+4="}', "--service", explorer.url)
+    done = run("-c", code, "debug", f"{agent}:rewarded", *where, module="")
+    assert (done.returncode, "reward: 0.25" in done.stdout) == (0, True), done.stderr
+    helped = run("-c", code, "debug", "--help", module="")
+    assert (helped.returncode, "--judge" in helped.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("silent", "nothing would be learnt from this run: it called no model"),
+        ("unrewarded", "nothing would be learnt from this run: it has no reward"),
+        ("broken", "KeyError: 'no such tool'"),
+    ],
+)
+def test_what_goes_wrong_is_said(explorer: RunningExplorer, agent: Path, name: str, why: str) -> None:
+    done = run("debug", f"{agent}:{name}", "--task", '{"question": "3+4="}', "--service", explorer.url)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert f"calls: {0 if name == 'silent' else 2}, " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["{file}:wrong", "--task", "{}"], "has no parameter task; wants question"),
+        (["{file}:nothing", "--task", "{}"], "there is no 'nothing' in it; there are the functions broken, judge"),
+        (["nowhere.py:f", "--task", "{}"], "nowhere.py: there is no such file"),
+        (["workflow", "--task", "{}"], "'workflow' is no FILE:FUNCTION"),
+        (["{file}:workflow", "--task", "[1]"], "--task must be a JSON object"),
+        (["{file}:workflow", "--task", "{"], "--task is not JSON"),
+        (["{file}:workflow"], "give a task with --task, or a dataset"),
+        (["{file}:workflow", "--task", "{}", "--judge", "wrong"], "has no parameter response"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(
+    agent: Path, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tuneloop.runner.tuning.debugging.debug_command import main
+
+    given = [each.replace("{file}", str(agent)) for each in arguments]
+    try:
+        code = main([*given, "--base-url", "http://127.0.0.1:9/v1", "--model", "m"])
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    assert code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_file_debugs_or_trains_by_a_switch(
+    explorer: RunningExplorer, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(str(agent), "--backbone=debug", "--service", explorer.url, "--index", "1", module="")
+    assert (done.returncode, "reward: 0.5" in done.stdout) == (0, True), done.stderr
+    assert json.loads(explorer.exchanges()[0].request)["messages"][0]["content"] == "5+6="
+    tuned: list[dict[str, Any]] = []
+    monkeypatch.setattr(backbone, "tune", lambda **how: tuned.append(how) or "result")
+    workflow = load_function(f"{agent}:workflow")
+    assert backbone.main(["--resume", "--service", "http://there"], workflow_func=workflow) == "result"
+    assert backbone.main([], workflow_func=workflow, service="http://here") == "result"
+    assert tuned == [
+        {"workflow_func": workflow, "resume": True, "service": "http://there"},
+        {"workflow_func": workflow, "service": "http://here"},
+    ]
+    assert run(str(agent), "--backbone=debug", module="").returncode == 2  # no model is named
+
+
+def test_a_function_is_found_in_its_file(agent: Path) -> None:
+    assert load_function("judge", str(agent)).__name__ == "judge"
+    with pytest.raises(TuneRefused, match="is no FILE:FUNCTION"):
+        load_function("judge")

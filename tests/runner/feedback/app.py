@@ -1,0 +1,24 @@
+"""An app that says something of replies until it is killed: `python -m tests.runner.feedback.app URL OUTBOX FROM ID…`.
+
+It says the numbers from FROM on, in turn of each id, and prints each when it is acknowledged. FROM `-` says nothing,
+and sends what is left.
+"""
+
+import itertools
+import sys
+
+from tuneloop.runner import Feedback
+
+
+def main(url: str, outbox: str, first: str, ids: list[str]) -> None:
+    """Say it."""
+    feedback = Feedback(url, outbox=outbox, timeout=5)
+    if first == "-":
+        sys.exit(0 if feedback.flush(60) else 1)
+    for value in itertools.count(int(first)):
+        feedback.reward(ids[value % len(ids)], value, source="app")
+        print(value, flush=True)  # noqa: T201 - the test reads it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], sys.argv[4:])

@@ -1,0 +1,298 @@
+"""The outbox: what is in it is sent, whatever happens to the app, to the service and to the files."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.running import eventually
+from tests.runner.feedback.service import Answer, FeedbackService, Json, feedback_service, taken
+from tuneloop.runner import Feedback, FeedbackError, OutboxFull
+from tuneloop.runner.feedback import courier, outbox
+from tuneloop.runner.feedback.segments import Segment
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setattr(courier, "_LOOK_S", 0.1)
+    monkeypatch.setattr(courier, "_FIRST_PAUSE_S", 0.02)
+    with caplog.at_level(logging.CRITICAL):
+        yield
+
+
+def rewards(service: FeedbackService) -> list[float]:
+    return [entry["reward"] for entry in service.entries]
+
+
+def stop(feedback: Feedback) -> None:
+    """End it while something waits, as the end of its process does."""
+    feedback.close(0)
+    thread = feedback._line.courier._thread  # type: ignore[union-attr]
+    eventually(lambda: thread is None or not thread.is_alive())
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.rglob("*") if each.is_file())
+
+
+def away(body: Json) -> Answer:
+    return 503, {}, "away"
+
+
+def test_what_is_said_while_the_service_is_away_is_sent_when_it_is_back(tmp_path: Path) -> None:
+    with feedback_service() as found:
+        port = int(found.url.rpartition(":")[2])
+    with Feedback(found.url, outbox=tmp_path) as feedback:
+        for value in range(5):
+            feedback.reward("a", value)
+        eventually(lambda: feedback.trouble is not None)
+        assert (feedback.pending, feedback.sent) == (5, 0)
+        with feedback_service(port) as back:
+            assert feedback.flush(30)
+        assert rewards(back) == [0, 1, 2, 3, 4]
+        assert (feedback.pending, feedback.sent, feedback.trouble) == (0, 5, None)
+    assert files(tmp_path) == []
+
+
+def test_the_next_process_sends_what_was_left_before_its_own(service: FeedbackService, tmp_path: Path) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as first:
+        first.reward("a", 1)
+        stop(first)
+    service.answer = taken
+    with Feedback(service.url, outbox=tmp_path) as second:
+        second.reward("a", 2)
+        assert second.flush(30)
+    assert list(dict.fromkeys(rewards(service))) == [1, 2]
+    assert files(tmp_path) == []
+
+
+def test_what_waits_is_sent_before_anything_is_said(service: FeedbackService, tmp_path: Path) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as first:
+        first.reward("a", 1)
+        stop(first)
+    service.answer, service.calls = taken, []
+    with Feedback(service.url, outbox=tmp_path):
+        eventually(lambda: rewards(service) == [1])
+
+
+def test_the_service_says_when_to_come_back(service: FeedbackService, tmp_path: Path) -> None:
+    service.answers = [(status, {"retry-after": "0.2"}, "later") for status in (429, 503)]
+    started = time.monotonic()
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 1)
+        eventually(lambda: feedback.sent == 1)
+    assert time.monotonic() - started >= 0.4
+    assert len({str(call) for call in service.calls}) == 1
+
+
+def test_a_stranger_between_us_and_the_service_poisons_nothing(service: FeedbackService, tmp_path: Path) -> None:
+    strange: list[Answer] = [(404, {}, "<html>"), (400, {}, "no"), (401, {}, {"error": "key"}), (200, {}, "welcome")]
+    service.answers = [*strange, (301, {}, ""), (500, {}, "[")]
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 1)
+        eventually(lambda: feedback.sent == 1)
+        assert feedback.refused == 0
+
+
+def test_a_call_that_is_too_large_is_halved_until_it_is_not(service: FeedbackService, tmp_path: Path) -> None:
+    def narrow(body: Json) -> Answer:
+        return (413, {}, "too large") if len(body["feedback"]) > 3 else taken(body)
+
+    service.answer = narrow
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        with feedback.batch() as many:
+            for value in range(20):
+                many.reward("a", value)
+        assert feedback.flush(30)
+    sent = [entry["reward"] for call in service.calls if len(call["feedback"]) <= 3 for entry in call["feedback"]]
+    assert sent == list(range(20))
+
+
+def test_entries_that_are_refused_are_found_and_set_aside(service: FeedbackService, tmp_path: Path) -> None:
+    def strict(body: Json) -> Answer:
+        odd = any(entry["reward"] % 7 == 0 for entry in body["feedback"])
+        return (400, {}, {"error": {"message": "a seven", "param": None}}) if odd else taken(body)
+
+    service.answer = strict
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        with feedback.batch() as many:
+            for value in range(50):
+                many.reward("a", value)
+        assert feedback.flush(30)
+        assert (feedback.sent, feedback.refused) == (42, 8)
+        assert [each.entry["reward"] for each in feedback.refusals()] == [0, 7, 14, 21, 28, 35, 42, 49]
+
+
+def test_many_entries_go_in_few_calls_in_their_order(service: FeedbackService, tmp_path: Path) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        for value in range(1200):
+            feedback.reward("a", value)
+        eventually(lambda: feedback.trouble is not None)
+        first = service.calls[-1]
+        service.answer, service.calls = taken, []
+        assert feedback.flush(60)
+    assert rewards(service) == list(range(1200))
+    assert len(service.calls) <= 4
+    assert len(first["feedback"]) <= 500
+
+
+def test_a_full_outbox_says_so_and_keeps_what_it_has(service: FeedbackService, tmp_path: Path) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path, max_bytes=2000) as feedback:
+        with suppress(OutboxFull):
+            for value in range(100):
+                feedback.reward("a", value)
+        with pytest.raises(OutboxFull, match="max_bytes is 2000"):
+            feedback.reward("a", 1)
+        kept = feedback.pending
+        assert 5 < kept < 50
+        service.answer, service.calls = taken, []
+        assert feedback.flush(30)
+        feedback.reward("a", 1)
+        assert feedback.flush(30)
+    assert len(service.entries) == kept + 1
+
+
+def test_the_bound_is_of_all_processes_together(service: FeedbackService, tmp_path: Path) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as one, Feedback(service.url, outbox=tmp_path, max_bytes=300) as two:
+        one.comment("a", "x" * 1000)
+        eventually(lambda: two._line.courier.outbox._others_bytes > 1000)  # type: ignore[union-attr]
+        with pytest.raises(OutboxFull):
+            two.reward("a", 1)
+        stop(one)
+        stop(two)
+
+
+def test_a_full_disk_says_so(service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 1)
+        assert feedback.flush(30)
+        segment = feedback._line.courier.outbox._own  # type: ignore[union-attr]
+        assert segment is not None
+        real = os.dup(segment._descriptor)
+        full = os.open("/dev/full", os.O_WRONLY)
+        monkeypatch.setattr(os, "ftruncate", lambda *where: None)
+        os.dup2(full, segment._descriptor)
+        with pytest.raises(OutboxFull, match="No space"):
+            feedback.reward("a", 2)
+        os.dup2(real, segment._descriptor)
+        feedback.reward("a", 3)
+        assert feedback.flush(30)
+        os.close(real)
+        os.close(full)
+    assert rewards(service) == [1, 3]
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_line_that_was_cut_off_is_not_sent_and_harms_none(service: FeedbackService, tmp_path: Path, cut: int) -> None:
+    segment = Segment.create(tmp_path)
+    folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
+    entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
+    end = segment.write(entries[:1])
+    segment.write(entries[1:])
+    segment.close()
+    folder.mkdir()
+    path = segment.path.rename(folder / segment.path.name)
+    os.truncate(path, end + cut)
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 3)
+        assert feedback.flush(30)
+    assert rewards(service) == [1, 3]
+    assert not path.exists()
+
+
+def test_a_damaged_line_costs_itself_alone(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        for value in range(3):
+            feedback.reward("a", value)
+        stop(feedback)
+    [path] = (each for each in files(tmp_path) if each.suffix == ".outbox")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1].replace(b"1.0", b"9.0") + lines[2])
+    service.answer, service.calls = taken, []
+    with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
+        assert feedback.flush(30)
+    assert rewards(service) == [0, 2]
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("written", [b"", b"garbage", b"%020d\n" % 10**9, b"%020d\n" % 5])
+def test_an_odd_cursor_means_that_all_is_sent_again(tmp_path: Path, written: bytes) -> None:
+    segment = Segment.create(tmp_path)
+    segment.write([{"reward": 1.0}])
+    segment.close()
+    Path(f"{segment.path}.sent").write_bytes(written)
+    adopted = Segment.adopt(segment.path)
+    assert adopted is not None
+    assert (adopted.sent, adopted.waiting) == (0, 1)
+    adopted.close()
+
+
+def test_what_was_sent_leaves_the_disk_while_more_is_said(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "_SEGMENT_BYTES", 1000)
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        for value in range(100):
+            feedback.reward("a", value)
+            feedback.flush(30)
+            assert sum(each.stat().st_size for each in files(tmp_path)) < 3000
+    assert rewards(service) == list(range(100))
+
+
+def test_threads_may_share_a_client(service: FeedbackService, tmp_path: Path) -> None:
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        saying = [
+            threading.Thread(target=lambda part=part: [feedback.reward("a", 100 * part + each) for each in range(50)])
+            for part in range(4)
+        ]
+        for each in saying:
+            each.start()
+        for each in saying:
+            each.join()
+        assert feedback.flush(60)
+    assert sorted(rewards(service)) == [100 * part + each for part in range(4) for each in range(50)]
+
+
+def test_two_services_never_get_each_others(service: FeedbackService, tmp_path: Path) -> None:
+    with feedback_service() as other:
+        other.answer = away
+        with Feedback(other.url, outbox=tmp_path) as feedback:
+            feedback.reward("other", 1)
+            stop(feedback)
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 2)
+        assert feedback.flush(30)
+    assert rewards(service) == [2]
+
+
+def test_nothing_is_taken_after_the_end(service: FeedbackService, tmp_path: Path) -> None:
+    feedback = Feedback(service.url, outbox=tmp_path)
+    feedback.close()
+    with pytest.raises(FeedbackError, match="closed"):
+        feedback.reward("a", 1)
+
+
+def test_whatever_goes_wrong_sending_goes_on(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(body: object, heard: object) -> object:
+        monkeypatch.undo()
+        raise RuntimeError
+
+    monkeypatch.setattr(courier, "understand", broken)
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 1)
+        eventually(lambda: feedback.sent == 1)

@@ -1,0 +1,72 @@
+"""Rewards that are named by their weights."""
+
+import pytest
+
+from tuneloop.runner import Reply, ToolCall, reward_function
+from tuneloop.runner.rewards.reply import ToolResult
+
+MATH = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
+TOOLS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
+GAME = {"team_win": 10.0, "individual_survive": 5.0, "successfully_blame": 2.0, "exposed_penalty": -5.0}
+
+
+def test_a_math_reward_is_what_its_weights_say() -> None:
+    reward = reward_function(MATH)
+    right = reward(Reply(text="So x = 3.\nAnswer: 12", expected=12, turns=5))
+    assert right.values == {"correctness": 1.0, "steps_penalty": 5.0, "format_bonus": 1.0}
+    assert right.total == pytest.approx(3.0)
+    assert reward(Reply(text="12 I think, or 13", expected="12", turns=1)).total == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("Paris", 1.0),
+        ("Let me think.\nAnswer: Paris.", 1.0),
+        ("Answer: Rome\nNo. The answer is Paris", 1.0),
+        ("答案:Paris", 1.0),
+        ("Paris, Rome, London or Berlin", 0.0),
+        ("Answer: Paris or Rome", 0.0),
+    ],
+)
+def test_an_answer_in_words_is_compared_as_a_whole(text: str, right: float) -> None:
+    assert reward_function({"correctness": 1.0})(Reply(text=text, expected="Paris")).total == right
+
+
+def test_a_tool_reward_counts_each_part() -> None:
+    wanted = (ToolCall("search", {"q": "invoice"}),)
+    reply = Reply(text="", tools=("search",), tool_calls=wanted, expected_calls=wanted)
+    called = Reply(**{name: getattr(reply, name) for name in ("text", "tools", "tool_calls", "expected_calls")})
+    assert reward_function({"correct_tool": 1.0, "correct_args": 0.5})(called).total == 1.5
+    worked = Reply(
+        text="", tools=("search",), tool_calls=wanted, expected_calls=wanted, results=(ToolResult("1 mail", True),)
+    )
+    assert reward_function(TOOLS)(worked).total == 2.5
+    wrong = Reply(text="", tools=("search",), tool_calls=(ToolCall("delete", {}),), expected_calls=wanted)
+    assert reward_function(TOOLS)(wrong).total == -2.0
+
+
+def test_a_game_reward_is_made_of_facts() -> None:
+    facts = {"team_win": 1.0, "individual_survive": 0.0, "successfully_blame": 2.0, "exposed_penalty": 1.0}
+    assert reward_function(GAME)(Reply(text="", facts=facts)).total == 9.0
+    assert reward_function(GAME)(Reply(text="")).total == 0.0
+
+
+def test_own_components_go_beside_ours_or_in_their_place() -> None:
+    weights = {"correctness": 1.0, "brevity": 0.5}
+    reward = reward_function(weights, components={"brevity": lambda reply: 1.0, "correctness": lambda reply: 0.5})
+    assert reward(Reply(text="")).total == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "components", "words"),
+    [
+        ({"corectness": 1.0}, {}, "no component is called corectness"),
+        ({"correctness": 1.0}, {"brevity": lambda reply: 1.0}, "brevity has no weight"),
+        ({"steps_penalty": 0.1}, {}, "steps_penalty counts what is wrong"),
+        ({"correctness": float("nan")}, {}, "weights must be finite"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(weights: dict, components: dict, words: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=words):
+        reward_function(weights, components=components)

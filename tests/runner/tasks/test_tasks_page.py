@@ -1,0 +1,55 @@
+"""The examples of docs/tasks.md run as they stand, and name what there is."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles.judge import judge_place
+from tests.install.wheels import ROOT
+from tests.runner.logs.writing import ANSWER, USER, write_lines
+from tuneloop.runner.__main__ import main as run_command
+from tuneloop.runner.tasks.tasks_command import _parser
+
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("log.jsonl"), [{"messages": [USER, ANSWER], "reward": 1.0}])
+    names: dict[str, Any] = {}
+    with judge_place() as double:
+        double.says = [{"tasks": [{"question": "When does order 7 come?"}]}]
+        for block in blocks("python"):
+            exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102 - our own page
+    assert [task.answer for task in names["few"]] == ["On its way."]
+    assert [task.provenance["parent"] for task in names["more"].tasks] == [names["few"][0].task_id]
+
+
+def test_its_commands_are_understood() -> None:
+    commands = [
+        shlex.split(line, comments=True)
+        for block in blocks("sh")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("python -m tuneloop.runner tasks")
+    ]
+    assert len(commands) == 4
+    for command in commands:
+        _parser().parse_args(command[4:])
+
+
+def test_the_commands_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "t.jsonl", [{"task_id": "a", "question": "2+2?"}])
+    write_lines(tmp_path / "r.jsonl", [{"task_id": "a", "reward": 1.0}])
+    files = ["--runs", str(tmp_path / "r.jsonl"), "--to", str(tmp_path / "s.jsonl")]
+    assert run_command(["tasks", "select", str(tmp_path / "t.jsonl"), *files]) == 0
+    assert "1 tasks, 1 run before" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        run_command(["prefer", "--help"])
+    assert ended.value.code == 0

@@ -1,0 +1,187 @@
+"""A service in miniature: replies, feedback, commits and versions, all in memory, and everything that was asked of it.
+
+`python -m tests.runner.tuning.service_double PORT` runs one as a process.
+"""
+
+import asyncio
+import base64
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+Json = dict[str, Any]
+Run = tuple[str, str]
+
+MODEL = "double"
+
+
+def knows_more_with_every_version(question: str, version: int, call: int) -> str:
+    """The right answer to a sum in `version` of 10 calls."""
+    left, _, right = question.partition("+")
+    return str(int(left) + int(right)) if call % 10 < version else "I do not know."
+
+
+@dataclass
+class ServiceDouble:
+    """An ASGI app that answers as the explorer does."""
+
+    answer: Callable[[str, int, int], str] = knows_more_with_every_version
+    train_s: float = 0.01
+    #: Seconds that a reply takes.
+    reply_s: float = 0.0
+    #: Every request is answered with 503.
+    away: bool = False
+    #: Committed experiences make no version.
+    learns_nothing: bool = False
+
+    version: int = 0
+    calls: dict[Run, list[Json]] = field(default_factory=lambda: defaultdict(list))
+    events: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    #: Feedback that was new, and feedback that repeated a key.
+    accepted: int = 0
+    duplicates: int = 0
+    keys: set[tuple[str, str]] = field(default_factory=set)
+    committed: set[Run] = field(default_factory=set)
+    commits: list[Json] = field(default_factory=list)
+    #: Requests that were bound to no run.
+    unbound: int = 0
+    in_flight: int = 0
+    most_in_flight: int = 0
+    _training: int = 0
+    _tasks: set[Any] = field(default_factory=set)
+
+    @property
+    def rewards(self) -> dict[Run, float]:
+        """What each run was rewarded with."""
+        return {(task, run): value for (task, run, metric), value in self.events.items() if metric == "reward"}
+
+    async def __call__(self, scope: Json, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return await _live(receive, send)
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        headers: list[tuple[bytes, bytes]] = []
+        if self.away:
+            status, said = 503, {"error": {"message": "away"}}
+        else:
+            path, query = scope["raw_path"].decode(), dict(parse_qsl(scope["query_string"].decode()))
+            status, said = await self._answer(path, query, json.loads(body) if body else {})
+            headers = [(b"x-tuneloop-version", str(self.version).encode())]
+        headers.append((b"content-type", b"application/json"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+
+    async def _answer(self, path: str, query: dict[str, str], body: Json) -> tuple[int, Any]:
+        if path.startswith("/run/") and path.endswith("/v1/chat/completions"):
+            return await self._reply(_labels(path.split("/")[2]), body)
+        if path == "/v1/chat/completions":
+            self.unbound += 1
+            return await self._reply({"task_id": "", "run_id": ""}, body)
+        match path:
+            case "/training/calls":
+                return 200, {"calls": len(self.calls.get((query["task_id"], query["run_id"]), ()))}
+            case "/feedback":
+                return 200, self._feedback(body["feedback"])
+            case "/commit":
+                return 200, self._commit(body)
+            case "/training":
+                return 200, self._status()
+            case "/health/ready":
+                return 200, {"status": "ready"}
+            case "/v1/models":
+                return 200, {"data": [{"id": MODEL}]}
+            case "/state":
+                return 200, self.state()
+        return 404, {"error": {"message": f"no route {path}"}}
+
+    async def _reply(self, labels: Json, body: Json) -> tuple[int, Any]:
+        if body["model"] != MODEL:
+            return 404, {"error": {"message": f"no model {body['model']}", "code": "model_not_found"}}
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(self.reply_s)
+        self.in_flight -= 1
+        run = labels["task_id"], labels["run_id"]
+        number = sum(map(len, self.calls.values()))
+        self.calls[run].append({"train": labels.get("train", True), "version": self.version, **body})
+        text = self.answer(body["messages"][-1]["content"], self.version, number)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        reply = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 1, "model": MODEL}
+        return 200, reply | {"choices": [choice], "usage": usage}
+
+    def _feedback(self, entries: list[Json]) -> Json:
+        outcomes = {}
+        for entry in entries:
+            run = entry["task_id"], entry["run_id"]
+            metric, value = ("reward", entry["reward"]) if "reward" in entry else (entry["metric"], entry["value"])
+            if (key := (entry["idempotency_key"], metric)) in self.keys:
+                self.duplicates += 1
+                continue
+            self.keys.add(key)
+            self.accepted += 1
+            self.events[*run, metric] = value
+            outcomes["/".join(run)] = "accepted" if run in self.calls else "pending"
+        return {"status": "success", "outcomes": outcomes}
+
+    def _commit(self, body: Json) -> Json:
+        self.commits.append(body)
+        new = {run for run in self.rewards if run in self.calls and run[0] in body["task_ids"]} - self.committed
+        self.committed |= new
+        if new:
+            self._training += 1
+            task = asyncio.get_running_loop().create_task(self._train())
+            self._tasks.add(task)
+        return {"status": "success", "committed": sum(len(self.calls[run]) for run in new)}
+
+    async def _train(self) -> None:
+        await asyncio.sleep(self.train_s)
+        self.version += not self.learns_nothing
+        self._training -= 1
+
+    def _status(self) -> Json:
+        return {
+            "served": self.version,
+            "newest": self.version,
+            "step": self.version,
+            "settled": not self._training,
+            "experiences": {"committed": self._training},
+            "reasons": [{"code": "nothing_recorded", "sentence": "no experience was recorded"}],
+            "trainer_up": True,
+        }
+
+    def state(self) -> Json:
+        """What a test in another process wants to know."""
+        return {
+            "rewards": [[*run, reward] for run, reward in self.rewards.items()],
+            "committed": sorted(self.committed),
+            "calls": [[*run, len(calls)] for run, calls in self.calls.items()],
+            "accepted": self.accepted,
+            "version": self.version,
+        }
+
+
+def _labels(token: str) -> Json:
+    labels: Json = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+    return labels
+
+
+async def _live(receive: Any, send: Any) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    double = ServiceDouble(reply_s=0.0 if "--prompt" in sys.argv else 0.005)
+    uvicorn.run(double, port=int(sys.argv[1]), log_level="critical")

@@ -1,0 +1,245 @@
+"""What goes wrong with runs: counted by kind, shown once, and never trained on."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.doubles.serving import serving
+from tests.runner.tuning.service_double import MODEL, ServiceDouble
+from tuneloop.runner import AlgorithmConfig, JudgeOutput, ServiceAway, TuneFailed, TuneRefused, WorkflowOutput, tune
+
+TASKS = [{"question": f"{n}+1", "bad": n % 4 == 3} for n in range(8)]
+STEPS = AlgorithmConfig(group_size=2, batch_size=4)
+
+
+async def ask(task: Any, model: AsyncOpenAI, name: str = MODEL) -> str:
+    reply = await model.chat.completions.create(model=name, messages=[{"role": "user", "content": task["question"]}])
+    return reply.choices[0].message.content or ""
+
+
+async def raises(task: Any, model: AsyncOpenAI) -> Any:
+    await ask(task, model)
+    raise KeyError("no such tool")
+
+
+async def hangs(task: Any, model: AsyncOpenAI) -> Any:
+    await ask(task, model)
+    await asyncio.Event().wait()
+
+
+async def clings(task: Any, model: AsyncOpenAI) -> Any:
+    await ask(task, model)
+    while True:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            if not threading.main_thread().is_alive():
+                raise
+
+
+async def gives_no_reward(task: Any, model: AsyncOpenAI) -> Any:
+    return WorkflowOutput(response=await ask(task, model))
+
+
+async def gives_nothing(task: Any, model: AsyncOpenAI) -> Any:
+    await ask(task, model)
+
+
+async def gives_nan(task: Any, model: AsyncOpenAI) -> Any:
+    await ask(task, model)
+    return WorkflowOutput(reward=math.nan)
+
+
+async def calls_none(task: Any, model: AsyncOpenAI) -> Any:
+    return WorkflowOutput(reward=1.0)
+
+
+async def calls_another(task: Any, model: AsyncOpenAI) -> Any:
+    await ask(task, model, "gpt-4")
+    return WorkflowOutput(reward=1.0)
+
+
+def workflow_with(failure: Callable[..., Any]) -> Callable[..., Any]:
+    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
+        if task["bad"]:
+            return await failure(task, model)
+        await ask(task, model)
+        return WorkflowOutput(reward=1.0)
+
+    return workflow
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (raises, "workflow raised"),
+        (hangs, "workflow hung"),
+        (gives_no_reward, "no reward"),
+        (gives_nothing, "no reward"),
+        (gives_nan, "reward is not a number"),
+        (calls_none, "called no model"),
+        (calls_another, "called another model"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_run_that_fails_is_counted_by_kind_and_not_rewarded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: Callable[..., Any], kind: str
+) -> None:
+    double = ServiceDouble()
+    with serving(double) as url:
+        result = tune(
+            workflow_func=workflow_with(failure),
+            train_dataset=TASKS,
+            algorithm=STEPS,
+            service=url,
+            checkpoint_root_dir=tmp_path,
+            run_timeout=0.5,
+        )
+    assert result.failures == {kind: 4}
+    assert [(each.runs, each.failed) for each in result.history] == [(8, 2), (8, 2)]
+    bad = {f"{result.folder.name}:{place}" for place in (3, 7)}
+    assert {task for task, _ in double.rewards} & bad == set()
+    assert len(double.rewards) == 12
+    printed = capsys.readouterr().out
+    assert printed.count(f"] {kind}, task ") == 1
+    assert ("KeyError: 'no such tool'" in printed) is (failure is raises)
+    assert f"failed: 4 x {kind}" in printed
+
+
+def test_a_run_that_raises_once_is_tried_again_under_another_name(tmp_path: Path) -> None:
+    double, tries = ServiceDouble(), []
+
+    async def moody(task: Any, model: AsyncOpenAI) -> Any:
+        await ask(task, model)
+        tries.append(task["question"])
+        if len(tries) == 1:
+            raise ConnectionError("the tool's server hiccuped")
+        return WorkflowOutput(reward=1.0)
+
+    with serving(double) as url:
+        result = tune(
+            workflow_func=moody,
+            train_dataset=TASKS[:1],
+            algorithm=STEPS,
+            service=url,
+            checkpoint_root_dir=tmp_path,
+            concurrency=1,
+        )
+    assert result.failures == {}
+    assert sorted(run for _, run in double.calls) == ["0", "0.1.1", "1"]
+    assert sorted(run for _, run in double.rewards) == ["0.1.1", "1"]
+
+
+def test_a_judge_that_raises_is_asked_again_and_then_counted(tmp_path: Path) -> None:
+    asked = []
+
+    def judge(task: Any, response: Any) -> JudgeOutput:
+        asked.append(task["question"])
+        if task["bad"] or len(asked) == 1:
+            raise ValueError("cannot parse")
+        return JudgeOutput(reward=1.0)
+
+    double = ServiceDouble()
+    with serving(double) as url:
+        result = tune(
+            workflow_func=gives_no_reward,
+            judge_func=judge,
+            train_dataset=TASKS,
+            algorithm=STEPS,
+            service=url,
+            checkpoint_root_dir=tmp_path,
+        )
+    assert result.failures == {"judge raised": 4}
+    assert len(double.calls) == 16, "the workflow is not run again for its judge"
+
+
+def test_too_many_failures_stop_it(tmp_path: Path) -> None:
+    with serving(ServiceDouble()) as url:
+        with pytest.raises(
+            TuneFailed, match=r"step 1: 2 of 8 runs failed \(2 x workflow raised\); max_failures is 0\.2"
+        ):
+            tune(
+                workflow_func=workflow_with(raises),
+                train_dataset=TASKS,
+                algorithm=STEPS,
+                service=url,
+                checkpoint_root_dir=tmp_path,
+                max_failures=0.2,
+            )
+        with pytest.raises(TuneFailed, match=r"\d of 8 runs failed"):
+            tune(workflow_func=raises, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path)
+
+
+def test_a_service_that_is_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
+    double = ServiceDouble(reply_s=0.01)
+
+    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
+        if len(double.calls) == 3 and not double.rewards.get(("", "")):
+            double.away = True
+            asyncio.get_running_loop().call_later(1.0, lambda: setattr(double, "away", False))
+        return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
+
+    with serving(double) as url:
+        result = tune(
+            workflow_func=workflow, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path
+        )
+    assert len(double.rewards) == 16
+    assert [each.failed for each in result.history] == [0, 0]
+
+
+def test_a_service_that_stays_away_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
+    double = ServiceDouble()
+
+    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
+        if len(double.rewards) >= 10 and not resumed:
+            double.away = True
+        return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
+
+    resumed: list[bool] = []
+    with serving(double) as url:
+
+        def call() -> Any:
+            return tune(
+                workflow_func=workflow,
+                train_dataset=TASKS,
+                algorithm=STEPS,
+                service=url,
+                checkpoint_root_dir=tmp_path,
+                service_timeout=1.0,
+                concurrency=1,
+                resume=True,
+            )
+
+        with pytest.raises(ServiceAway, match=r"did not answer for 1 s: 503"):
+            call()
+        double.away = False
+        resumed.append(True)
+        call()
+    assert len(double.rewards) == 16
+    assert double.accepted == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"train_dataset": []}, "train_dataset is empty"),
+        ({"train_dataset": None}, "train_dataset is empty"),
+        ({"train_dataset": ["3+4"]}, "train_dataset: task 0 is str, not a mapping"),
+        ({"service": None}, "tune() needs a model to train"),
+        ({"experiment_name": "../x"}, "experiment_name is '../x'"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_started(
+    tmp_path: Path, arguments: dict[str, Any], sentence: str
+) -> None:
+    good = {"workflow_func": raises, "train_dataset": TASKS, "service": "http://127.0.0.1:1"}
+    with pytest.raises(TuneRefused) as refused:
+        tune(**good | {"checkpoint_root_dir": tmp_path} | arguments)
+    assert sentence in str(refused.value)
+    assert list(tmp_path.iterdir()) == []

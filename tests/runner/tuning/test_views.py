@@ -1,0 +1,106 @@
+"""What is shown: curves for TensorBoard, a live view on a terminal; and the examples of docs/tune.md."""
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.doubles.serving import serving
+from tests.runner.tuning.resumed import guess
+from tests.runner.tuning.service_double import ServiceDouble
+from tuneloop.runner import AlgorithmConfig, tune
+from tuneloop.runner.tuning.journal import RunResult
+from tuneloop.runner.tuning.summary import EvaluationReport, StepReport, interval_of
+from tuneloop.runner.tuning.views.live_view import LiveView
+
+DOCS = Path(__file__).parents[3] / "docs" / "tune.md"
+TASKS = [{"question": f"{n}+1"} for n in range(4)]
+
+
+def test_curves_are_written_where_tensorboard_finds_them_and_the_page_names_them(tmp_path: Path) -> None:
+    with serving(ServiceDouble()) as url:
+        result = tune(
+            workflow_func=guess,
+            train_dataset=TASKS,
+            eval_dataset=TASKS,
+            algorithm=AlgorithmConfig(group_size=2, batch_size=2),
+            service=url,
+            checkpoint_root_dir=tmp_path,
+            experiment_name="curves",
+        )
+    assert result.tensorboard == result.folder / "monitor" / "tensorboard"
+    assert re.fullmatch(r"curves-\d{14}", result.folder.name)
+    curves = EventAccumulator(str(result.tensorboard / "runner"))
+    curves.Reload()
+    names = set(curves.Tags()["scalars"])
+    rows = DOCS.read_text().split("| curve | is |")[1].split("\n\n")[0]
+    assert {name.replace("metrics/luck", "metrics/{name}") for name in names} == set(
+        re.findall(r"`([a-z_]+/[a-z_/{}]+)`", rows)
+    )
+    assert [point.step for point in curves.Scalars("rollout/reward_mean")] == [1, 2]
+    assert [point.step for point in curves.Scalars("evaluation/reward_mean")] == [0, 2]
+    assert result.history[0].tokens == 4 * 2 * 2, "four runs of two calls of two tokens"
+
+
+def test_the_live_view_shows_steps_and_failures() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100)
+    run = RunResult(step=0, position=0, member=0, task_id="t", run_id="0", rewards={"model": 1.0}, tokens=5)
+    with LiveView(3, console=console) as view:
+        view.run_ended(run)
+        view.run_ended(RunResult(step=0, position=0, member=1, task_id="t", run_id="1", failure="no reward"))
+        view.evaluation(EvaluationReport(step=0, version=0, reward=interval_of([0.0, 1.0])), seconds=1.0)
+        view.step(
+            StepReport(
+                step=1,
+                reward=interval_of([1.0, 0.5]),
+                runs=3,
+                failed=1,
+                seconds=2.0,
+                version=1,
+                published=True,
+                tokens=80,
+            )
+        )
+        view.say("half [way] there")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+    for part in ("step 1 of 3", "0.750 [", "eval 0", "1 x no reward", "half [way] there", "40"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("rewards", "low", "high"),
+    [
+        ([1.0] * 20, 0.839, 1.0),
+        ([0.0, 1.0] * 50, 0.404, 0.596),
+        ([1.0, 2.0, 3.0, 4.0], 0.446, 4.554),
+        ([float(n % 5) for n in range(50)], 1.594, 2.406),
+    ],
+)
+def test_the_interval_is_wilsons_of_binary_rewards_and_students_of_others(
+    rewards: list[float], low: float, high: float
+) -> None:
+    found = interval_of(rewards)
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
+
+
+def test_one_reward_says_nothing_of_the_mean() -> None:
+    assert interval_of([0.5]).high == math.inf
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_the_page_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)[number]
+    names: dict[str, Any] = {}
+    one, other = ServiceDouble(), ServiceDouble()
+    with serving(one) as url, serving(other) as second:
+        code = block.replace("http://localhost:8010", url).replace("http://localhost:8011", second)
+        exec(code, names)  # noqa: S102 - our own page
+    assert one.version == 2
+    assert other.version == (2 if number else 0)

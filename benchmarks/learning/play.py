@@ -40,7 +40,7 @@ class Player:
 
     def __init__(self, task: Task, network: PreTrainedModel, words: PreTrainedTokenizerFast, *, seed: int) -> None:
         self._task, self._network, self._words = task, network, words
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(network.device).manual_seed(seed)
 
     def play(self, questions: Sequence[Any]) -> list[Run]:
         """One run of each question, in lockstep."""
@@ -81,11 +81,14 @@ class Player:
         """A reply to each of the conversations."""
         prompts = [prompt_ids(self._task, self._words, messages) for messages in asked]
         longest = max(map(len, prompts))
-        ids = torch.tensor([[self._words.pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts])
-        real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device = self._network.device
+        ids = torch.tensor([[self._words.pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]).to(
+            device
+        )
+        real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(device)
         cache, positions = None, (real.cumsum(1) - 1).clamp(min=0)
         chosen, chances = list[Tensor](), list[Tensor]()
-        ended = torch.zeros(len(prompts), dtype=torch.bool)
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         while len(chosen) < self._task.max_tokens and not bool(ended.all()):
             out = self._network(
                 input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache, use_cache=True,

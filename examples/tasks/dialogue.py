@@ -10,7 +10,8 @@ A dialogue is a generator, so that the same agent plays against an OpenAI endpoi
 import json
 import random
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 Message = dict[str, Any]
@@ -58,10 +59,11 @@ class Reply(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`reward` is what the feedback says of the run, `right` whether it ended as it should."""
+    """`reward` is what the feedback says of the run, `right` whether it ended as it should, `metrics` whatever else."""
 
     reward: float
     right: bool
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 Dialogue = Generator[list[Message], Reply, Verdict]

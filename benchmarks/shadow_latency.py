@@ -1,0 +1,105 @@
+"""What a TrainingRunner costs the calls that it wraps: how long they take with and without it.
+
+.venv/bin/python -m benchmarks.shadow_latency [--calls 4000] [--rate 0.1] [--every-s 0.01]
+
+Production answers at once, so that nothing hides what is added. Bare and wrapped calls come in turn, so that what else
+the machine does meets both alike. Meanwhile the shadow runs ask a server in a process of its own, and their rewards are
+written to disk, sent and committed.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from multiprocessing.connection import Connection
+from statistics import quantiles
+from typing import Any
+
+import httpx
+
+from tests.doubles.engine import CHAT, engine_place
+from tests.runner.feedback.service import feedback_service
+from tuneloop.runner import SamplingRateStrategy, TrainingRunner
+
+#: A conversation of some length: its copy is the dearest thing that the app's thread does.
+REQUEST = {"model": "t", "messages": [{"role": "user", "content": "3+4=" * 50}] * 20, "max_tokens": 12}
+
+_WARMING_UP = 200
+
+
+def serve(told: Connection) -> None:
+    """An engine double, and a place for feedback."""
+    with engine_place() as place, feedback_service() as service:
+        told.send((place.fresh().url, service.url))
+        told.recv()
+
+
+async def production(request: dict[str, Any]) -> str:
+    """Answer at once."""
+    return "7"
+
+
+async def timed(call: Callable[..., Awaitable[Any]]) -> tuple[float, float]:
+    """Milliseconds by the clock, and of this thread's processor time."""
+    started, computed = time.perf_counter(), time.thread_time()
+    await call(REQUEST)
+    return 1000 * (time.perf_counter() - started), 1000 * (time.thread_time() - computed)
+
+
+async def measure(options: argparse.Namespace, engine: str, feedback: str) -> dict[str, Any]:
+    """Both, in turn."""
+    client = httpx.Client(base_url=engine, timeout=60)
+    runner = TrainingRunner(
+        service=feedback,
+        model="t",
+        agent=lambda run: lambda request: client.post(CHAT, json=request).json()["id"],
+        reward_calculator=lambda result: 1.0,
+        selection_strategy=SamplingRateStrategy.of(options.rate),
+        commit_interval_seconds=1,
+    )
+    taken: dict[str, list[tuple[float, float]]] = {"bare": [], "wrapped": []}
+    with client, runner:
+        wrapped = runner.wrap(production)
+        for number in range(options.calls):
+            await asyncio.sleep(options.every_s)
+            kind, call = ("wrapped", wrapped) if number % 2 else ("bare", production)
+            taken[kind].append(await timed(call))
+    found = {kind: summary(times[_WARMING_UP:]) for kind, times in taken.items()}
+    return found | {"counters": {kind: count for kind, count in runner.counters().items() if count}}
+
+
+def summary(times: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The middle and the end of them, in milliseconds."""
+    found: dict[str, float] = {}
+    for name, each in zip(("clock", "processor"), zip(*times, strict=True), strict=True):
+        cuts = quantiles(each, n=100)
+        found |= {f"{name}_p50_ms": round(cuts[49], 4), f"{name}_p99_ms": round(cuts[98], 4)}
+        found[f"{name}_mean_ms"] = round(sum(each) / len(each), 4)
+    return found
+
+
+def main() -> int:
+    """Measure, and print; 0 if the calls take less than a millisecond longer, at the 50th and the 99th percentile."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shadow_latency", description=__doc__)
+    parser.add_argument("--calls", type=int, default=4000)
+    parser.add_argument("--rate", type=float, default=0.1, help="share of the calls that are run again")
+    parser.add_argument("--every-s", type=float, default=0.01, help="seconds between two calls")
+    options = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    server = spawn.Process(target=serve, args=(there,))
+    server.start()
+    try:
+        found = asyncio.run(measure(options, *here.recv()))
+    finally:
+        here.send("end")
+        server.join()
+    print(json.dumps(found, indent=2))
+    return int(any(found["wrapped"][f"clock_{at}_ms"] - found["bare"][f"clock_{at}_ms"] >= 1 for at in ("p50", "p99")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

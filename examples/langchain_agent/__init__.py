@@ -1,0 +1,1 @@
+"""The agent of examples/math_agent written with LangChain."""

@@ -1,0 +1,1 @@
+"""A FastAPI app whose users' thumbs train the model that answers them."""

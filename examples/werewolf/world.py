@@ -1,0 +1,210 @@
+"""Werewolf for six: at night the wolves kill, by day everybody accuses somebody, then all vote one player out.
+
+The wolves, two of six, are played by the model; the villagers follow a script: each of them suspects somebody, a wolf
+more often than chance would have it, says so, and votes for whom most have accused. The wolves win as soon as they are
+no fewer than the villagers; the villagers win when no wolf is left.
+"""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict
+from tuneloop.runner import Reply as Judged
+from tuneloop.runner.rewards.components import game_reward
+
+PLAYERS = ("Ana", "Ben", "Cora", "Dan", "Eva", "Finn")
+WOLVES = 2
+#: How often a villager suspects a wolf, instead of anybody.
+HUNCH = 0.41
+REWARD = game_reward()
+#: How often the start model's teacher slips, and how often a slip betrays the other wolf instead of naming anybody.
+_SLIPS, _BETRAYALS = 0.6, 0.7
+
+#: (the wolf who is asked, its conversation so far) -> whom it names.
+Turn = tuple[str, list[Message]]
+
+
+class Game:
+    """One game; `task` has its seed and its wolves."""
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        self.wolves: list[str] = list(task["wolves"])
+        self.alive = list(PLAYERS)
+        self.villagers_out: set[str] = set()
+        self._chance = random.Random(task["seed"])
+        self._hunches: dict[str, str] = {}
+        self._heard = {
+            wolf: [f"You are {wolf}, a wolf with {self.mate(wolf)}. Players: {', '.join(PLAYERS)}."]
+            for wolf in self.wolves
+        }
+        self._said: dict[str, list[Message]] = {wolf: [] for wolf in self.wolves}
+        self._blamed: set[str] = set()
+        self.accused: dict[str, str] = {}
+        self.slips = 0
+
+    def play(self) -> Generator[Turn, str, None]:
+        """Yields whose turn it is with what it was told; is sent the reply."""
+        self._tell("Evening. " + self._accusations(self._villagers))
+        while not self._over:
+            victim = yield from self._ask(self._wolves[0], "Whom do you kill?", self._villagers)
+            if victim:
+                self._remove(victim, "was killed")
+            else:
+                self._tell("Nobody was killed.")
+            if self._over:
+                return
+            yield from self._day()
+
+    @property
+    def won(self) -> bool:
+        """Whether the wolves have won."""
+        return bool(self._wolves)
+
+    def facts(self) -> dict[str, float]:
+        """What `game_reward` reads."""
+        return {
+            "team_win": float(self.won),
+            "individual_survive": len(self._wolves) / WOLVES,
+            "successfully_blame": float(bool(self._blamed & self.villagers_out)),
+            "exposed_penalty": 1 - len(self._wolves) / WOLVES,
+        }
+
+    def hunch(self, villager: str) -> str:
+        """Whom a villager suspects: the same one while that one lives."""
+        if self._hunches.get(villager) not in self.alive:
+            others = [each for each in self.alive if each != villager]
+            guided = self._chance.random() < HUNCH
+            self._hunches[villager] = self._chance.choice(self._wolves if guided else others)
+        return self._hunches[villager]
+
+    def best(self, wolf: str) -> str:
+        """A villager who accuses a wolf, to be killed; by day, who is accused most but is no wolf."""
+        hunches = {villager: self.hunch(villager) for villager in self._villagers}
+        if not self.accused:
+            return next((each for each, named in hunches.items() if named in self.wolves), self._villagers[0])
+        counts = Counter(each for each in self.accused.values() if each not in self.wolves)
+        return counts.most_common(1)[0][0] if counts else self._villagers[0]
+
+    def _day(self) -> Generator[Turn, str, None]:
+        accused = self.accused = {villager: self.hunch(villager) for villager in self._villagers}
+        self._tell("Day. " + self._accusations(self._villagers))
+        for wolf in self._wolves:
+            others = [each for each in self.alive if each != wolf]
+            if named := (yield from self._ask(wolf, "Whom do you accuse?", others)):
+                accused[wolf] = named
+                self._blamed.add(named)
+                self._tell(f"{wolf} accuses {named}.")
+        votes = {villager: self._vote(villager, accused) for villager in self._villagers}
+        for wolf in self._wolves:
+            others = [each for each in self.alive if each != wolf]
+            if named := (yield from self._ask(wolf, "Whom do you vote out?", others)):
+                votes[wolf] = named
+        counts = Counter(votes.values())
+        most = max(counts.values())
+        out = self._chance.choice(sorted(each for each, count in counts.items() if count == most))
+        if out not in self.wolves:
+            self.villagers_out.add(out)
+        self.accused = {}
+        self._remove(out, "was voted out")
+
+    def _vote(self, villager: str, accused: Mapping[str, str]) -> str:
+        counts = Counter(each for each in accused.values() if each != villager)
+        most = max(counts.values())
+        first = [each for each, count in counts.items() if count == most]
+        return accused[villager] if accused[villager] in first else self._chance.choice(sorted(first))
+
+    def _ask(self, wolf: str, question: str, allowed: Sequence[str]) -> Generator[Turn, str, str | None]:
+        """Whom the wolf names; None if that is nobody of `allowed`."""
+        told = " ".join([*self._heard[wolf], question])
+        self._heard[wolf] = []
+        self._said[wolf].append({"role": "user", "content": told})
+        reply = yield wolf, list(self._said[wolf])
+        self._said[wolf].append({"role": "assistant", "content": reply})
+        found = re.findall("[A-Z][a-z]+", reply)
+        named = found[0] if found and found[0] in allowed else None
+        self.slips += named is None
+        return named
+
+    def _remove(self, player: str, how: str) -> None:
+        self.alive.remove(player)
+        self._tell(f"{player} {how}.")
+
+    def _tell(self, what: str) -> None:
+        for wolf in self._wolves:
+            self._heard[wolf].append(what)
+
+    def _accusations(self, villagers: Sequence[str]) -> str:
+        return " ".join(f"{each} accuses {self.hunch(each)}." for each in villagers)
+
+    def mate(self, wolf: str) -> str:
+        """The other wolf."""
+        return next(each for each in self.wolves if each != wolf)
+
+    @property
+    def _wolves(self) -> list[str]:
+        return [each for each in self.wolves if each in self.alive]
+
+    @property
+    def _villagers(self) -> list[str]:
+        return [each for each in self.alive if each not in self.wolves]
+
+    @property
+    def _over(self) -> bool:
+        return not self._wolves or len(self._wolves) >= len(self._villagers)
+
+
+def games(seed: int, number: int) -> list[dict[str, Any]]:
+    """So many games to be played."""
+    chance = random.Random(f"games {seed}")
+    return [{"seed": chance.randrange(10**9), "wolves": sorted(chance.sample(PLAYERS, WOLVES))} for _ in range(number)]
+
+
+def judge(game: Game) -> Verdict:
+    """What the game was worth to the wolves."""
+    facts = game.facts()
+    score = REWARD(Judged(text="", facts=facts))
+    return Verdict(score.total, game.won, {"wins": facts["team_win"], "survival": facts["individual_survive"]})
+
+
+class Wolves:
+    """The games as a task for a model in this process."""
+
+    name = "werewolf"
+    tools: Sequence[Tool] = ()
+    max_tokens = 6
+    reward_range = (-5.0, 17.0)
+
+    def questions(self) -> Sequence[dict[str, Any]]:
+        """Those to be learnt from."""
+        return games(0, 4096)
+
+    def dialogue(self, question: Mapping[str, Any]) -> Dialogue:
+        """Both wolves are asked, each in a conversation of its own."""
+        game = Game(question)
+        turns = game.play()
+        try:
+            _, messages = next(turns)
+            while True:
+                reply = yield messages
+                _, messages = turns.send(reply.text)
+        except StopIteration:
+            return judge(game)
+
+    def replies(self, question: Mapping[str, Any], slip: random.Random | None) -> Iterator[Reply]:
+        """What a good wolf would say, turn by turn; a slip names the other wolf, or anybody."""
+        game = Game(question)
+        turns = game.play()
+        wolf, _ = next(turns)
+        while True:
+            name = game.best(wolf)
+            if slip and slip.random() < _SLIPS:
+                anybody = slip.choice([each for each in PLAYERS if each != wolf])
+                name = game.mate(wolf) if slip.random() < _BETRAYALS else anybody
+            yield Reply(name)
+            try:
+                wolf, _ = turns.send(name)
+            except StopIteration:
+                return

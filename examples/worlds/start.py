@@ -1,0 +1,47 @@
+"""The tiny models that the examples start from: each is taught once for each seed, and kept."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.tasks.dialogue import Task
+from examples.worlds.schooling import Schooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginner:
+    """What a world's start model is: its size, and how it is taught."""
+
+    hidden: int
+    layers: int
+    schooling: Schooling
+
+
+def start_model(task: Task, beginner: Beginner, folder: Path, *, seed: int, gpu: bool = False) -> Path:
+    """The Hugging Face folder of the start model; made if it is not there yet, which takes minutes on a CPU."""
+    path = folder / f"{task.name}-{seed}"
+    if not (path / "taught.json").exists():
+        # Torch takes seconds.
+        import torch
+
+        from examples.sums.model import save
+        from examples.worlds import model as models
+        from examples.worlds.warmup import teach
+
+        if not gpu:
+            torch.set_num_threads(1)  # matrices of this size gain nothing by a second one
+        words = models.tokenizer(task)
+        model = models.build(words, hidden=beginner.hidden, layers=beginner.layers, seed=seed)
+        right = teach(task, model.to("cuda" if gpu else "cpu"), words, beginner.schooling, seed=seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=folder))
+        save(model.cpu(), words, staged)
+        (staged / "taught.json").write_text(json.dumps({"parameters": models.parameters(model), "right": right}) + "\n")
+        try:
+            os.rename(staged, path)
+        except OSError:
+            if not (path / "taught.json").exists():  # else somebody else was quicker
+                raise
+    return path

@@ -1,0 +1,32 @@
+"""docs/examples.md: its commands are commands, its examples are there, and each of them fits on a page."""
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import agents
+from examples.worlds.experiment import options_of
+
+ROOT = Path(__file__).parent.parent.parent.parent
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+NAMES = re.findall(r"^\| \[(\w+)\]\(\.\./examples/\w+/main\.py\) \|", PAGE, re.MULTILINE)
+COMMANDS = [shlex.split(line, comments=True)[2:] for line in PAGE.splitlines() if line.startswith("python -m ")]
+
+
+def test_seven_examples_are_there_and_none_is_longer_than_a_hundred_lines() -> None:
+    assert len(NAMES) == 7
+    lengths = {name: (ROOT / "examples" / name / "main.py").read_text().count("\n") for name in NAMES}
+    assert {name: length for name, length in lengths.items() if length > 100} == {}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_of_the_page_is_one(command: list[str]) -> None:
+    module, *arguments = command
+    assert find_spec(module)
+    if module.endswith(("math_agent.main", "email_search.main")):
+        options_of("an_example", steps=1, rate=1e-4, arguments=arguments)
+    if module == agents.__name__:
+        agents._options(arguments)

@@ -1,0 +1,54 @@
+"""The examples through the whole loop: one step always, and the long versions in which their agents learn."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+import examples.email_search.main as email_search
+from benchmarks.learning import agents
+from examples.worlds.schooling import Schooling
+from examples.worlds.start import Beginner
+
+Means = Mapping[str, float]
+
+#: What three seeds come to on average, on held-out tasks.
+GOALS: Mapping[str, Callable[[Means, Means], bool]] = {
+    "math_agent": lambda before, after: (
+        after["accuracy"] >= before["accuracy"] + 0.35 and after["steps"] <= 0.8 * before["steps"]
+    ),
+    "email_search": lambda before, after: after["tools"] >= 0.9 and after["arguments"] >= 0.85,
+    "werewolf": lambda before, after: after["wins"] >= 0.75,
+}
+
+
+@pytest.mark.vllm
+def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = Beginner(hidden=32, layers=1, schooling=Schooling(early_steps=1, late_steps=0, batch=1))
+    monkeypatch.setattr(email_search, "BEGINNER", nothing)
+    monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
+    given = ["--steps", "1", "--batch", "2", "--group", "2", "--held-out", "4", "--dir", str(tmp_path / "run")]
+    email_search.main([*given, "--start", str(tmp_path / "start")])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [each["step"] for each in summary["evaluations"]] == [0, 1]
+    assert summary["failures"] == {}
+    assert [step for step, _ in summary["curve"]] == [1]
+
+
+def means(folder: Path, reward: str, when: str) -> dict[str, float]:
+    lines = [line for line in json.loads((folder / "agents.json").read_text()).values() if line["reward"] == reward]
+    assert len(lines) == 3
+    return {name: sum(line[when][name] for line in lines) / 3 for name in lines[0][when]}
+
+
+@pytest.mark.vllm
+@pytest.mark.soak
+@pytest.mark.parametrize("example", agents.EXAMPLES)
+def test_an_agent_comes_to_its_goal_on_three_seeds_and_not_by_a_coin(example: str, tmp_path: Path) -> None:
+    given = ["--example", example, "--seeds", "0", "1", "2", "--reward", "judge", "random"]
+    assert agents.main([*given, "--out", str(tmp_path), "--work", str(tmp_path / "work")]) == 0
+    assert GOALS[example](means(tmp_path, "judge", "before"), means(tmp_path, "judge", "after"))
+    assert not GOALS[example](means(tmp_path, "random", "before"), means(tmp_path, "random", "after"))

@@ -12,8 +12,9 @@ import pytest
 from tests.clients.packages import EXAMPLES, PACKAGES, PLACES, Driver, Package, node_folder
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place, recorded
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.explorer.capture import retention
-from tuneloop.shared.experience import Exchange, State
+from tuneloop.explorer.capture import retention, spool
+from tuneloop.shared.experience import Exchange, State, decode
+from tuneloop.shared.spool_format import Position
 
 pytestmark = pytest.mark.xdist_group("clients")
 
@@ -32,17 +33,22 @@ class Party:
         self.explorer = explorer
         self.double = double
         self.drivers = drivers
-        self._seen: set[str] = set()
+        self._kept: dict[str, Exchange] = {}
+        self._read_to = Position(0, 0)
 
     def news(self) -> dict[str, Exchange]:
         """The exchanges that were kept since somebody last asked."""
-        found = {each.msg_id: each for each in self.explorer.exchanges() if each.msg_id not in self._seen}
-        self._seen |= found.keys()
+        self.kept_since()
+        found, self._kept = self._kept, {}
         return found
 
     def kept_since(self) -> int:
         """How many were kept since then."""
-        return len({each.msg_id for each in self.explorer.exchanges()} - self._seen)
+        for payload, after in spool.read(self.explorer.services.spool.folder, self._read_to):
+            self._read_to = after
+            if isinstance(record := decode(payload), Exchange):
+                self._kept[record.msg_id] = record
+        return len(self._kept)
 
     @contextmanager
     def engine(self, **fault: Any) -> Iterator[None]:
@@ -183,6 +189,15 @@ def test_a_header_names_the_reply_where_a_package_makes_ids_of_its_own(party: Pa
     told = party.drivers["LiteLLM"].do("responded")
     [(msg_id, _)] = party.news().items()
     assert (told["header"], told["id"] == msg_id) == (msg_id, False)
+
+
+def test_a_url_below_a_run_labels_what_is_asked_there(party: Party) -> None:
+    party.news()
+    said = _run(party, str(EXAMPLES / "with_curl_run.sh"))
+    [(msg_id, kept)] = party.news().items()
+    assert (kept.task_id, kept.run_id, msg_id in said) == ("task-1", "run-1", True)
+    [(state, reward)] = party.explorer.rows(f"SELECT state, reward FROM experiences WHERE msg_id = '{msg_id}'")
+    assert (state, reward) == (State.REWARDED, 1.0)
 
 
 def _shell(party: Party) -> str:

@@ -84,6 +84,9 @@ class EngineDouble:
     url: str = ""
 
     piece_pause_s: float = 0.0
+    text_pause_s: float = 0.0
+    texts: int = 0  # that are being read
+    most_texts: int = 0
     cut_after: int | None = None  # pieces, then the connection breaks
     end_after: int | None = None  # pieces, then a clean end without [DONE]
     stalls_after: int | None = None  # pieces, then nothing more until the client leaves
@@ -168,6 +171,10 @@ class EngineDouble:
             return await self._probe(body, send)
         if path in PASSED:
             self.passed.append((path, body))
+            self.texts += 1
+            self.most_texts = max(self.most_texts, self.texts)
+            await asyncio.sleep(self.text_pause_s)
+            self.texts -= 1
             if self.no_tokenizer:
                 return await _send_reply(send, 400, recorded("error_json.json"))
             try:

@@ -51,10 +51,10 @@ def distributions(package: str) -> set[str]:
 def test_every_import_is_declared():
     undeclared: dict[str, set[str]] = {}
     for source in SOURCES:
-        extras = EXTRAS.get(source.path.parts[0], set())
         runtime = RUNNER if source.path.parts[0] == "runner" else PROJECT
+        extras = RUNNER["optional-dependencies"] if runtime is RUNNER else EXTRAS.get(source.path.parts[0], set())
         declared = named(runtime["dependencies"]).union(
-            *(named(PROJECT["optional-dependencies"][extra]) for extra in extras)
+            *(named(runtime["optional-dependencies"][extra]) for extra in extras)
         )
         found = {each for each in imported(source.tree) if not distributions(each) & declared}
         if found:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.doubles.serving import serving
+from tests.doubles.warm import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import write_settings
 from tests.loop.harness.services import free_port
@@ -29,8 +30,8 @@ TUNELOOP = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; mai
 
 def run(*arguments: str) -> str:
     """All that a command prints."""
-    done = subprocess.run([*TUNELOOP, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    return done.stdout + done.stderr
+    ended = run_tuneloop(*arguments)
+    return ended.output + ended.errors
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -67,6 +67,12 @@ class Metrics:
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
+        self.refused = Counter(
+            "tuneloop_access_refused",
+            "Requests that were refused by their heads: no key, an unknown one, a limit of one, or a website's request",
+            ["reason"],
+            registry=registry,
+        )
         self._request_counters = cache(self._counters_of)
         self._reply_counters = cache(self.replies.labels)
         self._recorded_counters = cache(self.recorded.labels)

@@ -33,7 +33,7 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.caller import Gate
+from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastRoutes
@@ -77,7 +77,7 @@ OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]
 
 
 def create_app(
-    settings: Settings, ledger: Ledger, *, gate: Gate, opening: OpenServices, on_failure: OnFailure
+    settings: Settings, ledger: Ledger, *, gate: EntryGate, opening: OpenServices, on_failure: OnFailure
 ) -> FastRoutes:
     """The ASGI app over an up-to-date ledger, with fast routes for requests for replies, to whom `gate` lets in.
 

@@ -109,7 +109,7 @@ class Gatekeeper:
             return _LOCAL
         if self._admin_digest is None:
             raise RequestRefused(f"no route {path}", status=404, code="not_found")
-        raise _unauthorized("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
+        raise _no_entry("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
 
     def usage(self) -> dict[str, KeyUsage]:
         """What each key that has been used here has taken, by its id."""
@@ -138,7 +138,7 @@ def _check(holder: _Holder, required: frozenset[Scope]) -> Caller:
     """The holder of a key, if it may do one of these now. Raises RequestRefused."""
     caller = holder.caller
     if steady_time.now() >= holder.expires_at:
-        raise _unauthorized("this key has expired", "key_expired")
+        raise _no_entry("this key has expired", "key_expired")
     if caller.scopes.isdisjoint(required) and Scope.ADMIN not in caller.scopes:
         wanted = " or ".join(sorted(required))
         raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
@@ -147,14 +147,14 @@ def _check(holder: _Holder, required: frozenset[Scope]) -> Caller:
 
 
 def _missing() -> RequestRefused:
-    return _unauthorized(
+    return _no_entry(
         "send a key as `Authorization: Bearer <key>`, as `x-api-key`, or in the path: /key/<key>/v1/…", "key_missing"
     )
 
 
 def _unknown() -> RequestRefused:
-    return _unauthorized("this key is unknown or was revoked", "key_unknown")
+    return _no_entry("this key is unknown or was revoked", "key_unknown")
 
 
-def _unauthorized(message: str, code: str) -> RequestRefused:
+def _no_entry(message: str, code: str) -> RequestRefused:
     return RequestRefused(message, status=401, code=code)

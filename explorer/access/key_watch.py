@@ -41,7 +41,7 @@ class KeyWatch:
         try:
             self.table = self._keys.table()
         except LedgerUnavailable:
-            self.table = _remembered(self._path)
+            self.table = _recall(self._path)
         else:
             _remember(self._path, self.table)
 
@@ -93,7 +93,7 @@ def require_keys(settings: Settings, table: KeyTable) -> None:
         raise EnvironmentRefused(problem)
 
 
-def _remembered(path: Path) -> KeyTable:
+def _recall(path: Path) -> KeyTable:
     try:
         return msgspec.json.decode(path.read_bytes(), type=KeyTable)
     except (OSError, msgspec.MsgspecError):
@@ -111,4 +111,4 @@ def _remember(path: Path, table: KeyTable) -> None:
             os.fsync(file.fileno())
         draft.rename(path)
     except OSError as error:
-        log.error("keys_not_remembered", path=str(path), reason=error.strerror)
+        log.error("keys_not_recall", path=str(path), reason=error.strerror)

@@ -70,11 +70,11 @@ class KeyMeter:
             raise _too_much(f"{limits.max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
         requests, tokens, size = self._requests, self._tokens, self._bytes
         if requests is not None and requests.fill(now) < 1:
-            raise _too_much(_said("requests", requests), "requests", requests.wait_s(1))
+            raise _too_much(_sentence("requests", requests), "requests", requests.wait_s(1))
         if tokens is not None and tokens.fill(now) <= 0:
-            raise _too_much(_said("tokens", tokens), "tokens", tokens.wait_s(1))
+            raise _too_much(_sentence("tokens", tokens), "tokens", tokens.wait_s(1))
         if size is not None and size.fill(now) <= 0:
-            raise _too_much(_said("bytes", size), "bytes", size.wait_s(1))
+            raise _too_much(_sentence("bytes", size), "bytes", size.wait_s(1))
         usage.requests += 1
         if requests is not None:
             requests.level -= 1
@@ -105,7 +105,7 @@ class KeyMeter:
         if bucket is not None:
             if bucket.fill(self._clock()) < count:
                 wait_s = bucket.wait_s(min(count, bucket.capacity))
-                raise _too_much(f"{_said('events of feedback', bucket)}, and these are {count}", "feedback", wait_s)
+                raise _too_much(f"{_sentence('events of feedback', bucket)}, and these are {count}", "feedback", wait_s)
             bucket.level -= count
         self.usage.feedback += count
 
@@ -126,7 +126,7 @@ def _bucket(per_minute: int | None, now: float) -> Bucket | None:
     return None if per_minute is None else Bucket(per_minute, now)
 
 
-def _said(what: str, bucket: Bucket) -> str:
+def _sentence(what: str, bucket: Bucket) -> str:
     return f"this key allows {bucket.capacity:.0f} {what} a minute"
 
 

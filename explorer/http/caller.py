@@ -76,7 +76,7 @@ class Caller:
         return not self.name or Scope.ADMIN in self.scopes
 
 
-class Gate(Protocol):
+class EntryGate(Protocol):
     """Decides who comes in, by the head of a request."""
 
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:

@@ -18,7 +18,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.http import errors, run_prefix
-from tuneloop.explorer.http.caller import Caller, Gate, find_caller, set_caller
+from tuneloop.explorer.http.caller import Caller, EntryGate, find_caller, set_caller
 from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch
 from tuneloop.explorer.http.raw_request import REQUEST_ID, FastRoute, RawRequest, header_lines, send_error
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
@@ -64,7 +64,7 @@ class FastRoutes:
         app: Any,
         fast_routes: Mapping[tuple[str, str], FastRoute],
         limits: ConnectionLimits | None = None,
-        gate: Gate | None = None,
+        gate: EntryGate | None = None,
     ) -> None:
         self.app = app
         self.fast_routes = fast_routes

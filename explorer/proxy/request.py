@@ -130,17 +130,13 @@ class RequestParser:
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:
             sampling = sampling._replace(drop_reason="opt_out")
-        ignored_fields = tuple(
-            param for param in (*self._unsafe_fields, *_operators_fields(raw.caller)) if upstream.get(param) is not None
-        )
+        unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
+        ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
         salt = _salt_of(raw.caller, upstream)
         choices = dialect.count_choices(upstream)
         msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
-        if (
-            self._held_out
-            and sampling.drop_reason is None
-            and is_held_out(_user_key(raw.caller.tenant, labels, msg_id), self._held_out)
-        ):
+        key = _user_key(raw.caller.tenant, labels, msg_id)
+        if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
         verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))

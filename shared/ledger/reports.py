@@ -58,9 +58,8 @@ class Reports(LedgerPart):
 
     def counts(self, tenant: str | None = None) -> dict[State, int]:
         """Experiences per state: a tenant's, or all."""
-        whose = true() if tenant is None else experiences.c.tenant == tenant
-        rows = self._read(select(experiences.c.state, func.count()).where(whose).group_by(experiences.c.state))
-        found = {State(state): count for state, count in rows}
+        query = select(experiences.c.state, func.count()).where(_of(tenant)).group_by(experiences.c.state)
+        found = {State(state): count for state, count in self._read(query)}
         return {state: found.get(state, 0) for state in State}
 
     def rewards(self) -> list[VersionReward]:
@@ -241,6 +240,10 @@ class Reports(LedgerPart):
             [(count,)] = self._read(select(func.count()).select_from(experiences).where(condition))
             if count:
                 yield f"experiences {what}: {count}"
+
+
+def _of(tenant: str | None) -> ColumnElement[bool]:
+    return true() if tenant is None else experiences.c.tenant == tenant
 
 
 def _newest_trained() -> Any:

@@ -11,26 +11,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
+from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.run_calls import RunCalls
 from tuneloop.runner.models.transport import close_connections
+from tuneloop.runner.tuning.services.service_set import MAIN
 from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
+
+_log = logging.getLogger("tuneloop.debug")
+
+#: The service waits itself, until what was answered is stored.
+_COUNT_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
 class DebugReport:
-    """What came of one run. `metrics` are the workflow's and the judge's."""
+    """What came of one run. `metrics` are the workflow's and the judge's.
+
+    `unobserved` are the replies that clients of the workflow's own got, which are asked of the service where `calls` is
+    empty; None where nobody can say.
+    """
 
     response: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     calls: RunCalls = field(default_factory=RunCalls)
+    unobserved: int | None = 0
 
     @property
     def problem(self) -> str | None:
         """Why nothing would be learnt from such a run, if so."""
-        if not self.calls:
+        if not self.calls and self.unobserved == 0:
             return "it called no model: every run must, through `model`, or through run.base_url and run.api_key"
         if self.reward is None:
             return "it has no reward: return WorkflowOutput(reward=…), or give a judge"
@@ -48,11 +62,12 @@ class DebugReport:
             for number, each in enumerate(self.calls, start=1)
         ]
         total = f"{self.calls.prompt_tokens} + {self.calls.completion_tokens} tokens (prompt + reply)"
+        others = "" if self.unobserved == 0 else f"; by clients of the workflow's own: {_count(self.unobserved)}"
         return [
             f"response: {_text_of(self.response)}",
             f"reward: {'none' if self.reward is None else f'{self.reward:g}'}",
             f"metrics: {metrics}",
-            f"calls: {len(self.calls)}, {total}",
+            f"calls: {len(self.calls)}, {total}{others}",
             *calls,
         ]
 
@@ -80,12 +95,27 @@ def debug_run(
         "task": dict(task),
         "model": make_model(bound, defaults, client=kind, sync=sync),
         "auxiliary_models": others,
-        "logger": logging.getLogger("tuneloop.debug"),
+        "logger": _log,
         "run": bound,
+        "runs": {MAIN: bound},
     }
     report = DebugReport(calls=bound.calls)
     asyncio.run(_run(workflow, judge, offered, report))
+    if not bound.calls and {"run", "runs"} & {*inspect.signature(workflow).parameters}:
+        report.unobserved = _count_calls(bound) if isinstance(bound, Run) else None
     return report
+
+
+def _count_calls(run: Run) -> int | None:
+    """The replies that a run got from its service, whatever client asked for them."""
+    query = {"task_id": run.task_id, "run_id": run.run_id}
+    key = {"Authorization": f"Bearer {run.api_key}"}
+    try:
+        answer = httpx.get(f"{run.service.rstrip('/')}/training/calls", params=query, headers=key, timeout=_COUNT_S)
+        return int(answer.raise_for_status().json()["calls"])
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        _log.warning("the service does not say how many calls there were: %s", error)
+        return None
 
 
 async def _run(

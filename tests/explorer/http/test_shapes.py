@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, count_structure, parse_object
+from tuneloop.explorer.http.bodies import MAX_DEPTH, MAX_VALUES, count_structure, parse_object
 from tuneloop.shared.errors import RequestRefused
 
 

@@ -28,16 +28,15 @@ class HostRules:
     def check(self, method: str, host: bytes | None, origin: bytes | None) -> None:
         """Raise RequestRefused for a request that a browser was led to send. No browser leaves out `Host`."""
         if host is not None and not self._is_ours(host):
-            name = host.decode("latin-1")[:128]
             raise RequestRefused(
-                f"without keys, the host {name!r} is not answered for: name this machine localhost, list the name in "
+                "without keys, this host name is not answered for: name this machine localhost, list the name in "
                 "explorer.allowed_hosts, or make a key (tuneloop keys create)",
                 status=403,
                 code="host_not_allowed",
             )
         if origin is not None and method not in _HARMLESS and not self._is_ours(_host_of(origin)):
             raise RequestRefused(
-                f"without keys, pages of other sites ({origin.decode('latin-1')[:128]}) may send nothing here",
+                "without keys, pages of other sites may send nothing here",
                 status=403,
                 code="origin_not_allowed",
             )

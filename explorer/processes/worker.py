@@ -22,11 +22,13 @@ import structlog
 import uvicorn
 import uvloop
 
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, create_app, open_services, open_spool
 from tuneloop.explorer.background_tasks import Task, every
 from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.capture.reply_id import key_path, load_key
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -161,7 +163,7 @@ class Worker:
     async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
-        self._gate = Gatekeeper(settings)
+        self._gate = Gatekeeper(settings, FeedbackTokens(load_key(key_path(settings))))
         self._gate.count_in(self._metrics.refused)
         app = create_app(
             settings, ledger, gate=self._gate, opening=partial(self._open, ledger, beginning), on_failure=self._fail

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn, assert_never
 import typer
 import yaml
 
-from tuneloop.cli import alarms, doctor, export, refused_records, rewards, versions
+from tuneloop.cli import alarms, doctor, export, raters, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.data import backup_commands
 from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
@@ -43,6 +43,7 @@ app.add_typer(config_app, name="config")
 export.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
+app.add_typer(raters.app, name="raters")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
 add_retention(app)

@@ -17,6 +17,7 @@ from tuneloop.shared.errors import (
     RequestRefused,
     SpoolFull,
     TuneloopError,
+    UnknownRater,
     VersionRefused,
 )
 
@@ -35,6 +36,7 @@ _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     LedgerUnavailable: (503, "database_unavailable", 5.0),
     SpoolFull: (503, "storage_full", 5.0),
     VersionRefused: (409, "version_refused", None),
+    UnknownRater: (404, "unknown_rater", None),
     TuneloopError: (500, "internal", None),
 }
 

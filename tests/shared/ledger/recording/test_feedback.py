@@ -59,7 +59,7 @@ def under(engine: Engine) -> Iterator[Any]:
 
     def made(ledger: type[Ledger] = Ledger, **rule: Any) -> Ledger:
         options = {name: rule.pop(name) for name in ("compensate_late", "clock") if name in rule}
-        return ledger(engine, rule=RewardRule(**rule), **options)
+        return ledger(engine, rule=RewardRule(**{"clip": None, **rule}), **options)
 
     return made
 

@@ -54,7 +54,8 @@ def within_shares(connection: Connection, units: Sequence[Unit], policy: BatchPo
     words = _words(connection, [row for unit in units for row in unit.rows])
     most = policy.max_rater_share * size
     had: dict[Rater, float] = defaultdict(float)
-    taken, total = [], 0
+    taken: list[Unit] = []
+    total = 0
     over: list[Unit] = []
     for unit in units:
         if total >= size:

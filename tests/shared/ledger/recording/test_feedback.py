@@ -316,7 +316,7 @@ def test_each_row_keeps_the_rule_of_its_reward(under: Any, engine: Engine) -> No
     with engine.connect() as connection:
         kept = {row.id: row.definition for row in connection.execute(select(reward_rules))}
     assert [kept[row.reward_rule] for row in rows(engine)] == [
-        definition(RewardRule(**rule)) for rule in (old, new, new)
+        definition(RewardRule(clip=None, **rule)) for rule in (old, new, new)
     ]
 
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
@@ -44,8 +44,10 @@ from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
+from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -61,6 +63,7 @@ class Services:
     control_client: ControlClient
     limits: SpoolLimits
     spool: Spool
+    recorder: Recorder
 
 
 #: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.
@@ -76,7 +79,9 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.services, tasks = await opening(stack)
+            services, tasks = await opening(stack)
+            app.state.services = services
+            stack.push_async_callback(services.recorder.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
@@ -205,7 +210,14 @@ def open_services(
         max_age_s=explorer.spool_max_age,
         check_database=ledger.recording.check_place,
     )
-    signer, recorder = ReplyIdSigner(load_key(key_path(settings))), Recorder(spool, limits, metrics)
+    key = load_key(settings.job_dir / KEY)
+    redactor = Redactor.open(
+        settings,
+        key,
+        count=lambda kind: metrics.redacted.labels(kind).inc(),
+        timed_out=lambda pattern: metrics.patterns_timed_out.labels(pattern).inc(),
+    )
+    signer, recorder = ReplyIdSigner(key), Recorder(spool, limits, metrics, redactor)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     shadow = Shadow(
         fleet,
@@ -244,6 +256,7 @@ def open_services(
             metrics=metrics,
             settings=settings,
         ),
+        recorder=recorder,
         fleet=fleet,
         control_client=control_client,
         limits=limits,

@@ -44,6 +44,15 @@ class Metrics:
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
+        self.redacted = Counter(
+            "tuneloop_redacted", "Records in which something of a kind was redacted", ["kind"], registry=registry
+        )
+        self.patterns_timed_out = Counter(
+            "tuneloop_patterns_timed_out",
+            "Texts that were redacted whole, because a pattern of one's own took too long",
+            ["pattern"],
+            registry=registry,
+        )
         self._add_ledger_metrics(registry)
         self.spool_bytes = Gauge(
             "tuneloop_spool_bytes", "Bytes in all spools that are not yet in the database", registry=registry

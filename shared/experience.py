@@ -35,6 +35,9 @@ def person_name(name: str) -> str:
     return f"sha256:{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
+#: Stands for a token id that spelled what was redacted: nothing is learnt from it, and its log-probability is 0.
+REDACTED = -1
+
 #: Why a row is dropped that is kept for comparing versions, so that nothing is ever trained on it.
 HELD_OUT = "held_out"
 

@@ -12,12 +12,12 @@ from typing import Annotated, NoReturn, assert_never
 import typer
 import yaml
 
-from tuneloop.cli import alarms, doctor, export, refused_records, rewards, versions
+from tuneloop.cli import alarms, doctor, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
-from tuneloop.cli.data import backup_commands
+from tuneloop.cli.data import backup_commands, export_commands
+from tuneloop.cli.data.retention_commands import add_to as add_retention
 from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.cli.package_names import refuse_foreign_packages
-from tuneloop.cli.retention import add_to as add_retention
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import StartupError, TuneloopError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
@@ -40,7 +40,7 @@ db_app = typer.Typer(help="The database that holds the experiences.", no_args_is
 config_app = typer.Typer(help="The settings.", no_args_is_help=True)
 app.add_typer(db_app, name="db")
 app.add_typer(config_app, name="config")
-export.add_to(app)
+export_commands.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
 app.add_typer(versions.app, name="versions")

@@ -2,13 +2,16 @@
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
 
-#: What each is called with by name: what it must take, and what it gets if it asks for it.
-_WORKFLOW = ("task", "model"), ("auxiliary_models", "logger", "run")
-_JUDGE = ("task", "response"), ("auxiliary_models", "logger", "run")
+_Needed = tuple[tuple[str, ...], ...]
+
+#: What each is called with by name: what it must take (one of each group), and what it gets if it asks for it.
+_WORKFLOW = (("task",), ("model", "run", "runs")), ("auxiliary_models", "logger")
+_JUDGE = (("task",), ("response",)), ("auxiliary_models", "logger", "run", "runs")
 
 _SHOWN = {
     "workflow": "async def workflow(task, model, auxiliary_models=None, logger=None, run=None) -> WorkflowOutput",
@@ -17,7 +20,10 @@ _SHOWN = {
 
 
 def check_workflow_function(function: Callable[..., Any]) -> None:
-    """Raise TuneRefused unless the function takes what a workflow is called with."""
+    """Raise TuneRefused unless the function takes what a workflow is called with.
+
+    One that binds clients of its own to `run` or `runs` needs no `model`.
+    """
     _check(function, "workflow", *_WORKFLOW)
 
 
@@ -26,7 +32,7 @@ def check_judge_function(function: Callable[..., Any]) -> None:
     _check(function, "judge", *_JUDGE)
 
 
-def _check(function: Callable[..., Any], kind: str, needed: tuple[str, ...], offered: tuple[str, ...]) -> None:
+def _check(function: Callable[..., Any], kind: str, needed: _Needed, offered: tuple[str, ...]) -> None:
     if not callable(function):
         raise TuneRefused(f"the {kind} is {function!r}, not a function; it should be\n    {_SHOWN[kind]}")
     if inspect.isclass(function):
@@ -41,20 +47,20 @@ def _check(function: Callable[..., Any], kind: str, needed: tuple[str, ...], off
         )
 
 
-def _problems(function: Callable[..., Any], needed: tuple[str, ...], offered: tuple[str, ...]) -> list[str]:
+def _problems(function: Callable[..., Any], needed: _Needed, offered: tuple[str, ...]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return ["has a signature that cannot be read"]
     wild = [name for name, each in parameters.items() if each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
     by_place = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
-    problems = [f"has no parameter {name}" for name in needed if name not in parameters]
+    problems = [f"has no parameter {' or '.join(names)}" for names in needed if not {*names} & {*parameters}]
     problems += [f"takes {name} by its place only" for name in by_place]
     problems += [f"takes *{name}, which nothing is passed in" for name in wild]
     others = [
         name
         for name, each in parameters.items()
-        if name not in {*needed, *offered, *wild, *by_place} and each.default is each.empty
+        if name not in {*chain(*needed), *offered, *wild, *by_place} and each.default is each.empty
     ]
     return problems + [f"wants {name}, which it will not get" for name in others]
 

@@ -28,7 +28,7 @@ def test_the_teacher_is_right_without_slips_and_often_wrong_with_them(task: Sums
     chance = random.Random(0)
     for question in task.questions():
         verdict = played(task.dialogue(question), *task.replies(question, None))
-        assert verdict == (task.reward_range[1], True)
+        assert verdict == Verdict(task.reward_range[1], right=True)
     slips = [
         played(task.dialogue(question), *task.replies(question, chance))
         for question in chance.choices(task.questions(), k=300)
@@ -65,7 +65,7 @@ def test_the_shop_pays_for_tool_argument_and_success(reply: Reply, reward: float
     wish = Wish("where is 7?", "track", 7)
     assert wish in Shop().questions()
     assert judge(wish, reply.calls) == reward
-    assert played(Shop().dialogue(wish), reply) == (reward, reward == 2.5)
+    assert played(Shop().dialogue(wish), reply) == Verdict(reward, right=reward == 2.5)
 
 
 def test_a_calculation_in_two_steps() -> None:
@@ -76,12 +76,12 @@ def test_a_calculation_in_two_steps() -> None:
     assert dialogue.send(called("calc", expr="7*5"))[: len(first)] == first
     with pytest.raises(StopIteration) as end:
         dialogue.send(Reply(" 35"))
-    assert end.value.value == (1.0, True)
+    assert end.value.value == Verdict(1.0, right=True)
 
 
 def test_an_agent_that_never_answers_is_stopped() -> None:
     step = called("calc", expr="1+1")
-    assert played(Calculator().dialogue(Sequel(1, "+", 1, "+", 1)), step, step, step) == (0.0, False)
+    assert played(Calculator().dialogue(Sequel(1, "+", 1, "+", 1)), step, step, step) == Verdict(0.0, right=False)
 
 
 @pytest.mark.parametrize(

@@ -6,31 +6,60 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
+from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.run_calls import RunCalls
 from tuneloop.runner.models.transport import close_connections
+from tuneloop.runner.tuning.services.service_set import MAIN
 from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
+
+_log = logging.getLogger("tuneloop.debug")
+
+#: The service waits itself, until what was answered is stored.
+_COUNT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCalls:
+    """The replies that a run got, whatever client asked for them, and their tokens with their prompts.
+
+    Calls that continue one another are one sequence in training: `tokens` counts call by call, `merged_tokens` those of
+    the sequences.
+    """
+
+    calls: int
+    tokens: int
+    sequences: int
+    merged_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
 class DebugReport:
-    """What came of one run. `metrics` are the workflow's and the judge's."""
+    """What came of one run. `metrics` are the workflow's and the judge's.
+
+    `calls` are those that `model` made, `stored` what the service knows of all; None where there is no service of ours,
+    or it does not say. `own_clients`: whether the workflow can have had calls that only a service would know of.
+    """
 
     response: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     calls: RunCalls = field(default_factory=RunCalls)
+    stored: StoredCalls | None = None
+    own_clients: bool = False
 
     @property
     def problem(self) -> str | None:
         """Why nothing would be learnt from such a run, if so."""
-        if not self.calls:
+        if not self.calls and not (self.own_clients if self.stored is None else self.stored.calls):
             return "it called no model: every run must, through `model`, or through run.base_url and run.api_key"
         if self.reward is None:
             return "it has no reward: return WorkflowOutput(reward=…), or give a judge"
@@ -54,7 +83,18 @@ class DebugReport:
             f"metrics: {metrics}",
             f"calls: {len(self.calls)}, {total}",
             *calls,
+            *self._stored_lines(),
         ]
+
+    def _stored_lines(self) -> Iterator[str]:
+        if self.stored is None:
+            if self.own_clients and not self.calls:
+                yield "calls by clients of the workflow's own are not known here: only a service of ours knows them"
+            return
+        if others := self.stored.calls - len(self.calls):
+            yield f"calls by clients of the workflow's own: {others}"
+        sequences = "1 sequence" if self.stored.sequences == 1 else f"{self.stored.sequences} sequences"
+        yield f"in training: {self.stored.merged_tokens} tokens in {sequences}, of {self.stored.tokens} call by call"
 
 
 def debug_run(
@@ -80,12 +120,28 @@ def debug_run(
         "task": dict(task),
         "model": make_model(bound, defaults, client=kind, sync=sync),
         "auxiliary_models": others,
-        "logger": logging.getLogger("tuneloop.debug"),
+        "logger": _log,
         "run": bound,
+        "runs": {MAIN: bound},
     }
     report = DebugReport(calls=bound.calls)
     asyncio.run(_run(workflow, judge, offered, report))
+    report.own_clients = not {"run", "runs"}.isdisjoint(inspect.signature(workflow).parameters)
+    report.stored = _stored_calls(bound) if isinstance(bound, Run) else None
     return report
+
+
+def _stored_calls(run: Run) -> StoredCalls | None:
+    """What the service knows of the run's calls."""
+    query = {"task_id": run.task_id, "run_id": run.run_id, "tokens": "true"}
+    key = {"Authorization": f"Bearer {run.api_key}"}
+    try:
+        answer = httpx.get(f"{run.service.rstrip('/')}/training/calls", params=query, headers=key, timeout=_COUNT_S)
+        counts = answer.raise_for_status().json()
+        return StoredCalls(**{each.name: int(counts[each.name]) for each in fields(StoredCalls)})
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        _log.warning("the service does not say how many calls there were: %s", error)
+        return None
 
 
 async def _run(

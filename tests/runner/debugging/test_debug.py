@@ -19,6 +19,8 @@ from tuneloop.runner.tuning.debugging.one_run import load_function
 AGENT = '''
 """An agent, its judge, and ways to get it wrong."""
 
+from openai import AsyncOpenAI
+
 from tuneloop.runner.tuning.config import JudgeOutput, WorkflowOutput
 
 
@@ -36,6 +38,18 @@ def judge(task, response):
 async def rewarded(task, model):
     await workflow(task, model)
     return 0.25
+
+
+async def with_a_client_of_its_own(task, runs):
+    run = runs["model"]
+    async with AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
+        asked = [{"role": "user", "content": task["question"]}]
+        await client.chat.completions.create(model="MODEL", messages=asked)
+    return 0.75
+
+
+async def silent_itself(task, run):
+    return 1.0
 
 
 async def silent(task, model):
@@ -58,7 +72,7 @@ if __name__ == "__main__":
     from tuneloop.runner.tuning.debugging.backbone import main
 
     main(workflow_func=workflow, judge_func=judge, train_dataset=[{"question": "3+4="}, {"question": "5+6="}])
-'''
+'''.replace("MODEL", MODEL)
 
 
 @pytest.fixture
@@ -86,7 +100,9 @@ def test_a_run_is_shown_with_its_reward_and_its_calls(explorer: RunningExplorer,
     assert lines[1] == "reward: 0.5"
     assert lines[2].startswith("metrics: steps=2 length=")
     assert lines[3].startswith("calls: 2, ")
-    for number, line in enumerate(lines[4:]):
+    tokens = sum(len(each.experiences[0].prompt_ids + each.experiences[0].completion_ids) // 4 for each in kept)
+    assert lines[6:] == [f"in training: {tokens} tokens in 2 sequences, of {tokens} call by call"]
+    for number, line in enumerate(lines[4:6]):
         assert f"{number + 1}. chat/completions: status 200" in line
         assert line.endswith(kept[number].msg_id)
     body = json.loads(kept[0].request)
@@ -103,6 +119,21 @@ def test_any_compatible_model_will_do(explorer: RunningExplorer, agent: Path, tm
     assert explorer.exchanges()[-1].run_id is None
 
 
+def test_calls_of_clients_of_its_own_are_counted(explorer: RunningExplorer, agent: Path) -> None:
+    asked = (f"{agent}:with_a_client_of_its_own", "--task", '{"question": "3+4="}')
+    done = run("debug", *asked, "--service", explorer.url)
+    assert (done.returncode, "calls: 0, 0 + 0 tokens" in done.stdout) == (0, True), done.stderr
+    assert "\ncalls by clients of the workflow's own: 1\n" in done.stdout
+    (kept,) = explorer.exchanges()
+    assert (kept.task_id, kept.experiences[0].drop_reason) == ("debug", "opt_out")
+
+
+def test_calls_of_clients_of_its_own_are_not_known_of_another_model(explorer: RunningExplorer, agent: Path) -> None:
+    asked = (f"{agent}:with_a_client_of_its_own", "--task", '{"question": "3+4="}')
+    done = run("debug", *asked, "--base-url", f"{explorer.url}/v1", "--model", MODEL)
+    assert (done.returncode, "workflow's own are not known here" in done.stdout) == (0, True), done.stderr
+
+
 def test_the_command_of_the_service_is_the_same(explorer: RunningExplorer, agent: Path) -> None:
     code = "from tuneloop.cli.main import main; main()"
     where = ("--task", '{"question": "3+4="}', "--service", explorer.url)
@@ -115,6 +146,7 @@ def test_the_command_of_the_service_is_the_same(explorer: RunningExplorer, agent
 @pytest.mark.parametrize(
     ("name", "why"),
     [
+        ("silent_itself", "nothing would be learnt from this run: it called no model"),
         ("silent", "nothing would be learnt from this run: it called no model"),
         ("unrewarded", "nothing would be learnt from this run: it has no reward"),
         ("broken", "KeyError: 'no such tool'"),
@@ -124,7 +156,7 @@ def test_what_goes_wrong_is_said(explorer: RunningExplorer, agent: Path, name: s
     done = run("debug", f"{agent}:{name}", "--task", '{"question": "3+4="}', "--service", explorer.url)
     assert done.returncode == 1
     assert why in done.stderr
-    assert f"calls: {0 if name == 'silent' else 2}, " in done.stdout
+    assert f"calls: {0 if name.startswith('silent') else 2}, " in done.stdout
 
 
 @pytest.mark.parametrize(

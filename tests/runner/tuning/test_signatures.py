@@ -24,6 +24,12 @@ def with_all(
 ) -> None: ...
 
 
+def with_clients_of_its_own(task, run): ...
+
+
+def with_several_runs(task, runs): ...
+
+
 def with_options(task, model, depth=3): ...
 
 
@@ -42,6 +48,8 @@ GOOD = [
     plain,
     with_all,
     with_options,
+    with_clients_of_its_own,
+    with_several_runs,
     partial(with_a_tool, tool=1),
     Callable_(),
     Callable_().method,
@@ -58,7 +66,7 @@ def test_these_are_workflows(function: Callable[..., Any]) -> None:
     ("function", "why"),
     [
         (lambda question, model: None, "has no parameter task; wants question, which it will not get"),
-        (lambda task: None, "has no parameter model"),
+        (lambda task: None, "has no parameter model or run or runs"),
         (with_a_tool, "wants tool, which it will not get"),
         (lambda task, model, *args: None, r"takes \*args"),
         (lambda task, model, **kwargs: None, r"takes \*kwargs"),

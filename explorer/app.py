@@ -200,6 +200,11 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
     return spool
 
 
+def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor:
+    found = metrics.redaction
+    return Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+
+
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
@@ -212,13 +217,7 @@ def open_services(
         check_database=ledger.recording.check_place,
     )
     key = load_key(settings.job_dir / KEY)
-    redactor = Redactor.open(
-        settings,
-        key,
-        count=lambda kind: metrics.redacted.labels(kind).inc(),
-        timed_out=lambda pattern: metrics.patterns_timed_out.labels(pattern).inc(),
-    )
-    signer, recorder = ReplyIdSigner(key), Recorder(spool, limits, metrics, redactor)
+    recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     shadow = Shadow(
         fleet,

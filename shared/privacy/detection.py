@@ -9,7 +9,7 @@ import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.privacy.patterns import FINDERS
-from tuneloop.shared.settings.privacy import PrivacySettings
+from tuneloop.shared.settings.feedback import PrivacySettings
 
 log = structlog.get_logger()
 

@@ -87,7 +87,7 @@ class Redactor:
     def exchange(self, exchange: Exchange) -> Exchange:
         """The exchange as it may be written. What is found in one place of it is replaced in all."""
         work = _Work(self._detector)
-        request = _parsed(exchange.request)
+        request = _load(exchange.request)
         beside = isinstance(request, dict)
         prompt = (
             {name: value for name, value in request.items() if name not in _BESIDE_THE_PROMPT} if beside else request
@@ -95,7 +95,7 @@ class Redactor:
         work.look(prompt)
         for each in exchange.experiences:
             work.look(each.text)
-            work.look(_parsed(each.tool_calls))
+            work.look(_load(each.tool_calls))
         spellings = [self._spellings(each) for each in exchange.experiences]
         for spelling in (each for both in spellings if both for each in both):
             work.look(spelling.text)
@@ -121,7 +121,7 @@ class Redactor:
     def feedback(self, event: Feedback) -> Feedback:
         """The event as it may be written."""
         work = _Work(self._detector)
-        answer = _parsed_answer(event) if event.kind is Kind.DEMONSTRATION else None
+        answer = _message_of(event) if event.kind is Kind.DEMONSTRATION else None
         for said in (event.text, answer, event.metric):
             work.look(said)
         names = {name: self.name(value) if value else value for name, value in _names(event).items()}
@@ -157,7 +157,7 @@ class Redactor:
     def _experience(
         self, experience: Experience, work: "_Work", spellings: "_Spellings | None", in_tokens: bool
     ) -> Experience:
-        calls = _parsed(experience.tool_calls)
+        calls = _load(experience.tool_calls)
         cleaned = replace(
             experience,
             text=work.clean(experience.text),
@@ -283,11 +283,11 @@ def _names(record: Record) -> dict[str, str | None]:
     return {"task_id": record.task_id, "run_id": record.run_id, **person}
 
 
-def _parsed(data: bytes | str | None) -> Any:
+def _load(data: bytes | str | None) -> Any:
     return None if data is None else orjson.loads(data)
 
 
-def _parsed_answer(event: Feedback) -> Any:
+def _message_of(event: Feedback) -> Any:
     """The message that an edited answer is the JSON of, None for a text."""
     if event.text is None or not event.text.startswith("{"):
         return None

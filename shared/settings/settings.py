@@ -12,8 +12,13 @@ from pydantic import SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
-from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
-from tuneloop.shared.settings.privacy import PrivacySettings
+from tuneloop.shared.settings.feedback import (
+    FeedbackSettings,
+    JudgeSettings,
+    PrivacySettings,
+    RetentionSettings,
+    RewardRule,
+)
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
 from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
 from tuneloop.shared.settings.types import FolderName, Section, reveal

@@ -14,7 +14,7 @@ from tests.doubles.serving import serving
 from tests.doubles.spelling import SpellingDouble, write_tokenizer
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.shared.experience import REDACTED
-from tuneloop.shared.settings.privacy import PrivacySettings
+from tuneloop.shared.settings.feedback import PrivacySettings
 from tuneloop.shared.settings.settings import Settings
 
 PLANTED = {

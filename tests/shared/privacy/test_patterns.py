@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tuneloop.shared.privacy.patterns import FINDERS, passes_luhn, passes_mod_97
-from tuneloop.shared.settings.privacy import BuiltIn
+from tuneloop.shared.settings.feedback import BuiltIn
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dGVzdA"

@@ -17,7 +17,7 @@ from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback,
 from tuneloop.shared.privacy.detection import Detector, presidio
 from tuneloop.shared.privacy.redactor import Redactor, pseudonym
 from tuneloop.shared.privacy.vocabulary import Spelling, Vocabulary
-from tuneloop.shared.settings.privacy import PrivacySettings
+from tuneloop.shared.settings.feedback import PrivacySettings
 
 KEY = b"k" * 32
 MAIL = "ann@example.org"

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import httpx
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
 from tuneloop.runner.models.run import Run
-from tuneloop.runner.models.run_calls import RunCalls
+from tuneloop.runner.models.run_calls import RunCalls, StoredCalls
 from tuneloop.runner.models.transport import close_connections
 from tuneloop.runner.tuning.services.service_set import MAIN
 from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
@@ -25,20 +25,6 @@ _log = logging.getLogger("tuneloop.debug")
 
 #: The service waits itself, until what was answered is stored.
 _COUNT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredCalls:
-    """The replies that a run got, whatever client asked for them, and their tokens with their prompts.
-
-    Calls that continue one another are one sequence in training: `tokens` counts call by call, `merged_tokens` those of
-    the sequences.
-    """
-
-    calls: int
-    tokens: int
-    sequences: int
-    merged_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,8 +123,7 @@ def _stored_calls(run: Run) -> StoredCalls | None:
     key = {"Authorization": f"Bearer {run.api_key}"}
     try:
         answer = httpx.get(f"{run.service.rstrip('/')}/training/calls", params=query, headers=key, timeout=_COUNT_S)
-        counts = answer.raise_for_status().json()
-        return StoredCalls(**{each.name: int(counts[each.name]) for each in fields(StoredCalls)})
+        return StoredCalls.of(answer.raise_for_status().json())
     except (httpx.HTTPError, ValueError, LookupError) as error:
         _log.warning("the service does not say how many calls there were: %s", error)
         return None

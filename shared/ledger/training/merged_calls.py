@@ -24,10 +24,11 @@ class CallTokens(NamedTuple):
 
 
 class RunTokens(NamedTuple):
-    """Tokens, prompts and replies, that a run's calls have: each on its own, and in merged sequences."""
+    """Tokens that a run's calls have with their prompts, each on its own and in merged sequences; and without."""
 
     calls: int
     tokens: int
+    completion_tokens: int
     sequences: int
     merged_tokens: int
 
@@ -59,9 +60,11 @@ def merge_calls(calls: Iterable[C]) -> list[list[C]]:
 def count_tokens(calls: Iterable[_Call]) -> RunTokens:
     """What merging saves of a run."""
     sequences = merge_calls(calls)
+    merged = [call for sequence in sequences for call in sequence]
     return RunTokens(
-        calls=sum(map(len, sequences)),
-        tokens=sum(_length(call) for sequence in sequences for call in sequence),
+        calls=len(merged),
+        tokens=sum(map(_length, merged)),
+        completion_tokens=sum(len(call.completion_ids) for call in merged),
         sequences=len(sequences),
         merged_tokens=sum(_length(sequence[-1]) for sequence in sequences),
     )

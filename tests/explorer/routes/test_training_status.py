@@ -64,8 +64,9 @@ def test_the_tokens_of_a_run_are_counted(explorer: RunningExplorer) -> None:
         explorer.chat(metadata={"task_id": "a", "run_id": "1"})
     counts = explorer.http.get("/training/calls", params={"task_id": "a", "run_id": "1", "tokens": "true"}).json()
     kept = [each.experiences[0] for each in explorer.exchanges()]
-    tokens = sum(len(each.prompt_ids) + len(each.completion_ids) for each in kept) // 4
-    assert counts == {"calls": 2, "tokens": tokens, "sequences": 2, "merged_tokens": tokens}
+    said = sum(len(each.completion_ids) for each in kept) // 4
+    tokens = sum(len(each.prompt_ids) for each in kept) // 4 + said
+    assert counts == {"calls": 2, "tokens": tokens, "completion_tokens": said, "sequences": 2, "merged_tokens": tokens}
 
 
 def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> None:

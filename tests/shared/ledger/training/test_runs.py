@@ -20,14 +20,14 @@ def call(prompt: str, reply: str) -> CallTokens:
 @pytest.mark.parametrize(
     ("calls", "sequences", "counts"),
     [
-        ([], [], (0, 0, 0, 0)),
-        ([("ab", "c")], [[0]], (1, 3, 1, 3)),
-        ([("ab", "c"), ("abcd", "e"), ("abcdef", "g")], [[0, 1, 2]], (3, 15, 1, 7)),
-        ([("ab", "c"), ("xy", "z"), ("abcd", "e"), ("xyzu", "v")], [[0, 2], [1, 3]], (4, 16, 2, 10)),
-        ([("ab", "c"), ("abd", "e")], [[0], [1]], (2, 7, 2, 7)),
-        ([("ab", "c"), ("ab", "c")], [[0], [1]], (2, 6, 2, 6)),
-        ([("a", "b"), ("abc", "d"), ("abx", "y"), ("abcde", "f")], [[0, 1, 3], [2]], (4, 16, 2, 10)),
-        ([("", "ab"), ("abc", "d")], [[0, 1]], (2, 6, 1, 4)),
+        ([], [], (0, 0, 0, 0, 0)),
+        ([("ab", "c")], [[0]], (1, 3, 1, 1, 3)),
+        ([("ab", "c"), ("abcd", "e"), ("abcdef", "g")], [[0, 1, 2]], (3, 15, 3, 1, 7)),
+        ([("ab", "c"), ("xy", "z"), ("abcd", "e"), ("xyzu", "v")], [[0, 2], [1, 3]], (4, 16, 4, 2, 10)),
+        ([("ab", "c"), ("abd", "e")], [[0], [1]], (2, 7, 2, 2, 7)),
+        ([("ab", "c"), ("ab", "c")], [[0], [1]], (2, 6, 2, 2, 6)),
+        ([("a", "b"), ("abc", "d"), ("abx", "y"), ("abcde", "f")], [[0, 1, 3], [2]], (4, 16, 4, 2, 10)),
+        ([("", "ab"), ("abc", "d")], [[0, 1]], (2, 6, 3, 1, 4)),
     ],
     ids=["none", "one", "a conversation", "two agents", "an edited history", "asked again", "a fork", "no prompt"],
 )
@@ -51,6 +51,6 @@ def test_a_run_is_counted_as_its_replies_were_sampled(engine: Engine, clock: Clo
     later, sooner = said(8.0, (1, 2, 3, 4), (5,)), said(7.0, (1, 2), (3,))
     ledger.recording.record([later, sooner, said(9.0, (1, 2, 3), (4,), run_id="2")])
     assert ledger.runs.count_calls("acme", "t", "1") == 2
-    assert ledger.runs.count_tokens("acme", "t", "1") == RunTokens(2, 8, 1, 5)
-    assert ledger.runs.count_tokens("acme", "t", "3") == RunTokens(0, 0, 0, 0)
-    assert ledger.runs.count_tokens("another", "t", "1") == RunTokens(0, 0, 0, 0)
+    assert ledger.runs.count_tokens("acme", "t", "1") == RunTokens(2, 8, 2, 1, 5)
+    assert ledger.runs.count_tokens("acme", "t", "3") == RunTokens(0, 0, 0, 0, 0)
+    assert ledger.runs.count_tokens("another", "t", "1") == RunTokens(0, 0, 0, 0, 0)

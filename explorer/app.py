@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import orjson
+import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -49,6 +50,8 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +205,10 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
 
 def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor:
     found = metrics.redaction
-    return Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+    if redactor and not redactor.spells_ids:
+        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
+    return redactor
 
 
 def open_services(

@@ -13,6 +13,7 @@ from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of
+from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
 
@@ -93,7 +94,7 @@ def _erase(
     """
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        redactor = Redactor.open(settings, load_key(settings.job_dir / KEY))
+        redactor = Redactor(Detector(settings.privacy), key=load_key(settings.job_dir / KEY))
         result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
     echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
     if result.problems:

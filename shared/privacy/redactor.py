@@ -13,15 +13,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import orjson
-import structlog
 from msgspec.structs import replace
 
 from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Int32s, Kind, Record
 from tuneloop.shared.privacy.detection import Detector, Span, apart
 from tuneloop.shared.privacy.vocabulary import Spelling, Vocabulary
 from tuneloop.shared.settings.settings import Settings
-
-log = structlog.get_logger()
 
 #: Why a reply is no sample of the policy, or cannot be trained on at all, after redaction.
 REASON = "redacted"
@@ -68,14 +65,17 @@ class Redactor:
         """The settings' redactor. Raises EnvironmentRefused where Presidio is asked for and not there."""
         detector = Detector(settings.privacy, timed_out=timed_out)
         vocabulary = Vocabulary.load(settings.model.model_path) if detector else None
-        if detector and vocabulary is None:
-            log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
         return cls(detector, key=key, vocabulary=vocabulary, count=count)
 
     @property
     def slow(self) -> bool:
         """Whether a record may take longer than an event loop should wait."""
         return self._detector.slow
+
+    @property
+    def spells_ids(self) -> bool:
+        """Whether it knows which token ids spell what."""
+        return self._vocabulary is not None
 
     def __bool__(self) -> bool:
         return bool(self._detector)

@@ -97,7 +97,3 @@ def _base32(data: bytes) -> str:
 def minted_at(msg_id: str) -> float:
     """When a msg_id was minted that is ours, in seconds since 1970."""
     return (int(msg_id[-_SIGNED:], 32) >> 8 * (_BYTES - 6)) / 1000
-
-
-#: Everybody's, while there are no keys that tell tenants apart.
-TENANT = "default"

@@ -33,13 +33,22 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
+from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
-from tuneloop.explorer.routes import admin, metrics_json, passthrough, responses, stored_completions, training_status
+from tuneloop.explorer.routes import (
+    admin,
+    keys,
+    metrics_json,
+    passthrough,
+    responses,
+    stored_completions,
+    training_status,
+)
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
@@ -67,8 +76,10 @@ class Services:
 OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]]
 
 
-def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_failure: OnFailure) -> FastRoutes:
-    """The ASGI app over an up-to-date ledger, with fast routes for requests for replies.
+def create_app(
+    settings: Settings, ledger: Ledger, *, gate: EntryGate, opening: OpenServices, on_failure: OnFailure
+) -> FastRoutes:
+    """The ASGI app over an up-to-date ledger, with fast routes for requests for replies, to whom `gate` lets in.
 
     `on_failure` is called when a task that must run has failed.
     """
@@ -99,12 +110,13 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
+    keys.add_routes(app, ledger.keys)
     training_status.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
     fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
     fast_routes["POST", TRINITY + CHAT] = fast_routes["POST", CHAT]
-    return FastRoutes(app, fast_routes, _connection_limits(settings))
+    return FastRoutes(app, fast_routes, _connection_limits(settings), gate)
 
 
 def _connection_limits(settings: Settings) -> ConnectionLimits:

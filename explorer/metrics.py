@@ -67,6 +67,7 @@ class Metrics:
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
+        self.refused = _refusals(registry)
         self._request_counters = cache(self._counters_of)
         self._reply_counters = cache(self.replies.labels)
         self._recorded_counters = cache(self.recorded.labels)
@@ -206,6 +207,11 @@ class Metrics:
             self.judged.labels(outcome)
         for kind in ("prompt", "completion"):
             self.judge_tokens.labels(kind)
+
+
+def _refusals(registry: CollectorRegistry) -> Counter:
+    text = "Requests that were refused by their heads: no key, an unknown one, a limit of one, or a website's request"
+    return Counter("tuneloop_access_refused", text, ["reason"], registry=registry)
 
 
 #: Gauges that are the sum over all processes. All others are the control process's alone.

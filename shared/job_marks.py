@@ -3,6 +3,7 @@
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
+{job_dir}/keys.json          the hashes of the clients' keys, for the same time
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with
 """
 
@@ -14,8 +15,8 @@ import msgspec
 from tuneloop.shared.checkpoint import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
 
-#: Below a job folder: what the explorer served last, and the key that replies are named with.
-SERVED, KEY = "served.json", "secrets/msg_id.key"
+#: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
+SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 
 

@@ -139,7 +139,3 @@ def load_key(path: Path) -> bytes:
             "lose the feedback on replies given so far"
         )
     return key
-
-
-#: Everybody's, while there are no keys that tell tenants apart.
-TENANT = "default"

@@ -10,6 +10,7 @@ import orjson
 
 from tuneloop.explorer.capture.reply_id import ParsedReplyId, ReplyIdSigner
 from tuneloop.explorer.feedback.request import Entry, Signal
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Feedback, Kind
@@ -24,11 +25,12 @@ class FeedbackEvent(NamedTuple):
 
 
 class EventFactory:
-    """One call. Its ids are read by `signer` as the tenant's."""
+    """One call. Its ids are read by `signer` as the caller's tenant's, and its raters are the caller's."""
 
-    def __init__(self, signer: ReplyIdSigner, tenant: str) -> None:
+    def __init__(self, signer: ReplyIdSigner, caller: Caller) -> None:
         self._signer = signer
-        self._tenant = tenant
+        self._tenant = caller.tenant
+        self._caller = caller
         self._call_id = uuid.uuid4().hex
         self._now = steady_time.now()
         self._stamp = steady_time.stamp()
@@ -36,7 +38,8 @@ class EventFactory:
 
     def hear(self, remarks: Sequence[Entry]) -> list[FeedbackEvent]:
         """What the remarks say, in their order. Of two names of one reply both have the same event."""
-        return [each for number, remark in enumerate(remarks) for each in self._events_of_entry(remark, number)]
+        named = [remark._replace(source=self._caller.rater(remark.source)) for remark in remarks]
+        return [each for number, remark in enumerate(named) for each in self._events_of_entry(remark, number)]
 
     def _events_of_entry(self, remark: Entry, place: int) -> Iterator[FeedbackEvent]:
         number = 0 if remark.key_alone else place

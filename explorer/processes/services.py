@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 
+from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
@@ -66,6 +67,7 @@ class ControlServices:
     flusher: Flusher
     watch: LedgerGauges
     canary_controller: CanaryController
+    key_watch: KeyWatch
 
     async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
@@ -110,6 +112,9 @@ async def open_control_services(
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     totals = ProcessTotals(metrics.registry)
+    key_watch = KeyWatch(settings, ledger.keys)
+    await asyncio.to_thread(key_watch.open)
+    require_keys(settings, key_watch.table)
     canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
     services = ControlServices(
         fleet=fleet,
@@ -120,6 +125,7 @@ async def open_control_services(
         settings=settings,
         flusher=flusher,
         watch=watch,
+        key_watch=key_watch,
     )
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [
@@ -129,6 +135,7 @@ async def open_control_services(
         examination.run(),
         canary_controller.run(),
         attestation.run(),
+        key_watch.run(metrics),
         *judging,
         *_supervision(services, ledger, sockets, attestation),
     ]

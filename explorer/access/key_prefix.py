@@ -3,7 +3,7 @@
 It may stand before the prefix of a run: /key/<key>/run/<token>/v1/….
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 PREFIX = "/key/"
@@ -20,7 +20,7 @@ def strip_prefix(scope: MutableMapping[str, Any]) -> None:
         scope["raw_path"] = b""  # it has the key, too, and nobody reads it
 
 
-def key_in(scope: MutableMapping[str, Any]) -> str | None:
+def key_in(scope: Mapping[str, Any]) -> str | None:
     """The key that came in the path, if one did."""
     key: str | None = scope.get(_SCOPE_KEY)
     return key

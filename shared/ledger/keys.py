@@ -162,7 +162,10 @@ class Keys(LedgerPart):
         named = key_events.join(keys, keys.c.key_id == key_events.c.key_id)
         columns = (key_events.c.at, keys.c.key_id, keys.c.name, keys.c.tenant, key_events.c.action, key_events.c.actor)
         query = select(*columns).select_from(named).order_by(key_events.c.id.desc()).limit(last)
-        return [KeyEvent(*row[:4], KeyAction(row.action), row.actor) for row in self._read(query)]
+        return [
+            KeyEvent(row.at, row.key_id, row.name, row.tenant, KeyAction(row.action), row.actor)
+            for row in self._read(query)
+        ]
 
 
 def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:

@@ -97,7 +97,7 @@ class FeedbackRoutes:
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
-        task_id, run_id = optional_id(body, "task_id"), optional_id(body, "run_id")
+        task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         try:
             if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
@@ -109,7 +109,7 @@ class FeedbackRoutes:
                 caller_of(request.scope).tenant,
                 task_id=task_id,
                 run_id=run_id,
-                task_ids=task_ids,
+                task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
                 until=until,
             )
             committed = await asyncio.to_thread(release)
@@ -119,11 +119,15 @@ class FeedbackRoutes:
         return {"status": "success", "committed": committed}
 
     def _hear(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
-        return EventFactory(self._signer, caller).hear(parse_entries(body, key))
+        factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
+        return factory.hear(parse_entries(body, key))
+
+    def _as_stored(self, name: str | None) -> str | None:
+        return name and self._recorder.name_as_stored(name)
 
     async def _store(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
-        await self._recorder.take(events)
+        events = await self._recorder.take(events)
         ids = [event.event_id for event in events]
         if await self._control_client.wait_until_flushed(_PATIENCE_S):
             try:

@@ -16,7 +16,7 @@ from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
@@ -36,6 +36,7 @@ from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -152,7 +153,7 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
 
 
 def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
-    signer = ReplyIdSigner(load_key(key_path(services.settings)))
+    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
     return JudgeLoop(
         services.settings.judge,
         ledger,

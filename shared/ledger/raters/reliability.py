@@ -36,6 +36,19 @@ class Opinion(NamedTuple):
     weight: float
 
 
+#: What begins the sources of who has a key, and what stands between its name and that of whom it speaks for.
+_KEY, _OF_KEY = "key:", "/"
+
+
+def voice_of(source: str) -> str:
+    """Who is behind a source: the key for all names that are used with it, else the name itself.
+
+    >>> voice_of("key:web/ann"), voice_of("key:web"), voice_of("ann")
+    ('key:web', 'key:web', 'ann')
+    """
+    return source.split(_OF_KEY, 1)[0] if source.startswith(_KEY) else source
+
+
 class RaterVerdict(NamedTuple):
     """What a rater last said of a reply; `subject` is the same for all that can be compared."""
 
@@ -95,6 +108,16 @@ def together(opinions: Sequence[Opinion]) -> float:
     raise AssertionError("all weights together are more than half of themselves")
 
 
+def by_voice(opinions: Iterable[tuple[object, Opinion]]) -> float:
+    """What opinions make together, all of one voice being one; if there is but one voice, each for itself."""
+    voices: dict[object, list[Opinion]] = defaultdict(list)
+    for voice, opinion in opinions:
+        voices[voice].append(opinion)
+    if len(voices) == 1:
+        return together(*voices.values())
+    return together([Opinion(together(each), max(one.weight for one in each)) for each in voices.values()])
+
+
 def figures(
     verdicts: Iterable[RaterVerdict], *, trusted: Collection[str] = (), ignored: Collection[Rater] = ()
 ) -> dict[Rater, RaterFigures]:
@@ -111,7 +134,9 @@ def figures(
             for rater, value in by_rater.items():
                 others = _others(rater, by_rater, trusted, ignored)
                 if others and ranges[metric] > 0:
-                    verdict_of_others = together([Opinion(by_rater[each], weights[each]) for each in others])
+                    verdict_of_others = by_voice(
+                        ((each[0], voice_of(each[1])), Opinion(by_rater[each], weights[each])) for each in others
+                    )
                     agreed[rater].append(1 - min(1.0, abs(value - verdict_of_others) / ranges[metric]))
         found |= {rater: RaterFigures(len(each), sum(each) / len(each)) for rater, each in agreed.items()}
         weights = {rater: each.weight for rater, each in found.items()}

@@ -6,8 +6,8 @@ beyond the clip either. Metrics without a weight, labels without a value and com
 edited answers, unless the rule gives them a value: that counts under the metric `reward`, where their source reports
 nothing else under it.
 
-Raters who have proved right count for more, and those in quarantine for nothing. All that one call says of a reply
-under a metric, whatever sources it names, is one rater's word: names cost nothing.
+Raters who have proved right count for more, and those in quarantine for nothing. All that one call or one key says of a
+reply under a metric, whatever sources it names, is one word beside others': names cost nothing.
 """
 
 import json
@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tuneloop.shared.experience import MAX_REWARD, Kind
-from tuneloop.shared.ledger.raters.reliability import Opinion, together
+from tuneloop.shared.ledger.raters.reliability import Opinion, by_voice, voice_of
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: What an edited answer counts under, if it counts.
@@ -131,13 +131,13 @@ def _part(rule: RewardRule, weight: float, said: Sequence[tuple[Event, float]]) 
     """A metric's part of the reward."""
     if rule.aggregate == "mean":
         return weight * fmean(value for _, value in said)
-    by_call: dict[object, list[Opinion]] = {}
-    for number, (event, value) in enumerate(said):
-        call = number if event.call_id is None else event.call_id
-        by_call.setdefault(call, []).append(Opinion(_clip(rule, weight * value), event.weight))
-    if len(by_call) == 1:
-        return together(*by_call.values())
-    return together([Opinion(together(each), max(one.weight for one in each)) for each in by_call.values()])
+    return by_voice((_voice(event), Opinion(_clip(rule, weight * value), event.weight)) for event, value in said)
+
+
+def _voice(event: Event) -> object:
+    """Whose word an event is: that of its key, or else of its call."""
+    voice = voice_of(event.source or "")
+    return voice if voice != (event.source or "") or event.call_id is None else event.call_id
 
 
 def _clip(rule: RewardRule, value: float) -> float:

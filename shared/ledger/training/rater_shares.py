@@ -2,6 +2,7 @@
 
 What a row's reward is made of is shared evenly by those who said it. Feedback without a source, and that of trusted
 raters, is the owner's own and not limited; nor is anybody's before there are so many raters that each can have a share.
+All names that are used with one key are one rater here.
 """
 
 import math
@@ -9,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, select, tuple_, update
+from sqlalchemy import Connection, select, tuple_, update
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
-from tuneloop.shared.ledger.raters.reliability import Rater
+from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
@@ -41,8 +42,8 @@ def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
     if policy.max_rater_share >= 1:
         return False
     enough = math.ceil(1 / policy.max_rater_share)
-    active = select(raters.c.name).where(raters.c.state == RaterState.ACTIVE, raters.c.name != "").limit(enough)
-    return bool(connection.execute(select(func.count()).select_from(active.subquery())).scalar_one() >= enough)
+    active = select(raters.c.tenant, raters.c.name).where(raters.c.state == RaterState.ACTIVE, raters.c.name != "")
+    return len({(tenant, voice_of(name)) for tenant, name in connection.execute(active)}) >= enough
 
 
 def within_shares(connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int) -> list[Unit]:
@@ -80,7 +81,7 @@ def _parts(words: Mapping[int, Collection[Rater]], unit: Unit, trusted: Collecti
         by = words.get(row, ())
         for rater in by:
             if rater[1] and rater[1] not in trusted:
-                parts[rater] += 1 / len(by)
+                parts[rater[0], voice_of(rater[1])] += 1 / len(by)
     return parts
 
 

@@ -171,8 +171,7 @@ _events = st.builds(
     preferred=st.booleans(),
     received_at=st.floats(0, 100),
     call_id=st.sampled_from([None, "x", "y"]),
-    weight=st.sampled_from([0.0, 0.02, 1.0, 3.0]),
-)
+).map(lambda said: said._replace(weight={"a": 0.02, "b": 3.0, None: 1.0}[said.source]))
 _rules = st.builds(
     RewardRule,
     weights=st.dictionaries(st.sampled_from(["reward", "help"]), st.floats(-10, 10)),
@@ -211,3 +210,11 @@ def test_a_definition_is_the_rule_and_the_same_for_the_same_rule(rule: RewardRul
     turned = dict(reversed(rule.weights.items()))
     assert rule_of(definition(rule)) == rule
     assert definition(rule.model_copy(update={"weights": turned})) == definition(rule)
+
+
+def test_many_names_of_one_key_are_one_word_beside_another_keys() -> None:
+    flood = [event(source=f"key:eve/name-{n}", value=-1.0, call_id=f"call-{n}") for n in range(99)]
+    two = [event(source=f"key:web-{n}/ann", value=1.0, call_id=f"other-{n}") for n in range(2)]
+    assert value(RULE, *two, *flood) == 1.0
+    of_one_key = [event(source=f"key:web/{n}", value=float(n < 2), call_id=f"call-{n}") for n in range(3)]
+    assert value(RULE, *of_one_key) == 1.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import orjson
+import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -15,7 +16,7 @@ from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
@@ -56,9 +57,13 @@ from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
+from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,7 @@ class Services:
     control_client: ControlClient
     limits: SpoolLimits
     spool: Spool
+    recorder: Recorder
 
 
 #: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.
@@ -91,7 +97,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.services, tasks = await opening(stack)
+            services, tasks = await opening(stack)
+            app.state.services = services
+            stack.push_async_callback(services.recorder.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
@@ -220,6 +228,14 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
     return spool
 
 
+def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor:
+    found = metrics.redaction
+    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+    if redactor and not redactor.spells_ids:
+        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
+    return redactor
+
+
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
@@ -231,7 +247,8 @@ def open_services(
         max_age_s=explorer.spool_max_age,
         check_database=ledger.recording.check_place,
     )
-    signer, recorder = ReplyIdSigner(load_key(key_path(settings))), Recorder(spool, limits, metrics)
+    key = load_key(settings.job_dir / KEY)
+    recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     shadow = Shadow(
         fleet,
@@ -271,6 +288,7 @@ def open_services(
             settings=settings,
         ),
         feedback_tokens=TokenRoute(signer, FeedbackTokens(load_key(key_path(settings)))),
+        recorder=recorder,
         fleet=fleet,
         control_client=control_client,
         limits=limits,

@@ -44,6 +44,7 @@ class Metrics:
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
+        self.redaction = RedactionMetrics(registry)
         self._add_ledger_metrics(registry)
         self.spool_bytes = Gauge(
             "tuneloop_spool_bytes", "Bytes in all spools that are not yet in the database", registry=registry
@@ -188,6 +189,7 @@ class Metrics:
             ["clock"],
             registry=registry,
         )
+        self.raters = Gauge("tuneloop_raters", "Raters, by whether their feedback counts", ["state"], registry=registry)
         self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
 
     def _add_judge_metrics(self, registry: CollectorRegistry) -> None:
@@ -222,6 +224,29 @@ _SampleKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 _Values = dict[_SampleKey, float]
+
+
+class RedactionMetrics:
+    """The metrics of what is taken out of records."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._redacted = Counter(
+            "tuneloop_redacted", "Records in which something of a kind was redacted", ["kind"], registry=registry
+        )
+        self._timed_out = Counter(
+            "tuneloop_patterns_timed_out",
+            "Texts that were redacted whole, because a pattern of one's own took too long",
+            ["pattern"],
+            registry=registry,
+        )
+
+    def count_redacted(self, kind: str) -> None:
+        """Count a record that held something of this kind."""
+        self._redacted.labels(kind).inc()
+
+    def count_timed_out(self, pattern: str) -> None:
+        """Count a text for which a pattern took too long."""
+        self._timed_out.labels(pattern).inc()
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):

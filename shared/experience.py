@@ -38,6 +38,9 @@ def person_name(name: str) -> str:
 #: Everybody's whose key names no other, and who has no key.
 DEFAULT_TENANT = "default"
 
+#: Stands for a token id that spelled what was redacted: nothing is learnt from it, and its log-probability is 0.
+REDACTED = -1
+
 #: Why a row is dropped that is kept for comparing versions, so that nothing is ever trained on it.
 HELD_OUT = "held_out"
 

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -25,9 +25,15 @@ class FeedbackEvent(NamedTuple):
 
 
 class EventFactory:
-    """One call. Its ids are read by `signer` as the caller's tenant's, and its raters are the caller's."""
+    """One call. Its ids are read by `signer` as the caller's tenant's, and its raters are the caller's.
 
-    def __init__(self, signer: ReplyIdSigner, caller: Caller) -> None:
+    Names go into digests `as_stored`.
+    """
+
+    def __init__(
+        self, signer: ReplyIdSigner, caller: Caller, *, as_stored: Callable[[str], str] = lambda name: name
+    ) -> None:
+        self._as_stored = as_stored
         self._signer = signer
         self._tenant = caller.tenant
         self._caller = caller
@@ -99,8 +105,10 @@ class EventFactory:
         """The entry's place in its call counts, too: two entries under the call's one key are not the same for that."""
         if remark.key is None:
             return f"{self._call_id}-{next(self._numbers)}"
-        same = [self._tenant, remark.key, number, *(reply or (None, None)), remark.task_id, remark.run_id]
-        return hashlib.sha256(orjson.dumps([*same, remark.source, saying.metric, saying.kind])).hexdigest()
+        names = (remark.key, remark.task_id, remark.run_id, remark.source)
+        key, task_id, run_id, source = (name and self._as_stored(name) for name in names)
+        same = [self._tenant, key, number, *(reply or (None, None)), task_id, run_id]
+        return hashlib.sha256(orjson.dumps([*same, source, saying.metric, saying.kind])).hexdigest()
 
 
 def _must_differ(reply: ParsedReplyId, other: ParsedReplyId | None) -> None:

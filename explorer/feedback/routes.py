@@ -22,6 +22,7 @@ from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -70,7 +71,7 @@ class FeedbackRoutes:
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
-        self._any_reply, self._weights = settings.algorithm.of_any_reply, settings.reward.weights
+        self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
@@ -88,6 +89,8 @@ class FeedbackRoutes:
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
         answer = _answer(heard, told) | self._not_counted(heard) | await self._not_trained(heard, told)
+        if any(each.event is not None and self._is_clipped(each.event) for each in heard):
+            answer["clipped"] = True
         if choices := dict(_choices(heard, apart)):
             answer["choices"] = choices
         if not events:
@@ -103,7 +106,7 @@ class FeedbackRoutes:
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
-        task_id, run_id = optional_id(body, "task_id"), optional_id(body, "run_id")
+        task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         try:
             if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
@@ -115,7 +118,7 @@ class FeedbackRoutes:
                 caller_of(request.scope).tenant,
                 task_id=task_id,
                 run_id=run_id,
-                task_ids=task_ids,
+                task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
                 until=until,
             )
             committed = await asyncio.to_thread(release)
@@ -125,12 +128,16 @@ class FeedbackRoutes:
         return {"status": "success", "committed": committed}
 
     def _hear(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
+        factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
         entries = parse_entries(body, key)
-        return EventFactory(self._signer, caller).hear(bind(entries, caller.binding) if caller.binding else entries)
+        return factory.hear(bind(entries, caller.binding) if caller.binding else entries)
+
+    def _as_stored(self, name: str | None) -> str | None:
+        return name and self._recorder.name_as_stored(name)
 
     async def _store(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
-        await self._recorder.take(events)
+        events = await self._recorder.take(events)
         ids = [event.event_id for event in events]
         if await self._control_client.wait_until_flushed(_PATIENCE_S):
             try:
@@ -143,8 +150,12 @@ class FeedbackRoutes:
     def _not_counted(self, heard: Sequence[FeedbackEvent]) -> dict[str, object]:
         """The metrics of what was rated here that have no weight in the reward."""
         rated = {each.event.metric for each in heard if each.event is not None and each.kind in _RATINGS}
-        unweighted = sorted(rated - self._weights.keys())
+        unweighted = sorted(rated - self._rule.weights.keys())
         return {"not_counted": unweighted} if unweighted else {}
+
+    def _is_clipped(self, event: Feedback) -> bool:
+        """Whether it is a number that counts as a smaller one."""
+        return event.kind is Kind.NUMBER and is_clipped(self._rule, event.metric, event.value or 0.0)
 
     async def _not_trained(self, heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
         """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""

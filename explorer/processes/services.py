@@ -16,7 +16,7 @@ from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
@@ -27,6 +27,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
+from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
@@ -36,6 +37,7 @@ from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -135,6 +137,7 @@ async def open_control_services(
         examination.run(),
         canary_controller.run(),
         attestation.run(),
+        RaterAssessment(settings, ledger, metrics).run(),
         key_watch.run(metrics),
         *judging,
         *_supervision(services, ledger, sockets, attestation),
@@ -152,7 +155,7 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
 
 
 def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
-    signer = ReplyIdSigner(load_key(key_path(services.settings)))
+    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
     return JudgeLoop(
         services.settings.judge,
         ledger,

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.capture.control_client import ControlClient
+from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -54,6 +55,7 @@ class CompletionReader:
 
     def __init__(self, request: Request) -> None:
         self._control_client: ControlClient = request.app.state.services.control_client
+        self.recorder: Recorder = request.app.state.services.recorder
         self.tenant = caller_of(request.scope).tenant
 
     async def wait_until_flushed(self) -> bool:
@@ -86,7 +88,8 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
 
     @app.get(ENDPOINT)
     async def list_completions(request: Request, reader: CompletionReaderOf) -> Response:
-        query, tags = parse_page_query(request.query_params), wanted_tags(reader.tenant, request.query_params)
+        query = parse_page_query(request.query_params)
+        tags = wanted_tags(reader.tenant, request.query_params, reader.recorder.pairs_as_stored)
         await reader.wait_until_flushed()  # a list may lag behind, so an unavailable database is no error here
         return await asyncio.to_thread(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
 
@@ -96,7 +99,7 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
     async def update_completion(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
-        pairs = parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES))
+        pairs = reader.recorder.pairs_as_stored(parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES)))
         await reader.find(msg_id, lambda: completions.change_metadata(reader.tenant, msg_id, pairs=pairs) or None)
         return _json(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
 
@@ -126,14 +129,18 @@ def parse_page_query(query: QueryParams) -> PageQuery:
     raise RequestRefused("order must be asc or desc", code="invalid_value", param="order")
 
 
-def wanted_tags(tenant: str, query: QueryParams) -> set[bytes]:
-    """The tags that a query filters by."""
+def wanted_tags(
+    tenant: str,
+    query: QueryParams,
+    as_stored: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda pairs: pairs,
+) -> set[bytes]:
+    """The tags that a query filters by, of pairs `as_stored`."""
     tags = {tag_of_model(tenant, model) for model in query.getlist("model")}
     pairs = []
     for name, value in query.multi_items():
         if pair := _PAIR(name):
             _check_pair_length(pair[1], value)
-            pairs.append(tag_of_pair(tenant, pair[1], value))
+            pairs += [tag_of_pair(tenant, *each) for each in as_stored({pair[1]: value}).items()]
         elif name.startswith("metadata"):
             raise RequestRefused("write metadata[key]=value", code="invalid_value", param="metadata")
     if len(pairs) > MAX_PAIRS:

@@ -287,7 +287,7 @@ def open_services(
             metrics=metrics,
             settings=settings,
         ),
-        feedback_tokens=TokenRoute(signer, FeedbackTokens(load_key(key_path(settings)))),
+        feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
         fleet=fleet,
         control_client=control_client,

@@ -28,7 +28,6 @@ from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, create_app, open_services, open_spool
 from tuneloop.explorer.background_tasks import Task, every
 from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.capture.reply_id import key_path, load_key
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -57,6 +56,7 @@ from tuneloop.explorer.processes.channel import (
 )
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -163,7 +163,7 @@ class Worker:
     async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
-        self._gate = Gatekeeper(settings, FeedbackTokens(load_key(key_path(settings))))
+        self._gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
         self._gate.count_in(self._metrics.refused)
         app = create_app(
             settings, ledger, gate=self._gate, opening=partial(self._open, ledger, beginning), on_failure=self._fail

@@ -70,8 +70,12 @@ class FeedbackRoutes:
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
         body = await read_object(request, max_bytes=MAX_BODY_BYTES)
+        return await self.take(body, request.headers.get("idempotency-key"))
+
+    async def take(self, body: dict[str, object], key: str | None = None) -> dict[str, object]:
+        """The same for a body that was read already, under an idempotency key if it has one."""
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
-        heard = await asyncio.to_thread(self._hear, body, request.headers.get("idempotency-key"))
+        heard = await asyncio.to_thread(self._hear, body, key)
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
         outcomes, apart = await self._store(events) if events else ({}, {})
         told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]

@@ -114,6 +114,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, and leave no socket open where others could wait for us in vain."""
+        self.config.app.app.state.stopping.set()  # else pages that are open would be waited for
         await super().shutdown([*self._sockets])
 
 

@@ -13,6 +13,10 @@ from sqlalchemy import Engine, select
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
+from tuneloop.shared.ledger.browsing.reward_history import RewardHistory
+from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
@@ -73,6 +77,10 @@ class Ledger:
         self.drift = Drift(self.transactions)
         self.reports = Reports(self.transactions)
         self.exports = Exports(self.transactions)
+        self.reply_pages = ReplyPages(self.transactions)
+        self.exchange_views = ExchangeViews(self.transactions)
+        self.reward_history = RewardHistory(self.transactions)
+        self.same_prompts = SamePrompts(self.transactions)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

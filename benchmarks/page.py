@@ -27,7 +27,7 @@ from tests.doubles.serving import serving
 from tests.explorer.running import settings_for
 from tests.factories import experience
 from tuneloop.explorer.capture.reply_id import TENANT
-from tuneloop.explorer.ui.pages import add_routes
+from tuneloop.explorer.ui.page import add_routes
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage.codec import pack_text, to_blob
@@ -120,6 +120,10 @@ def pages(rows: int) -> dict[str, str]:
         "text, often": search(text="parcel"),
         "text, nowhere": search(text="zebra"),
         "text of one version, nowhere": search(text="zebra", version=3),
+        "versions": "/ui/versions",
+        "two versions side by side": "/ui/versions/compare?a=3&b=4",
+        "preferences": "/ui/preferences",
+        "trainer": "/ui/trainer",
         "one exchange": f"/ui/exchanges/chatcmpl-{middle}",
     }
 

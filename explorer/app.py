@@ -42,7 +42,7 @@ from tuneloop.explorer.proxy.shadow import Shadow
 from tuneloop.explorer.routes import admin, metrics_json, passthrough, responses, stored_completions, training_status
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
-from tuneloop.explorer.ui import pages
+from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
 from tuneloop.shared.ledger.ledger import Ledger
@@ -102,7 +102,7 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
     training_status.add_routes(app, settings, ledger)
-    pages.add_routes(app, settings, ledger)
+    page.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
     fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}

@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from tuneloop.explorer.ui.verdict import Verdict, compare_rewards
+from tuneloop.explorer.ui.reading.verdict import Verdict, compare_rewards
 from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState
@@ -17,10 +17,10 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import spool_status
 
 #: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
-SHOWN, AMONG = 20, 1_000
+SHOWN, AMONG = 20, 500
 
 #: The newest replies of each of the two versions that the verdict is about.
-AMONG_OF_TWO = 4_000
+AMONG_OF_TWO = 2_000
 
 #: Counting the ledger takes longer the larger it is: so old may counts be.
 _COUNTS_S = 5.0

@@ -1,35 +1,35 @@
-"""The pages that only show: the overview, the exchanges, one of them."""
+"""The overview, the exchanges, and one of them."""
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.capture.reply_id import TENANT
-from tuneloop.explorer.ui.conversation import last_words, read_calls, read_request
-from tuneloop.explorer.ui.filters import FIELDS, link, parse_cursor, parse_filter
 from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, find_waiting
+from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
+from tuneloop.explorer.ui.reading.filters import FIELDS, link, parse_cursor, parse_filter
+from tuneloop.explorer.ui.reading.tokens import list_tokens
 from tuneloop.explorer.ui.site import Site, in_thread
-from tuneloop.explorer.ui.site import add_routes as add_site
-from tuneloop.explorer.ui.tokens import list_tokens
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import Outcome, State
 from tuneloop.shared.ledger.browsing.exchange_view import ExchangeView
 from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW, ReplyPage
-from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.settings.settings import Settings
 
 #: Replies on one page.
 PAGE = 50
 
+#: What became of feedback, in sentences.
+SENTENCES = {
+    Outcome.ACCEPTED: "Stored. It counts towards the reward as the reward rule says.",
+    Outcome.DUPLICATE: "That was said already: nothing has changed.",
+    Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
+    Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
+}
 
-def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the page to the app."""
-    add_site(app, Site(settings, ledger), _add_overview, _add_exchanges)
 
-
-def _add_overview(router: APIRouter, site: Site) -> None:
-    counts = LedgerCounts(site.settings, site.ledger)
+def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
+    """Add the first page."""
 
     @router.get("")
     @router.get("/")
@@ -45,7 +45,8 @@ def _add_overview(router: APIRouter, site: Site) -> None:
         return site.show(request, "_waiting.html", waiting=await in_thread(find_waiting, counts))
 
 
-def _add_exchanges(router: APIRouter, site: Site) -> None:
+def add_exchanges(router: APIRouter, site: Site) -> None:
+    """Add the list and the pages of exchanges."""
     ledger = site.ledger
 
     @router.get("/exchanges")
@@ -65,7 +66,9 @@ def _add_exchanges(router: APIRouter, site: Site) -> None:
     @router.get("/exchanges/{msg_id}")
     async def exchange(request: Request, msg_id: str) -> Response:
         site.guard.admit(request)
-        return await show_exchange(request, site, msg_id)
+        said = request.query_params.get("said", "")
+        notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
+        return await show_exchange(request, site, msg_id, notice=notice)
 
     @router.get("/exchanges/{msg_id}/tokens/{choice}")
     async def tokens(request: Request, msg_id: str, choice: str) -> Response:

@@ -9,9 +9,9 @@ from fastapi.responses import RedirectResponse, Response
 
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
-from tuneloop.explorer.ui.conversation import read_calls, read_request
-from tuneloop.explorer.ui.filters import parse_cursor
-from tuneloop.explorer.ui.pages import show_exchange
+from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
+from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
+from tuneloop.explorer.ui.reading.filters import parse_cursor
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site, in_thread
 from tuneloop.shared.errors import RequestRefused
@@ -20,14 +20,6 @@ from tuneloop.shared.ledger.browsing.same_prompts import Answer
 
 #: Who says it, in feedback events.
 SOURCE = "page"
-
-#: What became of feedback, in sentences.
-SENTENCES = {
-    Outcome.ACCEPTED: "Stored. It counts towards the reward as the reward rule says.",
-    Outcome.DUPLICATE: "That was said already: nothing has changed.",
-    Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
-    Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
-}
 
 
 def add_rating(router: APIRouter, site: Site) -> None:

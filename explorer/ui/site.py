@@ -20,7 +20,14 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
 #: The pages that every page leads to, by their addresses.
-PAGES = (("", "Overview"), ("/exchanges", "Exchanges"))
+PAGES = (
+    ("", "Overview"),
+    ("/exchanges", "Exchanges"),
+    ("/versions", "Versions"),
+    ("/preferences", "Preferences"),
+    ("/trainer", "Trainer"),
+    ("/doctor", "Doctor"),
+)
 
 _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 
@@ -61,7 +68,7 @@ class Site:
         return session, form
 
 
-def add_routes(app: FastAPI, site: Site, *pages: Callable[[APIRouter, Site], None]) -> None:
+def add_site(app: FastAPI, site: Site, *pages: Callable[[APIRouter, Site], None]) -> None:
     """Add the routes to the app: those of the pages, the way in, and our files."""
     app.mount(f"{PATH}/static", StaticFiles(directory=FOLDER / "static"))
     router = APIRouter(prefix=PATH, route_class=_route_of(site), include_in_schema=False)

@@ -28,5 +28,31 @@
     window.addEventListener("resize", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   };
+
+  // What a page shows is asked for again when the ledger has changed, but never under somebody's fingers.
+  function listen() {
+    if (!document.querySelector("[hx-trigger*='tuneloop-changed']")) return;
+    let last = 0, waits;
+    const tell = () => {
+      clearTimeout(waits);
+      const busy = document.activeElement && document.activeElement.closest("[hx-trigger*='tuneloop-changed']");
+      if (document.hidden || busy || Date.now() - last < 3000) { waits = setTimeout(tell, 3000); return; }
+      last = Date.now();
+      htmx.trigger(document.body, "tuneloop-changed");
+    };
+    const source = new EventSource(document.body.dataset.events);
+    source.addEventListener("changed", tell);
+    window.addEventListener("pagehide", () => source.close());
+  }
+
+  // One key for each choice.
+  function press(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select")) return;
+    const chosen = document.querySelector(`[data-key="${CSS.escape(event.key.toLowerCase())}"]`);
+    if (chosen) { event.preventDefault(); chosen.click(); }
+  }
+
   document.addEventListener("DOMContentLoaded", ready);
+  document.addEventListener("DOMContentLoaded", listen);
+  document.addEventListener("keydown", press);
 })();

@@ -13,7 +13,7 @@ from tuneloop.shared.ledger.storage.schema import exchanges, experiences
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Replies that are looked at for one page by their columns; those whose words are read, which costs more.
-MAX_EXAMINED, MAX_READ = 20_000, 3_000
+MAX_EXAMINED, MAX_READ = 20_000, 2_000
 
 #: A person or a task with no more replies than this is found by an index of its own.
 _RARE = 2_000

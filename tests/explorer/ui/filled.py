@@ -15,6 +15,7 @@ from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator, Exchange, Experience, Feedback, Kind, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.tensorboard import Curves
 
 VERSIONS, REPLIES, HOUR = 6, 48, 3600.0
 
@@ -65,7 +66,9 @@ class Filler:
             "tools": _TOOLS,
             "temperature": 0.8,
         }
-        text = but.pop("text", answer.format(n=number))
+        text = but.pop("text", None) or answer.format(n=number)
+        if version < 3:
+            text = f"Hello! Thank you for your message. {text} Is there anything else?"
         ids = list(text.encode())
         logprobs = [-(abs(self._random.gauss(0, 0.6)) ** 2) for _ in ids]
         fields: dict[str, Any] = {
@@ -78,21 +81,23 @@ class Filler:
             "user": f"customer-{self._random.randrange(30)}",
             "task_id": f"support/{self._random.choice(('parcels', 'returns', 'app'))}",
             "engine": 0,
-            "experiences": (
-                Experience(
-                    choice=0,
-                    prompt_ids=pack_ids(list(range(40))),
-                    completion_ids=pack_ids(ids),
-                    logprobs=pack_logprobs(logprobs),
-                    version_min=version,
-                    version_max=version,
-                    temperature=0.8,
-                    finish_reason="stop",
-                    text=text,
-                ),
-            ),
+            "experiences": tuple(self._reply(version, choice, each) for choice, each in enumerate([text, *others])),
         }
         return Exchange(**fields | but)
+
+    def _reply(self, version: int, choice: int, text: str) -> Experience:
+        ids = list(text.encode())
+        return Experience(
+            choice=choice,
+            prompt_ids=pack_ids(list(range(40))),
+            completion_ids=pack_ids(ids),
+            logprobs=pack_logprobs([-(abs(self._random.gauss(0, 0.6)) ** 2) for _ in ids]),
+            version_min=version,
+            version_max=version,
+            temperature=0.8,
+            finish_reason="stop",
+            text=text,
+        )
 
     def say(self, about: Exchange, **but: Any) -> Feedback:
         """Feedback about an exchange."""
@@ -109,7 +114,8 @@ class Filler:
 
     def serve(self, version: int) -> list[Exchange]:
         """The exchanges of a version's time, most of them rewarded: the higher the version, the better."""
-        exchanges = [self.exchange(version) for _ in range(REPLIES)]
+        exchanges = [self.exchange(version) for _ in range(REPLIES - 1)]
+        exchanges.append(self.exchange(version, others=["I cannot tell. Please ask again later."]))
         good = 0.3 + 0.1 * version
         rated = [each for each in exchanges if self._random.random() < 0.8]
         events = [self.say(each, value=float(self._random.random() < good)) for each in rated]
@@ -142,6 +148,13 @@ class Filler:
         self.serve(VERSIONS)
         if hostile:
             self.plant()
+        curves = Curves(self._settings.tensorboard_dir / "trainer")
+        for step in range(1, 61):
+            noise = self._random.gauss(0, 0.03)
+            values = {"reward/mean": 0.3 + 0.01 * step + noise, "actor/loss": 0.4 / step**0.5 + noise / 3}
+            curves.add(
+                step, values | {"actor/kl": 0.0004 * step + abs(noise) / 50, "actor/entropy": 1.2 - 0.008 * step}
+            )
         alarm = Alarm(name="reply_length", reason="replies are 1.6 times as long as at the start", step=6, version=6)
         self.ledger.alarms.raise_alarm(alarm)
 

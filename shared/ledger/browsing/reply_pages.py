@@ -160,7 +160,7 @@ class ReplyPages(LedgerPart):
 
 def _within(wanted: ReplyFilter, after: ReplyCursor | None) -> ColumnElement[bool]:
     """The stretch of time, and what is not on an earlier page."""
-    conditions = [true()]
+    conditions: list[ColumnElement[bool]] = [true()]
     if wanted.since is not None:
         conditions.append(experiences.c.sampled_at >= wanted.since)
     if wanted.until is not None:

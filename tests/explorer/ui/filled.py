@@ -69,10 +69,9 @@ class Filler:
         text = but.pop("text", None) or answer.format(n=number)
         if version < 3:
             text = f"Hello! Thank you for your message. {text} Is there anything else?"
-        ids = list(text.encode())
-        logprobs = [-(abs(self._random.gauss(0, 0.6)) ** 2) for _ in ids]
+        others = but.pop("others", ())
         fields: dict[str, Any] = {
-            "msg_id": self._signer.mint(TENANT, 1),
+            "msg_id": self._signer.mint(TENANT, 1 + len(others)),
             "tenant": TENANT,
             "endpoint": "/v1/chat/completions",
             "request": json.dumps(request).encode(),

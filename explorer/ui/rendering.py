@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 from fastapi.responses import HTMLResponse
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from tuneloop.shared import VERSION, steady_time
 from tuneloop.shared.operations.diagnosis import ago, moment
@@ -49,9 +49,9 @@ def _name(found: re.Match[str]) -> str:
     return chr(_PICTURES + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
 
 
-def verbatim(text: str) -> Markup:
-    """Text for a field in which it is edited: escaped, and nothing replaced but what no page can hold."""
-    return escape(text.encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}"))
+def plain(text: str) -> str:
+    """Text for a field in which it is edited: without what nobody sees."""
+    return _HIDDEN.sub("", text)
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -102,8 +102,8 @@ class Renderer:
         self._environment.filters |= {
             "duration": duration,
             "figure": figure,
+            "plain": plain,
             "shade": shade,
-            "verbatim": verbatim,
             "when": when,
         }
         self._environment.globals |= {**site, "release": VERSION}

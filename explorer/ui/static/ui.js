@@ -13,7 +13,7 @@
     new uPlot({
       width: box.clientWidth, height: box.clientHeight, padding: [8, 12, 0, 0], legend: { show: false },
       scales: { x: { time: false } },
-      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5, 1e6], label: x, labelSize: 20 }, { ...axis, size: 56 }],
+      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5, 1e6], label: x, labelSize: 18, size: 30 }, { ...axis, size: 56 }],
       series: interval ? [{ label: x }, { ...edge, label: "low" }, { ...edge, label: "high" }, line] : [{ label: x }, line],
       cursor: { y: false }, bands: interval ? [{ series: [2, 1], fill: color("--t1") }] : [],
     }, data, box);

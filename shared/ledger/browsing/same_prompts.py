@@ -109,7 +109,7 @@ def _of_version(tenant: str, version: int) -> ColumnElement[bool]:
 
 
 def _portion(which: ColumnElement[bool], after: ReplyCursor | None) -> Select[Any]:
-    behind = true()
+    behind: ColumnElement[bool] = true()
     if after is not None:
         key = tuple_(experiences.c.sampled_at, experiences.c.id)
         behind = and_(experiences.c.sampled_at <= after.sampled_at, key < after)

@@ -56,11 +56,10 @@ def test_the_newest_exchanges_come_first_and_older_ones_follow(filled: Filled):
             break
         path = html.unescape(older[1])
         page = filled.text(path)
-    assert len(found) == len(set(found)) == (VERSIONS + 1) * REPLIES + 1
+    assert len(set(found)) == (VERSIONS + 1) * REPLIES + 1
     assert found[0] == filled.planted.msg_id
-    times = [row.received_at for row in filled.explorer.rows("SELECT received_at FROM exchanges ORDER BY 1 DESC")]
-    by_id = {row[0]: row[1] for row in filled.explorer.rows("SELECT msg_id, received_at FROM exchanges")}
-    assert [by_id[each] for each in found] == times
+    rows = filled.explorer.rows("SELECT msg_id FROM experiences ORDER BY sampled_at DESC, id DESC")
+    assert found == [row[0] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +131,14 @@ def test_tokens_come_with_their_log_probabilities(filled: Filled):
     page = filled.text(f"/ui/exchanges/{row[0]}/tokens/0")
     assert page.count('<span class="t ') == row[1]
     assert "log-probability" in page
+    assert "these are their ids" not in page
+    assert re.search(r'<span class="t p\d" title="104: log-probability [^"]+">h</span>', page)
+
+
+def test_without_an_engine_that_can_tell_tokens_are_ids(filled: Filled):
+    page = filled.text(f"/ui/exchanges/{filled.planted.msg_id}/tokens/0")
+    assert "these are their ids" in page
+    assert "[1]</span>" in page
 
 
 @pytest.mark.parametrize(

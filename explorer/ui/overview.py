@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from tuneloop.explorer.ui.reading.verdict import Verdict, compare_rewards
+from tuneloop.explorer.ui.reading.verdict import RewardVerdict, compare_rewards
 from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState
@@ -69,7 +69,7 @@ class LedgerCounts:
         return Facts(now=steady_time.now(), rules=Rules.of(self._settings), spool=spool, ledger=facts)
 
 
-class Waiting(NamedTuple):
+class WaitingRows(NamedTuple):
     """What waits where, and why no step is happening."""
 
     waits: list[Wait]
@@ -78,7 +78,7 @@ class Waiting(NamedTuple):
     facts: LedgerFacts
 
 
-def find_waiting(counts: LedgerCounts) -> Waiting:
+def find_waiting(counts: LedgerCounts) -> WaitingRows:
     """What waits now."""
     facts = counts.get()
     ledger = facts.ledger or LedgerFacts(states={})
@@ -86,7 +86,7 @@ def find_waiting(counts: LedgerCounts) -> Waiting:
         Wait(state, *ledger.count(state)[:1], what, ledger.count(state).oldest) for state, what in WAITS_FOR.items()
     ]
     states = {state.value: ledger.count(state).rows for state in State}
-    return Waiting(waits, states, diagnose(facts), ledger)
+    return WaitingRows(waits, states, diagnose(facts), ledger)
 
 
 def build_overview(ledger: Ledger) -> dict[str, Any]:
@@ -133,21 +133,23 @@ def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
     return {"kind": "interval", "x": "version", "y": "reward", "data": data}
 
 
-def _verdict(ledger: Ledger, versions: list[Version], champion: Version | None) -> Verdict:
+def _verdict(ledger: Ledger, versions: list[Version], champion: Version | None) -> RewardVerdict:
     served = [each for each in versions if each.served_at is not None]
     if champion is None or len(served) < 2:
-        return Verdict(
+        return RewardVerdict(
             "open",
             "Only the base model has been served: there is nothing to compare yet",
             "the first version is trained once enough replies are rewarded and committed",
         )
     others = [each for each in served if each.version != champion.version and each.version < champion.version]
     if not others:
-        return Verdict("open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions")
+        return RewardVerdict(
+            "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
+        )
     return compare_versions_by_reward(ledger, champion.version, others[-1].version)
 
 
-def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> Verdict:
+def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> RewardVerdict:
     """Whether a version earns more than an earlier one, by the newest replies of both."""
 
     def rewards(of: int) -> SampleStatistics:

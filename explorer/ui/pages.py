@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, find_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
-from tuneloop.explorer.ui.reading.filters import FIELDS, link, parse_cursor, parse_filter
+from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter
 from tuneloop.explorer.ui.reading.tokens import list_tokens
 from tuneloop.explorer.ui.site import Site, in_thread
 from tuneloop.shared.errors import RequestRefused

@@ -11,12 +11,12 @@ from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
-from tuneloop.explorer.ui.reading.filters import parse_cursor
+from tuneloop.explorer.ui.reading.reply_query import parse_cursor
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site, in_thread
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome
-from tuneloop.shared.ledger.browsing.same_prompts import Answer
+from tuneloop.shared.ledger.browsing.same_prompts import PromptAnswer
 
 #: Who says it, in feedback events.
 SOURCE = "page"
@@ -44,7 +44,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
         pair = await in_thread(site.ledger.same_prompts.next_pair, TENANT, after)
         said = request.query_params.get("said", "")
         notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
-        return site.show(request, "preferences.html", **_shown(pair), after=after, notice=notice)
+        return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)
 
     @router.post("/preferences")
     async def prefer(request: Request) -> Response:
@@ -91,7 +91,7 @@ async def _give(request: Request, body: dict[str, Any]) -> str:
     return str(next(iter(outcomes.values())))
 
 
-def _shown(pair: tuple[Answer, Answer] | None) -> dict[str, Any]:
+def _view_of(pair: tuple[PromptAnswer, PromptAnswer] | None) -> dict[str, Any]:
     """The pair in an order that tells nothing; the older one says where to look on."""
     if pair is None:
         return {"turns": [], "answers": [], "skip": ""}

@@ -31,8 +31,6 @@ _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-_PICTURES = 0x2400
-
 #: Log-probabilities from which on a token is likelier, for its colour.
 _SHADES = (-0.1, -0.5, -1.2, -2.5, -5.0)
 
@@ -45,8 +43,7 @@ def visible(value: object) -> object:
 
 
 def _name(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return chr(_PICTURES + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
+    return f"⟨U+{ord(found[0]):04X}⟩"
 
 
 def plain(text: str) -> str:

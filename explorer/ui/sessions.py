@@ -46,7 +46,7 @@ class LoginNeeded(RequestRefused):
         super().__init__("log in with the admin key first", status=401, code="login_needed")
 
 
-class Session(NamedTuple):
+class BrowserSession(NamedTuple):
     """One browser's session; `expires_at` is in seconds since 1970."""
 
     nonce: str
@@ -65,7 +65,7 @@ class SessionGuard:
         """Whether a session is given for the admin key only."""
         return self._admin_key is not None
 
-    def admit(self, request: Request) -> Session:
+    def admit(self, request: Request) -> BrowserSession:
         """The session of a request; one that is new is not on its browser yet. Raises RequestRefused."""
         if self._admin_key is None:
             _require_local(request)
@@ -76,37 +76,37 @@ class SessionGuard:
             raise LoginNeeded
         return self.begin()
 
-    def begin(self) -> Session:
+    def begin(self) -> BrowserSession:
         """A new session."""
-        return Session(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S)
+        return BrowserSession(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S)
 
     def knows(self, admin_key: str) -> bool:
         """Whether it is the admin key."""
         return self._admin_key is not None and hmac.compare_digest(admin_key.encode(), self._admin_key.encode())
 
-    def token_of(self, session: Session) -> str:
+    def token_of(self, session: BrowserSession) -> str:
         """What every form of this session must bring."""
         return self._sign("form", *map(str, session))
 
-    def check_form(self, request: Request, session: Session, form: Mapping[str, str]) -> None:
+    def check_form(self, request: Request, session: BrowserSession, form: Mapping[str, str]) -> None:
         """Raise RequestRefused unless a page of ours, of this session, has sent the form."""
         require_same_origin(request)
         if not hmac.compare_digest(form.get(TOKEN_FIELD, "").encode(), self.token_of(session).encode()):
             message = "the form is not of this session, or too old: reload the page and send it again"
             raise RequestRefused(message, status=403, code="wrong_token")
 
-    def keep(self, response: Response, session: Session, *, secure: bool) -> None:
+    def keep(self, response: Response, session: BrowserSession, *, secure: bool) -> None:
         """Put the session onto its browser."""
         value = f"{session.nonce}.{session.expires_at}.{self._sign('session', *map(str, session))}"
         response.set_cookie(
             COOKIE, value, max_age=SESSION_S, path=PATH, httponly=True, samesite="strict", secure=secure
         )
 
-    def _read(self, cookie: str) -> Session | None:
+    def _read(self, cookie: str) -> BrowserSession | None:
         parts = cookie.split(".")
         if len(parts) != 3 or not (parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 12):
             return None
-        session = Session(parts[0], int(parts[1]))
+        session = BrowserSession(parts[0], int(parts[1]))
         if not hmac.compare_digest(parts[2].encode(), self._sign("session", *map(str, session)).encode()):
             return None
         return session if session.expires_at > steady_time.now() else None

@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.errors import refusal_of
 from tuneloop.explorer.ui.rendering import FOLDER, Renderer
-from tuneloop.explorer.ui.sessions import PATH, LoginNeeded, Session, SessionGuard, require_same_origin
+from tuneloop.explorer.ui.sessions import PATH, BrowserSession, LoginNeeded, SessionGuard, require_same_origin
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, TuneloopError
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -60,7 +60,7 @@ class Site:
         context = {"status": refusal.status, "sentence": str(refusal), "path": request.url.path, "token": ""}
         return self.renderer.page("error.html", context, refusal.status)
 
-    async def form(self, request: Request) -> tuple[Session, Mapping[str, str]]:
+    async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
         """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""
         session = self.guard.admit(request)
         form = await read_form(request)

@@ -150,9 +150,9 @@ def _compare(ledger: Ledger, a: str, b: str) -> dict[str, Any]:
         "b": other,
         "verdict": compare_versions_by_reward(ledger, other, one) if one != other else None,
         "table": table,
-        "pairs": [(read_request(left.request).turns, _shown(left), _shown(right)) for left, right in pairs],
+        "pairs": [(read_request(left.request).turns, _view_of(left), _view_of(right)) for left, right in pairs],
     }
 
 
-def _shown(answer: Any) -> dict[str, Any]:
+def _view_of(answer: Any) -> dict[str, Any]:
     return {**answer._asdict(), "calls": read_calls(answer.tool_calls)}

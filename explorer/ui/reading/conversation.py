@@ -10,7 +10,7 @@ import msgspec
 _SAID = frozenset({"messages", "prompt", "input", "system", "instructions", "tools", "metadata"})
 
 
-class Turn(NamedTuple):
+class MessageView(NamedTuple):
     """A message of a request; `more` is what it has beside text, as JSON."""
 
     role: str
@@ -21,7 +21,7 @@ class Turn(NamedTuple):
 class RequestView(NamedTuple):
     """A request; `tools` are names and definitions, `parameters` names and JSON."""
 
-    turns: list[Turn]
+    turns: list[MessageView]
     tools: list[tuple[str, str]]
     parameters: list[tuple[str, str]]
 
@@ -30,7 +30,7 @@ def read_request(request: bytes) -> RequestView:
     """What a request says. Never raises: a request that was imported may be anything."""
     body = _decode(request)
     if not isinstance(body, dict):
-        return RequestView([Turn("request", request.decode(errors="replace"), "")], [], [])
+        return RequestView([MessageView("request", request.decode(errors="replace"), "")], [], [])
     tools = body.get("tools")
     named = [(_tool_name(each), pretty(each)) for each in tools] if isinstance(tools, list) else []
     parameters = [(str(name), compact(value)) for name, value in body.items() if name not in _SAID]
@@ -65,12 +65,12 @@ def _decode(data: bytes) -> Any:
         return data.decode(errors="replace")
 
 
-def _turns(body: dict[str, Any]) -> Iterator[Turn]:
+def _turns(body: dict[str, Any]) -> Iterator[MessageView]:
     for name in ("system", "instructions"):
         if body.get(name):
-            yield Turn("system", _text(body[name]), "")
+            yield MessageView("system", _text(body[name]), "")
     if "prompt" in body:
-        yield Turn("prompt", _text(body["prompt"]), "")
+        yield MessageView("prompt", _text(body["prompt"]), "")
     said = body.get("messages", body.get("input"))
     for each in said if isinstance(said, list) else [said]:
         if isinstance(each, dict):
@@ -81,13 +81,13 @@ def _turns(body: dict[str, Any]) -> Iterator[Turn]:
                     part for part in content if not (isinstance(part, dict) and isinstance(part.get("text"), str))
                 ]
                 parts = {"content": others} if others else {}
-            yield Turn(
+            yield MessageView(
                 str(each.get("role", each.get("type", "message"))),
                 _text(content),
                 pretty(more | parts) if more or parts else "",
             )
         elif each is not None:
-            yield Turn("user", _text(each), "")
+            yield MessageView("user", _text(each), "")
 
 
 def _text(content: object) -> str:

@@ -9,7 +9,7 @@ from tuneloop.shared.operations.version_comparison import MIN_SOURCES, welch
 Tone = Literal["better", "worse", "open"]
 
 
-class Verdict(NamedTuple):
+class RewardVerdict(NamedTuple):
     """What can be said, and what it rests on."""
 
     tone: Tone
@@ -17,7 +17,9 @@ class Verdict(NamedTuple):
     basis: str
 
 
-def compare_rewards(version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics) -> Verdict:
+def compare_rewards(
+    version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics
+) -> RewardVerdict:
     """What the rewards of two versions say. The interval holds the true difference in 95 of 100 cases."""
     interval = welch(rewards_before, rewards)
     if interval is None:
@@ -30,26 +32,26 @@ def compare_rewards(version: int, rewards: SampleStatistics, before: int, reward
         f"{rewards.units} and {rewards_before.units} independent people, tasks or runs; 95 % interval"
     )
     if low > 0:
-        return Verdict(
+        return RewardVerdict(
             "better", f"Version {version} earns {_pair(difference, half)} more than {before} on live reward", basis
         )
     if high < 0:
-        return Verdict(
+        return RewardVerdict(
             "worse", f"Version {version} earns {_pair(-difference, half)} less than {before} on live reward", basis
         )
     sentence = (
         f"No difference between versions {version} and {before} is shown yet: {_pair(difference, half)} on live reward"
     )
-    return Verdict("open", sentence, basis)
+    return RewardVerdict("open", sentence, basis)
 
 
-def _unknown(version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics) -> Verdict:
+def _unknown(version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics) -> RewardVerdict:
     missing = [
         f"version {each} has {found.replies} rewarded replies from {found.units}"
         for each, found in ((version, rewards), (before, rewards_before))
         if found.units < MIN_SOURCES
     ]
-    return Verdict(
+    return RewardVerdict(
         "open",
         f"Whether version {version} is better than {before} cannot be told yet",
         f"{' and '.join(missing)}; rewards from at least {MIN_SOURCES} people, tasks or runs are needed of each",

@@ -89,7 +89,7 @@ class ReplyPages(LedgerPart):
 
     def page(self, tenant: str, wanted: ReplyFilter, *, after: ReplyCursor | None, limit: int) -> ReplyPage:
         """The next `limit` replies that are `wanted`, the newest first. A reply counts once, as it was sampled."""
-        examined, bound = self._examined(tenant, wanted, after)
+        examined, bound = self._select_examined(tenant, wanted, after)
         most = MAX_READ if wanted.text else limit + 1
         keys = [ReplyCursor(*row) for row in self._read(_matching(examined, tenant, wanted).limit(most))]
         if wanted.text:
@@ -99,7 +99,7 @@ class ReplyPages(LedgerPart):
             return ReplyPage(rows, keys[limit - 1], None)
         return ReplyPage(rows, *self._end_of(examined, bound))
 
-    def _examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
+    def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
         """The replies that are looked at, and how many those are at most; None: all that could be wanted."""
         names = [experiences.c[name] for name in _EXAMINED_NAMES]
         within = _within(wanted, after)

@@ -26,7 +26,7 @@ class RewardHistory(LedgerPart):
         All replies to a user are one unit, or else to a task, or of a run.
         """
         units: dict[str, list[float]] = defaultdict(list)
-        for row in self._read(_rewarded(version, among)):
+        for row in self._read(_select_rewarded(version, among)):
             units[row.unit].append(row.reward)
         totals = [(sum(rewards), len(rewards)) for rewards in units.values()]
         replies = sum(count for _, count in totals)
@@ -50,7 +50,7 @@ class RewardHistory(LedgerPart):
         return [rows[0][0] for rows in counts]
 
 
-def _rewarded(version: int, among: int) -> Select[Any]:
+def _select_rewarded(version: int, among: int) -> Select[Any]:
     alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
     newest = select(experiences.c.id).where(experiences.c.version_min == version)
     newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)

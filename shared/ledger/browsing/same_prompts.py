@@ -25,7 +25,7 @@ _PORTION = 250
 _PROMPT = ("messages", "prompt", "input", "system", "instructions", "tools")
 
 
-class Answer(NamedTuple):
+class PromptAnswer(NamedTuple):
     """One choice of a reply, and the request that it answers."""
 
     id: int
@@ -47,12 +47,12 @@ class Answer(NamedTuple):
 class SamePrompts(LedgerPart):
     """Questions about replies to the same prompts."""
 
-    def side_by_side(self, tenant: str, a: int, b: int, *, limit: int) -> list[tuple[Answer, Answer]]:
+    def side_by_side(self, tenant: str, a: int, b: int, *, limit: int) -> list[tuple[PromptAnswer, PromptAnswer]]:
         """Answers of version a and of version b to the same prompts, the newest of each."""
-        ours: dict[bytes, Answer] = {}
+        ours: dict[bytes, PromptAnswer] = {}
         for answer in self._newest(_of_version(tenant, a), None, AMONG_OF_VERSION):
             ours.setdefault(digest_of_prompt(answer.request), answer)
-        found: dict[bytes, tuple[Answer, Answer]] = {}
+        found: dict[bytes, tuple[PromptAnswer, PromptAnswer]] = {}
         for answer in self._newest(_of_version(tenant, b), None, AMONG_OF_VERSION):
             digest = digest_of_prompt(answer.request)
             if digest in ours and digest not in found:
@@ -61,9 +61,9 @@ class SamePrompts(LedgerPart):
                     break
         return list(found.values())
 
-    def next_pair(self, tenant: str, after: ReplyCursor | None) -> tuple[Answer, Answer] | None:
+    def next_pair(self, tenant: str, after: ReplyCursor | None) -> tuple[PromptAnswer, PromptAnswer] | None:
         """Two different answers to one prompt that nobody has compared; the second is the newest behind `after`."""
-        seen: dict[bytes, Answer] = {}
+        seen: dict[bytes, PromptAnswer] = {}
         for answer in self._newest(experiences.c.tenant == tenant, after, AMONG_ALL):
             digest = digest_of_prompt(answer.request)
             other = seen.setdefault(digest, answer)
@@ -80,7 +80,7 @@ class SamePrompts(LedgerPart):
         compared = and_(feedback.c.tenant == tenant, feedback.c.kind == Kind.PREFERENCE, pair)
         return bool(self._read(select(feedback.c.id).where(compared).limit(1)))
 
-    def _newest(self, which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Iterator[Answer]:
+    def _newest(self, which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Iterator[PromptAnswer]:
         for _ in range(0, among, _PORTION):
             rows = self._read(_portion(which, after))
             for row in rows:
@@ -120,8 +120,8 @@ def _portion(which: ColumnElement[bool], after: ReplyCursor | None) -> Select[An
     return query.order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc()).limit(_PORTION)
 
 
-def _answer(row: Any) -> Answer:
-    return Answer(
+def _answer(row: Any) -> PromptAnswer:
+    return PromptAnswer(
         id=row.id,
         msg_id=row.msg_id,
         choice=row.choice,

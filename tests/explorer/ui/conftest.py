@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from sqlalchemy import make_url
 
+from tests.databases import put_file
 from tests.doubles.engine import engine_place
 from tests.explorer.running import RunningExplorer, explorer_running, open_ledger, settings_for
 from tests.explorer.ui.filled import Filler
@@ -33,6 +35,10 @@ def filled_running(folder: Path, **explorer: Any) -> Iterator[Filled]:
     """An explorer over a ledger that has some days behind it; the keyword arguments are settings of `explorer`."""
     with engine_place() as place:
         settings = settings_for(folder, [place.fresh().url], **explorer)
+        put_file(f"sqlite:///{settings.job_dir}/ledger.db", "migrated")
+        found_by_settings = Path(make_url(settings.database_url).database or "")
+        found_by_settings.parent.mkdir()
+        found_by_settings.symlink_to(settings.job_dir / "ledger.db")
         ledger = open_ledger(settings)
         filler = Filler(settings, ledger.transactions.engine)
         filler.fill(hostile=False)

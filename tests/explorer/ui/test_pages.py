@@ -170,7 +170,7 @@ def test_what_clients_wrote_is_shown_and_does_nothing(filled: Filled):
         assert "<b>stop" not in page
         assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in page
         assert not set(page) & set("\x1b\u202e\u2066\u200b"), path
-        assert "␛[31mred⟨U+202E⟩back⟨U+2066⟩⟨U+200B⟩" in page
+        assert "⟨U+001B⟩[31mred⟨U+202E⟩back⟨U+2066⟩⟨U+200B⟩" in page
 
 
 def test_without_a_database_a_page_says_so(filled: Filled, monkeypatch: pytest.MonkeyPatch):

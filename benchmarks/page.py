@@ -26,8 +26,9 @@ from tests.doubles import postgres
 from tests.doubles.serving import serving
 from tests.explorer.running import settings_for
 from tests.factories import experience
-from tuneloop.explorer.capture.reply_id import TENANT
+from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.ui.page import add_routes
+from tuneloop.shared.experience import DEFAULT_TENANT
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage.codec import pack_text, to_blob
@@ -65,8 +66,8 @@ def put_rows(engine: Engine, rows: int) -> None:
         connection.execute(
             text(
                 "INSERT INTO exchanges (msg_id, tenant, endpoint, user_id, request, received_at, latency_s) "
-                f"{numbers} SELECT {name}, '{TENANT}', '/v1/chat/completions', 'user-' || (i % 5000), :request, {at}, "
-                "0.5 FROM n"
+                f"{numbers} SELECT {name}, '{DEFAULT_TENANT}', '/v1/chat/completions', 'user-' || (i % 5000), "
+                f":request, {at}, 0.5 FROM n"
             ),
             {"request": pack_text(_REQUEST)},
         )
@@ -74,7 +75,7 @@ def put_rows(engine: Engine, rows: int) -> None:
             text(
                 "INSERT INTO experiences (id, msg_id, choice, correction, tenant, task_id, priority, state, reward, "
                 "reward_rule, version_min, version_max, temperature, text, completion_tokens, blob, sampled_at, "
-                f"rewarded_at, committed_at, trained_version) {numbers} SELECT i, {name}, 0, 0, '{TENANT}', "
+                f"rewarded_at, committed_at, trained_version) {numbers} SELECT i, {name}, 0, 0, '{DEFAULT_TENANT}', "
                 f"'task-' || (i % 2000), 0, {_STATES}, CASE WHEN {rewarded} THEN (i * 7 % 100) / 100.0 END, "
                 f"CASE WHEN {rewarded} THEN 1 END, {version}, {version}, 1, 'Your parcel ' || i || ' left the depot "
                 f"this morning and should reach you tomorrow by noon.', 2, :blob, {at}, "
@@ -141,7 +142,7 @@ def measure(databases: Databases, rows: int, rounds: int) -> Iterator[tuple[str,
         print(f"\n{databases.name}: {rows} rows in {time.monotonic() - began:.0f} s", flush=True)
         app = FastAPI()
         app.state.services = SimpleNamespace(fleet=SimpleNamespace(engines=[]))
-        add_routes(app, settings, ledger)
+        add_routes(app, settings, ledger, Gatekeeper(settings))
         with serving(app) as server, httpx.Client(base_url=server, timeout=120) as http:
             for what, path in pages(rows).items():
                 yield what, _ask(http, path, rounds)

@@ -5,7 +5,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, find_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter
@@ -51,14 +50,14 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
 
     @router.get("/exchanges")
     async def exchanges(request: Request) -> Response:
-        site.guard.admit(request)
+        tenant = site.tenant_of(request)
         query = dict(request.query_params)
         context: dict[str, Any] = {"query": {name: query.get(name, "") for name in FIELDS}, "states": list(State)}
         try:
             wanted, after = parse_filter(query), parse_cursor(query)
         except RequestRefused as error:
             return site.show(request, "exchanges.html", 400, **context, page=None, rows=[], wrong=error, next_page="")
-        page: ReplyPage = await in_thread(lambda: ledger.reply_pages.page(TENANT, wanted, after=after, limit=PAGE))
+        page: ReplyPage = await in_thread(lambda: ledger.reply_pages.page(tenant, wanted, after=after, limit=PAGE))
         rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
         next_page = link(query, page.after) if page.after else ""
         return site.show(request, "exchanges.html", **context, page=page, rows=rows, wrong=None, next_page=next_page)
@@ -72,9 +71,9 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
 
     @router.get("/exchanges/{msg_id}/tokens/{choice}")
     async def tokens(request: Request, msg_id: str, choice: str) -> Response:
-        site.guard.admit(request)
+        tenant = site.tenant_of(request)
         number = int(choice) if choice.isascii() and choice.isdigit() and len(choice) < 6 else -1
-        view = await in_thread(ledger.exchange_views.tokens, TENANT, msg_id, number)
+        view = await in_thread(ledger.exchange_views.tokens, tenant, msg_id, number)
         if view is None:
             raise _no_exchange(msg_id)
         fleet = request.app.state.services.fleet
@@ -86,7 +85,7 @@ async def show_exchange(
     request: Request, site: Site, msg_id: str, *, status: int = 200, notice: str = "", wrong: str = ""
 ) -> Response:
     """The page of one exchange. Raises RequestRefused if there is none."""
-    view: ExchangeView | None = await in_thread(site.ledger.exchange_views.get, TENANT, msg_id)
+    view: ExchangeView | None = await in_thread(site.ledger.exchange_views.get, site.tenant_of(request), msg_id)
     if view is None:
         raise _no_exchange(msg_id)
     calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}

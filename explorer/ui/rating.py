@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import parse_cursor
@@ -27,10 +27,9 @@ def add_rating(router: APIRouter, site: Site) -> None:
 
     @router.post("/exchanges/{msg_id}/feedback")
     async def rate(request: Request, msg_id: str) -> Response:
-        _, form = await site.form(request)
+        session, form = await site.form(request)
         try:
-            body = parse_rating(msg_id, form)
-            outcome = await _give(request, body)
+            outcome = await _give(request, site.guard.tenant_of(session), parse_rating(msg_id, form))
         except RequestRefused as error:
             if error.status == 404:
                 raise
@@ -39,21 +38,21 @@ def add_rating(router: APIRouter, site: Site) -> None:
 
     @router.get("/preferences")
     async def preferences(request: Request) -> Response:
-        site.guard.admit(request)
+        tenant = site.tenant_of(request)
         after = parse_cursor({"after": request.query_params.get("after", "")})
-        pair = await in_thread(site.ledger.same_prompts.next_pair, TENANT, after)
+        pair = await in_thread(site.ledger.same_prompts.next_pair, tenant, after)
         said = request.query_params.get("said", "")
         notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
         return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)
 
     @router.post("/preferences")
     async def prefer(request: Request) -> Response:
-        _, form = await site.form(request)
+        session, form = await site.form(request)
         better, worse = form.get("better", ""), form.get("worse", "")
         if not better or not worse:
             raise RequestRefused("say which of the two answers is better", code="missing", param="better")
         said = {"msg_ids": [better], "preferred_over": worse, "source": SOURCE}
-        outcome = await _give(request, said)
+        outcome = await _give(request, site.guard.tenant_of(session), said)
         return RedirectResponse(f"{PATH}/preferences?said={outcome}", 303)
 
 
@@ -83,9 +82,9 @@ def _number(text: str) -> float:
         raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward") from None
 
 
-async def _give(request: Request, body: dict[str, Any]) -> str:
+async def _give(request: Request, tenant: str, body: dict[str, Any]) -> str:
     feedback: FeedbackRoutes = request.app.state.services.feedback
-    answer = await feedback.take(body)
+    answer = await feedback.take(Caller(tenant=tenant), body)
     outcomes = answer["outcomes"]
     assert isinstance(outcomes, dict)
     return str(next(iter(outcomes.values())))

@@ -1,4 +1,4 @@
-"""Who may use the page: holders of the admin key, or, where there is none, people at this very machine.
+"""Who may use the page: holders of a key with the scope `admin`, or, where no keys are, people at this very machine.
 
 A session is a cookie that is signed with the key that signs reply ids, so that any worker takes what another gave. A
 page of another site can neither send it (SameSite) nor know the token that every form must bring.
@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.capture.reply_id import key_path, load_key
+from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.types import reveal
+from tuneloop.shared.experience import DEFAULT_TENANT
+from tuneloop.shared.ledger.keys import digest_of
 
 COOKIE = "tuneloop_ui"
 PATH = "/ui"
@@ -40,49 +40,63 @@ _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
 class LoginNeeded(RequestRefused):
-    """There is an admin key, and the request comes without a session that knows it."""
+    """There are keys, and the request comes without a session of one with the scope `admin`."""
 
     def __init__(self) -> None:
-        super().__init__("log in with the admin key first", status=401, code="login_needed")
+        super().__init__("log in with an admin key first", status=401, code="login_needed")
 
 
 class BrowserSession(NamedTuple):
-    """One browser's session; `expires_at` is in seconds since 1970."""
+    """One browser's session; `expires_at` is in seconds since 1970.
+
+    `key_mark` tells with which key it was begun, and nothing of the key; it is empty for people at this machine.
+    """
 
     nonce: str
     expires_at: int
+    key_mark: str
 
 
 class SessionGuard:
     """Gives sessions, and recognises them."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._admin_key = reveal(settings.explorer.admin_key)
-        self._settings = settings
+    def __init__(self, gate: EntryGate, secret: bytes) -> None:
+        """`secret` signs the sessions."""
+        self._gate = gate
+        self._key = hashlib.blake2b(secret, person=b"tuneloop-ui", digest_size=32).digest()
 
     @property
     def needs_key(self) -> bool:
-        """Whether a session is given for the admin key only."""
-        return self._admin_key is not None
+        """Whether a session is given for a key only."""
+        return self._gate.needs_admin_key
 
     def admit(self, request: Request) -> BrowserSession:
         """The session of a request; one that is new is not on its browser yet. Raises RequestRefused."""
-        if self._admin_key is None:
-            _require_local(request)
         session = self._read(request.cookies.get(COOKIE, ""))
-        if session is not None:
+        if self.needs_key:
+            if session is None or session.key_mark not in self._tenants():
+                raise LoginNeeded
             return session
-        if self._admin_key is not None:
-            raise LoginNeeded
-        return self.begin()
+        _require_local(request)
+        return session or self._begin("")
 
-    def begin(self) -> BrowserSession:
-        """A new session."""
-        return BrowserSession(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S)
+    def log_in(self, admin_key: str) -> BrowserSession | None:
+        """A new session for a key that has the scope `admin` now; None for any other."""
+        digest = digest_of(admin_key)
+        return self._begin(self._mark(digest)) if digest in self._gate.admin_tenants() else None
 
-    def knows(self, admin_key: str) -> bool:
-        """Whether it is the admin key."""
-        return self._admin_key is not None and hmac.compare_digest(admin_key.encode(), self._admin_key.encode())
+    def tenant_of(self, session: BrowserSession) -> str:
+        """Whose exchanges a session shows: those of its key's tenant."""
+        return self._tenants().get(session.key_mark, DEFAULT_TENANT)
+
+    def _tenants(self) -> Mapping[str, str]:
+        return {self._mark(digest): tenant for digest, tenant in self._gate.admin_tenants().items()}
+
+    def _begin(self, key_mark: str) -> BrowserSession:
+        return BrowserSession(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S, key_mark)
+
+    def _mark(self, digest: bytes) -> str:
+        return self._sign("key", digest.hex())[:22]
 
     def token_of(self, session: BrowserSession) -> str:
         """What every form of this session must bring."""
@@ -97,24 +111,22 @@ class SessionGuard:
 
     def keep(self, response: Response, session: BrowserSession, *, secure: bool) -> None:
         """Put the session onto its browser."""
-        value = f"{session.nonce}.{session.expires_at}.{self._sign('session', *map(str, session))}"
+        value = f"{'.'.join(map(str, session))}.{self._sign('session', *map(str, session))}"
         response.set_cookie(
             COOKIE, value, max_age=SESSION_S, path=PATH, httponly=True, samesite="strict", secure=secure
         )
 
     def _read(self, cookie: str) -> BrowserSession | None:
         parts = cookie.split(".")
-        if len(parts) != 3 or not (parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 12):
+        if len(parts) != 4 or not (parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 12):
             return None
-        session = BrowserSession(parts[0], int(parts[1]))
-        if not hmac.compare_digest(parts[2].encode(), self._sign("session", *map(str, session)).encode()):
+        session = BrowserSession(parts[0], int(parts[1]), parts[2])
+        if not hmac.compare_digest(parts[3].encode(), self._sign("session", *map(str, session)).encode()):
             return None
         return session if session.expires_at > steady_time.now() else None
 
     def _sign(self, *words: str) -> str:
-        key = hashlib.blake2b(load_key(key_path(self._settings)), person=b"tuneloop-ui", digest_size=32)
-        key.update((self._admin_key or "").encode())  # another key ends all sessions
-        mac = hmac.digest(key.digest(), "\n".join(words).encode(), "sha256")
+        mac = hmac.digest(self._key, "\n".join(words).encode(), "sha256")
         return base64.urlsafe_b64encode(mac).decode().rstrip("=")
 
 
@@ -138,8 +150,8 @@ def _require_local(request: Request) -> None:
     if _is_loopback(client) and name in _LOCAL_NAMES and not through_proxy:
         return
     message = (
-        "without explorer.admin_key this page is only for this machine itself, at http://localhost:<port>/ui: set "
-        "explorer.admin_key to reach it from elsewhere"
+        "without keys this page is only for this machine itself, at http://localhost:<port>/ui: to reach it from "
+        "elsewhere, make a key with the scope admin (tuneloop keys create), or set explorer.admin_key"
     )
     raise RequestRefused(message, status=403, code="not_local")
 

@@ -12,10 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from tuneloop.explorer.http.bodies import read_bytes
+from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.errors import refusal_of
 from tuneloop.explorer.ui.rendering import FOLDER, Renderer
 from tuneloop.explorer.ui.sessions import PATH, BrowserSession, LoginNeeded, SessionGuard, require_same_origin
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, TuneloopError
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
@@ -35,20 +37,22 @@ _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 class Site:
     """What the pages share: sessions, templates, the ledger. `Visit`s are made of it."""
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
         self.settings, self.ledger = settings, ledger
-        self.guard = SessionGuard(settings)
-        self.renderer = Renderer(
-            project=settings.project, experiment=settings.name, with_key=self.guard.needs_key, ui=PATH, pages=PAGES
-        )
+        self.guard = SessionGuard(gate, load_key(settings.job_dir / KEY))
+        self.renderer = Renderer(project=settings.project, experiment=settings.name, ui=PATH, pages=PAGES)
 
     def show(self, request: Request, template: str, status: int = 200, **context: Any) -> Response:
         """A page for who may see it. Raises RequestRefused for others."""
         session = self.guard.admit(request)
-        known = {"token": self.guard.token_of(session), "path": request.url.path}
+        known = {"token": self.guard.token_of(session), "path": request.url.path, "with_key": self.guard.needs_key}
         response = self.renderer.page(template, {**known, **context}, status)
         self.guard.keep(response, session, secure=request.url.scheme == "https")
         return response
+
+    def tenant_of(self, request: Request) -> str:
+        """Whose exchanges a request may see. Raises RequestRefused for who may see none."""
+        return self.guard.tenant_of(self.guard.admit(request))
 
     def refuse(self, request: Request, error: Exception) -> Response:
         """The page that says what is wrong, or where to log in."""
@@ -112,10 +116,11 @@ def _add_login(router: APIRouter, site: Site) -> None:
     async def log_in(request: Request) -> Response:
         require_same_origin(request)
         form = await read_form(request)
-        if not guard.knows(form.get("key", "")):
+        session = guard.log_in(form.get("key", ""))
+        if session is None:
             return _login_page(request, failed=True)
         response = RedirectResponse(_target(form.get("next", "")), 303)
-        guard.keep(response, guard.begin(), secure=request.url.scheme == "https")
+        guard.keep(response, session, secure=request.url.scheme == "https")
         return response
 
     @router.post("/logout")

@@ -6,7 +6,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.routes.admin import parse_decision, parse_version
 from tuneloop.explorer.ui.overview import chart_of, compare_versions_by_reward, reward_points
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
@@ -64,9 +63,9 @@ def add_versions(router: APIRouter, site: Site) -> None:
 
     @router.get("/versions/compare")
     async def compare(request: Request) -> Response:
-        site.guard.admit(request)
+        tenant = site.tenant_of(request)
         sides = [request.query_params.get(side, "") for side in ("a", "b")]
-        return site.show(request, "compare.html", **await in_thread(_compare, site.ledger, *sides))
+        return site.show(request, "compare.html", **await in_thread(_compare, site.ledger, tenant, *sides))
 
     @router.get("/versions/{version}")
     async def version(request: Request, version: str) -> Response:
@@ -134,12 +133,12 @@ def _describe(ledger: Ledger, version: str) -> dict[str, Any]:
     }
 
 
-def _compare(ledger: Ledger, a: str, b: str) -> dict[str, Any]:
+def _compare(ledger: Ledger, tenant: str, a: str, b: str) -> dict[str, Any]:
     known = [each.version for each in ledger.versions.all()][::-1]
     if not a and not b:
         a, b = ([*map(str, known[1:2]), *map(str, known[:1])] * 2)[:2]
     one, other = parse_version(a, ledger), parse_version(b, ledger)
-    pairs = ledger.same_prompts.side_by_side(TENANT, one, other, limit=PROMPTS) if one != other else []
+    pairs = ledger.same_prompts.side_by_side(tenant, one, other, limit=PROMPTS) if one != other else []
     scores = ledger.evaluations.of_versions([one, other])
     table: dict[tuple[str, str, str], dict[int, Any]] = {}
     for score in scores:

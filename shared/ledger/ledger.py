@@ -18,6 +18,7 @@ from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
 from tuneloop.shared.ledger.browsing.reward_history import RewardHistory
 from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.export import Exports
+from tuneloop.shared.ledger.keys import Keys
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
 from tuneloop.shared.ledger.recording.recording import LEASE_S, Recording
@@ -79,6 +80,7 @@ class Ledger:
         self.reports = Reports(self.transactions)
         self.runs = Runs(self.transactions)
         self.exports = Exports(self.transactions)
+        self.keys = Keys(self.transactions)
         self.reply_pages = ReplyPages(self.transactions)
         self.exchange_views = ExchangeViews(self.transactions)
         self.reward_history = RewardHistory(self.transactions)

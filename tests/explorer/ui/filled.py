@@ -8,11 +8,21 @@ from sqlalchemy import Engine
 
 from tests.doubles.engine import MODEL
 from tests.explorer.checkpoints import publish
-from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoint import CheckpointStore
 from tuneloop.shared.evaluation.scores import Figure
-from tuneloop.shared.experience import Evaluator, Exchange, Experience, Feedback, Kind, pack_ids, pack_logprobs
+from tuneloop.shared.experience import (
+    DEFAULT_TENANT,
+    Evaluator,
+    Exchange,
+    Experience,
+    Feedback,
+    Kind,
+    pack_ids,
+    pack_logprobs,
+)
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.tensorboard import Curves
@@ -48,7 +58,7 @@ class Filler:
     def __init__(self, settings: Settings, engine: Engine, seed: int = 7) -> None:
         self._random = random.Random(seed)
         self._settings = settings
-        self._signer = ReplyIdSigner(load_key(key_path(settings)))
+        self._signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
         self.now = steady_time.now() - (VERSIONS + 1) * HOUR
         self.ledger = Ledger(engine, rule=settings.reward, clock=lambda: self.now)
 
@@ -71,8 +81,8 @@ class Filler:
             text = f"Hello! Thank you for your message. {text} Is there anything else?"
         others = but.pop("others", ())
         fields: dict[str, Any] = {
-            "msg_id": self._signer.mint(TENANT, 1 + len(others)),
-            "tenant": TENANT,
+            "msg_id": self._signer.mint(DEFAULT_TENANT, 1 + len(others)),
+            "tenant": DEFAULT_TENANT,
             "endpoint": "/v1/chat/completions",
             "request": json.dumps(request).encode(),
             "received_at": self.now,
@@ -103,7 +113,7 @@ class Filler:
         fields: dict[str, Any] = {
             "event_id": f"filled-{self._random.random()}",
             "call_id": "filled",
-            "tenant": TENANT,
+            "tenant": DEFAULT_TENANT,
             "msg_id": about.msg_id,
             "choice": None,
             "received_at": about.received_at + 20,
@@ -127,7 +137,7 @@ class Filler:
     def train(self, version: int) -> None:
         """A version, trained on what is rewarded, and served."""
         ledger, store = self.ledger, CheckpointStore(self._settings.job_dir)
-        ledger.recording.commit(TENANT)
+        ledger.recording.commit(DEFAULT_TENANT)
         epoch = ledger.training.take_epoch("trainer")
         samples = ledger.training.lease(epoch, 32, BatchPolicy())
         ids = [each.id for each in samples]

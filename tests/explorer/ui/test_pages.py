@@ -9,9 +9,8 @@ from tests import factories
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.filled import HOSTILE, REPLIES, VERSIONS
-from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.shared.errors import LedgerUnavailable
-from tuneloop.shared.experience import Exchange
+from tuneloop.shared.experience import DEFAULT_TENANT, Exchange
 
 
 def ids_in(page: str) -> list[str]:
@@ -157,7 +156,7 @@ def test_a_choice_that_is_not_there_gets_a_sentence(filled: Filled, choice: str)
 def test_an_exchange_of_another_tenant_is_not_there(filled: Filled):
     other: Exchange = factories.exchange(tenant="another")
     filled.filler.ledger.recording.record([other])
-    assert other.tenant != TENANT
+    assert other.tenant != DEFAULT_TENANT
     filled.text(f"/ui/exchanges/{other.msg_id}", 404)
     assert other.msg_id not in filled.text("/ui/exchanges", until="1970-01-02T00:00")
 

@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.explorer.running import eventually
 from tests.explorer.ui.conftest import Filled, filled_running
-from tuneloop.explorer.ui.sessions import SessionGuard
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import KeyGrant
 
 KEY = "a-key-that-nobody-guesses"
 PAGES = ("/ui", "/ui/exchanges", "/ui/waiting", "/ui/exchanges/x", "/ui/exchanges/x/tokens/0", "/ui/none")
@@ -57,7 +60,7 @@ def test_the_admin_key_opens_the_page(keyed: Filled):
 def test_another_key_does_not(keyed: Filled):
     answer = log_in(keyed.explorer.http, "another")
     assert answer.status_code == 401
-    assert "That is not the admin key." in answer.text
+    assert "That is no admin key" in answer.text
     assert "set-cookie" not in answer.headers
 
 
@@ -151,12 +154,18 @@ def test_the_page_may_run_nothing_but_our_files(filled: Filled):
     assert headers["cache-control"] == "no-store"
 
 
-def test_a_session_of_before_the_key_was_set_is_worth_nothing(keyed: Filled):
-    explorer = keyed.explorer
-    open_settings = explorer.settings.model_copy(
-        update={"explorer": explorer.settings.explorer.model_copy(update={"admin_key": None})}
-    )
-    guard = SessionGuard(open_settings)
-    session = guard.begin()
-    cookie = f"{session.nonce}.{session.expires_at}.{guard._sign('session', *map(str, session))}"
-    assert httpx.get(f"{explorer.url}/ui", cookies={"tuneloop_ui": cookie}).status_code == 303
+def test_a_key_with_the_scope_admin_opens_the_page_of_its_tenant_until_it_is_revoked(tmp_path: Path):
+    with filled_running(tmp_path) as filled:
+        keys, http = filled.explorer.ledger.keys, filled.explorer.http
+        assert http.get("/ui").status_code == 200
+        before = dict(http.cookies)
+        made, secret = keys.create(KeyGrant(name="ops", tenant="acme", scopes=(Scope.ADMIN,)), actor="test")
+        _, other = keys.create(KeyGrant(name="web", tenant="acme", scopes=(Scope.INFERENCE,)), actor="test")
+        eventually(lambda: http.get("/ui").status_code == 303)
+        assert httpx.get(f"{filled.explorer.url}/ui", cookies=before).status_code == 303
+        assert log_in(http, other).status_code == 401
+        assert log_in(http, secret).status_code == 303
+        assert "No exchange is in the ledger yet" in http.get("/ui/exchanges").text
+        assert http.get(f"/ui/exchanges/{filled.planted.msg_id}").status_code == 404
+        keys.revoke(made.key_id, actor="test")
+        eventually(lambda: http.get("/ui").status_code == 303)

@@ -112,6 +112,7 @@ def _connection_limits(settings: Settings) -> ConnectionLimits:
     return ConnectionLimits(
         max_connections=most_connections(explorer.max_connections, descriptor_limit()),
         max_held_bytes=explorer.max_held_bytes,
+        head_timeout_s=explorer.head_timeout,
         body_timeout_s=min(explorer.body_timeout, explorer.request_timeout),
     )
 

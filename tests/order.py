@@ -17,6 +17,7 @@ SECONDS = {
     "test_full_disk": 105,
     "test_main": 100,
     "test_kills": 90,
+    "test_shapes": 75,
     "test_outage": 80,
     "test_clocks": 80,
     "test_batches": 75,

@@ -2,10 +2,10 @@
 
 import json
 import math
-import re
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import orjson
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -18,8 +18,6 @@ MAX_DEPTH, MAX_CONTAINERS, MAX_VALUES = 200, 200_000, 1_000_000
 
 #: How deep orjson writes.
 _MOST_WRITTEN = 254
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -76,10 +74,26 @@ def _check_size(data: bytes) -> None:
         return
     if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
         return
-    bare = _STRING.sub(b"", data)
-    if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS or bare.count(b",") > MAX_VALUES:
+    containers, commas = count_structure(data)
+    if containers > MAX_CONTAINERS or commas > MAX_VALUES:
         reason = f"the body has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values"
         raise RequestRefused(reason, status=413, code="too_many_values")
+
+
+def count_structure(data: bytes) -> tuple[int, int]:
+    """The opening brackets and braces of some JSON, and its commas, without those in strings.
+
+    In memory and time that do not depend on how many strings there are.
+
+    >>> count_structure(rb'{"a,[": ["\\"{", 1, {}]}')
+    (3, 2)
+    """
+    if b"\\" in data:
+        data = data.replace(rb"\\", b"__").replace(rb"\"", b"__")
+    characters = np.frombuffer(data, np.uint8)
+    outside = ~np.logical_xor.accumulate(characters == ord('"'))
+    opening = (characters == ord("[")) | (characters == ord("{"))
+    return int(np.count_nonzero(outside & opening)), int(np.count_nonzero(outside & (characters == ord(","))))
 
 
 def _check_depth(body: object, data: bytes) -> None:

@@ -126,6 +126,7 @@ class ExplorerSettings(Section):
     spool_max_age: Seconds = 86400.0
     max_body_bytes: Positive = 16 << 20
     max_held_bytes: Positive = 512 << 20
+    head_timeout: Seconds = 30.0
     body_timeout: Seconds = 300.0
     max_connections: Positive | None = None
     allowed_media_domains: tuple[str, ...] = ()

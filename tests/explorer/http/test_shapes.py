@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, parse_object
+from tuneloop.explorer.http.bodies import MAX_DEPTH, MAX_VALUES, count_structure, parse_object
 from tuneloop.shared.errors import RequestRefused
 
 
@@ -32,13 +32,13 @@ def test_what_is_nested_as_deep_as_allowed_can_be_written_again() -> None:
     assert code_of(nested(1000)) == "nested_too_deeply"
 
 
-@pytest.mark.parametrize("piece", [b"[],", b"{},"])
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"a",', rb'"\\",'])
 def test_very_many_containers_are_refused_before_they_are_made(piece: bytes) -> None:
-    data = b'{"a":[' + piece * (MAX_CONTAINERS + 1) + b"0]}"
+    data = b'{"a":[' + piece * (MAX_VALUES + 1) + b"0]}"
     tracemalloc.start()
     try:
         assert code_of(data) == "too_many_values"
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(data)
+        assert tracemalloc.get_traced_memory()[1] < 7 * len(data)
     finally:
         tracemalloc.stop()
     assert code_of(b'{"a":[' + b"1," * (MAX_VALUES + 1) + b"1]}") == "too_many_values"
@@ -47,6 +47,22 @@ def test_very_many_containers_are_refused_before_they_are_made(piece: bytes) -> 
 def test_text_is_no_container() -> None:
     text = '[{,\\"' * (MAX_VALUES + 1)
     assert parse_object(json.dumps({"a": text}).encode()) == {"a": text}
+
+
+def structure(value: object) -> tuple[int, int]:
+    """The containers in a value, and the commas between the elements of each."""
+    if not isinstance(value, dict | list):
+        return 0, 0
+    inner = [structure(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return 1 + sum(each[0] for each in inner), max(len(value) - 1, 0) + sum(each[1] for each in inner)
+
+
+_quoting = st.text(st.sampled_from('\\",[]{}n\n'), max_size=9)
+
+
+@given(st.recursive(_quoting, lambda inner: st.lists(inner) | st.dictionaries(_quoting, inner)))
+def test_brackets_and_commas_are_counted_where_they_are_no_text(value: object) -> None:
+    assert count_structure(orjson.dumps(value)) == structure(value)
 
 
 @given(st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))

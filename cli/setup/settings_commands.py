@@ -1,4 +1,4 @@
-"""This file is the commands that read a settings file and start nothing: `validate`, `config show`, `schema`."""
+"""This file is the commands that read a settings file and start nothing."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ import yaml
 
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
+from tuneloop.cli.setup.init_command import init
+from tuneloop.cli.setup.plan_command import plan
 from tuneloop.shared.errors import SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.settings.database_url import without_password
@@ -20,6 +22,8 @@ def add_to(app: typer.Typer) -> None:
     config_app.command("show")(show)
     config_app.command("schema")(schema)
     app.add_typer(config_app, name="config")
+    app.command("init")(init)
+    app.command("plan")(plan)
     app.command("validate")(validate)
     app.command("schema")(schema)
 

@@ -17,7 +17,7 @@ from tuneloop.shared.settings.settings import Settings
 ROOT = typer.main.get_command(app)
 
 #: Commands that report nothing: they become services, or print what is written for programs anyway.
-REPORT_NOTHING = {"run", "serve", "train", "debug", "schema", "config schema", "spool show"}
+REPORT_NOTHING = {"init", "run", "serve", "train", "debug", "schema", "config schema", "spool show"}
 
 
 def commands(group=ROOT, before: str = "") -> dict[str, object]:
@@ -52,6 +52,7 @@ def test_every_command_that_reports_does_so_for_programs(path: str) -> None:
 
 def test_every_command_and_its_options_of_services_are_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    page = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     named = {word for each in re.findall(r"`([^`]+)`", page) for word in [each.removeprefix("tuneloop ")]}
     groups = {name for name, each in ROOT.commands.items() if hasattr(each, "commands")}
     for path in ALL:

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import alarms, doctor, refused_records, rewards, versions
+from tuneloop.cli import alarms, doctor, keys, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.data import backup_commands, export_commands
@@ -43,6 +43,7 @@ settings_commands.add_to(app)
 export_commands.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
+app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
 add_retention(app)
@@ -73,22 +74,33 @@ def _options(
     """Serve a model over OpenAI's API, and train it on the feedback."""
 
 
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let everybody in without a key: laboratories.")]
+
+
 @app.command()
 def run(
-    config: ConfigOption, set_: SetOption = None, log_level: LogLevelOption = None, log_json: LogJsonOption = False
+    config: ConfigOption,
+    set_: SetOption = None,
+    insecure: InsecureOption = False,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = False,
 ) -> None:
     """Start what `mode` says: the explorer (serve), the trainer (train), or both side by side."""
     hand_on_log_options(log_level, log_json=log_json)
-    _start(config, set_ or ())
+    _start(config, [*(set_ or ()), *_exposure(insecure)])
 
 
 @app.command()
 def serve(
-    config: ConfigOption, set_: SetOption = None, log_level: LogLevelOption = None, log_json: LogJsonOption = False
+    config: ConfigOption,
+    set_: SetOption = None,
+    insecure: InsecureOption = False,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = False,
 ) -> None:
     """Start the explorer, whatever `mode` says: it answers, records, and takes feedback and new versions."""
     hand_on_log_options(log_level, log_json=log_json)
-    _start(config, [*(set_ or ()), "mode=serve"])
+    _start(config, [*(set_ or ()), *_exposure(insecure), "mode=serve"])
 
 
 @app.command()
@@ -98,6 +110,10 @@ def train(
     """Start the trainer, whatever `mode` says: it makes versions of what was rewarded."""
     hand_on_log_options(log_level, log_json=log_json)
     _start(config, [*(set_ or ()), "mode=train"])
+
+
+def _exposure(insecure: bool) -> list[str]:
+    return ["explorer.insecure=true"] if insecure else []
 
 
 def _start(config: Path, overrides: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from tuneloop.cli.options import echo
 from tuneloop.cli.setup.capacity import disk_speed, gpu_memory, save_interval, step_seconds
 from tuneloop.cli.setup.model_families import Parsers, parsers_of
 from tuneloop.cli.setup.model_shape import ModelShape, read_shape
-from tuneloop.cli.setup.plan_command import GpuMemoryOption, Plan, make_plan
+from tuneloop.cli.setup.plan_command import ExperimentPlan, GpuMemoryOption, make_plan
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import count_gpus
 from tuneloop.shared.settings.settings import Settings
@@ -31,7 +31,7 @@ _MICRO_BATCHES = (16384, 8192, 4096, 2048)
 _SHARES, _WHOLE = (0.4, 0.3, 0.25, 0.2, 0.15), 0.9
 
 
-class Choice(NamedTuple):
+class Setup(NamedTuple):
     """What a settings file is made of."""
 
     shape: ModelShape
@@ -105,7 +105,7 @@ def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int |
 
 def _fitting(
     shape: ModelShape, where: Path, gpus: int, gpu_bytes: int | None, speed: float
-) -> Iterator[tuple[Choice, Plan, Settings]]:
+) -> Iterator[tuple[Setup, ExperimentPlan, Settings]]:
     """What fits, the best first."""
     for choice in _choices(shape, where, gpus):
         settings = Settings.model_validate(yaml.safe_load(_text(choice)))
@@ -114,10 +114,10 @@ def _fitting(
             yield choice, plan, settings
 
 
-def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Choice]:
+def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Setup]:
     parsers = parsers_of(shape)
     if not gpus:
-        yield Choice(shape, where, 0, 1, 1, _WHOLE, 2048, {"algorithm_type": "reinforce"}, parsers)
+        yield Setup(shape, where, 0, 1, 1, _WHOLE, 2048, {"algorithm_type": "reinforce"}, parsers)
         return
     sizes = [size for size in (1, 2, 4, 8) if size <= max(1, gpus - 1) and shape.key_value_heads % size == 0]
     for method in _METHODS:
@@ -126,19 +126,19 @@ def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Choice]:
                 engines = max(1, (gpus - 1) // size)
                 shares = (_WHOLE,) if gpus > engines * size else _SHARES
                 for share in shares:
-                    yield Choice(shape, where, gpus, engines, size, share, tokens, method, parsers)
+                    yield Setup(shape, where, gpus, engines, size, share, tokens, method, parsers)
 
 
-def _text(choice: Choice) -> str:
+def _text(choice: Setup) -> str:
     shape, length = choice.shape, _length(choice.shape)
     lines = [
         "# Written by `tuneloop init`. Every option: docs/settings.md; what this takes: `tuneloop plan`.",
         "mode: both                       # serve and train on this machine; serve or train: one of the two",
         "project: tuneloop",
         "name: default                    # an experiment; another model needs another name",
-        f"checkpoint_root_dir: {_quoted(choice.where)}",
+        f"checkpoint_root_dir: {_quote(choice.where)}",
         "model:",
-        f"  model_path: {_quoted(shape.folder)}  # {shape.family}, {shape.weights / 1e6:.1f} M weights",
+        f"  model_path: {_quote(shape.folder)}  # {shape.family}, {shape.weights / 1e6:.1f} M weights",
         f"  max_model_len: {length}            # tokens of prompt and reply together",
         *_adapter_lines(choice),
         "cluster:",
@@ -165,16 +165,16 @@ def _length(shape: ModelShape) -> int:
     return min(shape.max_length or _MOST_TOKENS, _MOST_TOKENS)
 
 
-def _quoted(path: Path) -> str:
+def _quote(path: Path) -> str:
     return str(yaml.safe_dump(str(path), default_style='"', allow_unicode=True, width=1 << 20)).strip()
 
 
-def _adapter_lines(choice: Choice) -> Iterator[str]:
+def _adapter_lines(choice: Setup) -> Iterator[str]:
     if rank := choice.method.get("rank"):
         yield f"  lora: {{rank: {rank}}}              # an adapter: there is no room to train all weights"
 
 
-def _engine_lines(choice: Choice) -> Iterator[str]:
+def _engine_lines(choice: Setup) -> Iterator[str]:
     if not choice.gpus:
         yield "    # vLLM for CPUs: one process, float32"
         yield "    dtype: float32"
@@ -199,7 +199,7 @@ def _parser_lines(parsers: Parsers) -> Iterator[str]:
         yield f"    reasoning_parser: {parsers.reasoning}"
 
 
-def _algorithm_lines(choice: Choice) -> Iterator[str]:
+def _algorithm_lines(choice: Setup) -> Iterator[str]:
     kind = choice.method.get("algorithm_type", "ppo")
     why = "with a critic" if kind == "ppo" else "without a critic, which would take as much again"
     yield f"  algorithm_type: {kind}  # {why}; docs/methods.md compares them"

@@ -33,7 +33,7 @@ GpuMemoryOption = Annotated[
 ]
 
 
-class Plan(NamedTuple):
+class ExperimentPlan(NamedTuple):
     """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits."""
 
     shape: ModelShape
@@ -74,7 +74,7 @@ def plan(
         raise EnvironmentRefused("\n".join(made.problems))
 
 
-def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None = None) -> Plan:
+def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None = None) -> ExperimentPlan:
     """Reckon it. Raises EnvironmentRefused where there is no model, or the disk cannot be written to."""
     shape = read_shape(settings.model.model_path)
     own_critic = settings.model.critic_model_path
@@ -85,7 +85,7 @@ def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None 
     urls = settings.explorer.rollout_model.engine_urls
     disk = version_disk(shape, critic, settings)
     rate = disk_speed(settings.job_dir) if speed is None else speed
-    made = Plan(
+    made = ExperimentPlan(
         shape=shape,
         gpus=settings.cluster.gpu_per_node,
         gpu_bytes=gpu_bytes,
@@ -113,7 +113,7 @@ def _users_of_gpus(settings: Settings) -> dict[int, list[str]]:
     return users
 
 
-def _problems(made: Plan, settings: Settings) -> Iterator[str]:
+def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
     if made.engines and made.engine is not None and made.engine.cache <= 0:
         yield (
             f"explorer.rollout_model.gpu_memory_utilization: {settings.explorer.rollout_model.gpu_memory_utilization:g}"
@@ -141,13 +141,13 @@ def _problems(made: Plan, settings: Settings) -> Iterator[str]:
         )
 
 
-def _needed_on(made: Plan, users: list[str], settings: Settings) -> int:
+def _needed_on(made: ExperimentPlan, users: list[str], settings: Settings) -> int:
     needed = made.trainer.total if made.trainer and "trainer" in users else 0
     share = settings.explorer.rollout_model.gpu_memory_utilization
     return needed + (int(share * (made.gpu_bytes or 0)) if any(each != "trainer" for each in users) else 0)
 
 
-def _as_json(made: Plan, settings: Settings) -> dict[str, Any]:
+def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
     return {
         "model": {"family": made.shape.family, "weights": made.shape.weights, "stored_bytes": made.shape.stored_bytes},
         "gpus": made.gpus,
@@ -169,7 +169,7 @@ def _explorer_bytes(settings: Settings) -> int:
     return EXPLORER_BASE + settings.explorer.workers * WORKER_BASE
 
 
-def _lines(made: Plan, settings: Settings) -> Iterator[str]:
+def _lines(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
     shape = made.shape
     weights = f"{shape.weights / 1e9:.2f} B" if shape.weights > 1e8 else f"{shape.weights / 1e6:.2f} M"
     yield f"Model      {shape.folder}: {shape.family}, {weights} weights, {gigabytes(shape.stored_bytes)}"
@@ -184,7 +184,7 @@ def _lines(made: Plan, settings: Settings) -> Iterator[str]:
         yield "           nvidia-smi does not say how much memory a GPU has: give --gpu-memory"
 
 
-def _trainer_lines(made: Plan, trainer: TrainerMemory, settings: Settings) -> Iterator[str]:
+def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Settings) -> Iterator[str]:
     disk, interval = made.disk, settings.trainer.save_interval
     on_gpu = made.gpus > 0 and trainer_on_gpu(settings)
     parts = (f"{name} {gigabytes(size)}" for name, size in trainer._asdict().items() if size)
@@ -195,7 +195,7 @@ def _trainer_lines(made: Plan, trainer: TrainerMemory, settings: Settings) -> It
     yield f"Publishing {made.publish_s:.1f} s a version at this disk's speed, a version every {interval} step(s)"
 
 
-def _engine_lines(made: Plan) -> Iterator[str]:
+def _engine_lines(made: ExperimentPlan) -> Iterator[str]:
     if made.engine is None or not made.engines:
         return
     place, cache = _place(on_gpu=made.gpus > 0), gigabytes(max(0, made.engine.cache))

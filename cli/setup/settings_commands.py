@@ -7,6 +7,7 @@ import yaml
 
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
+from tuneloop.cli.setup.exposure import check_exposure
 from tuneloop.cli.setup.init_command import init
 from tuneloop.cli.setup.plan_command import plan
 from tuneloop.shared.errors import SettingsError
@@ -32,11 +33,13 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
     report = read_settings(config, set_ or ())
     if for_programs:
-        echo_json(_report_as_json(config, report))
-        if report.settings is None:
+        told = _report_as_json(config, report)
+        echo_json(told)
+        if not told["valid"]:
             raise typer.Exit(SettingsError.exit_code)
         return
     settings = report.valid_settings()
+    check_exposure(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
     lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
     echo(f"{config} is valid.")
@@ -49,6 +52,10 @@ def _report_as_json(config: Path, report: SettingsReport) -> dict[str, object]:
     found: dict[str, object] = {"file": str(config), "valid": report.settings is not None, "problems": report.problems}
     if report.settings is None:
         return found
+    try:
+        check_exposure(report.settings)
+    except SettingsError as error:
+        return {**found, "valid": False, "problems": [str(error)]}
     return {
         **found,
         **{name.replace(" ", "_"): value for name, value in summary_of(report.settings)},

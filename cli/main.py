@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import alarms, doctor, keys, refused_records, rewards, versions
+from tuneloop.cli import alarms, doctor, keys, raters, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.data import backup_commands, export_commands
@@ -43,6 +43,7 @@ settings_commands.add_to(app)
 export_commands.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
+app.add_typer(raters.app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")

@@ -16,10 +16,13 @@ GIB = 1 << 30
 
 #: What processes take before there is a model, in bytes of main memory: Python with torch and transformers; vLLM's CPU
 #: build; the control process and one worker of the explorer.
-TRAINER_BASE, CPU_ENGINE_BASE, EXPLORER_BASE, WORKER_BASE = 520 << 20, 1150 << 20, 150 << 20, 130 << 20
+TRAINER_BASE, CPU_ENGINE_BASE, EXPLORER_BASE, WORKER_BASE = 500 << 20, 1150 << 20, 150 << 20, 130 << 20
 
 #: What an engine takes of a GPU beside weights, keys and values: activations, CUDA graphs, the context.
 GPU_ENGINE_BASE = 3 * GIB
+
+#: The share of what a step takes on a CPU that malloc holds on to between two of its tensors.
+_CPU_HEAP = 0.15
 
 #: A CUDA context and what torch's allocator cannot give back.
 _CUDA_BASE = 1 * GIB
@@ -45,6 +48,7 @@ class TrainerMemory(NamedTuple):
     reference: int
     activations: int
     logits: int
+    heap: int = 0
 
     @property
     def total(self) -> int:
@@ -106,7 +110,7 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
     reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
     tokens = settings.trainer.micro_batch_tokens
     logits = min(_LOGIT_TOKENS, tokens) * shape.vocabulary * _LOGIT_BYTES
-    return TrainerMemory(
+    memory = TrainerMemory(
         base=_CUDA_BASE if on_gpu else TRAINER_BASE,
         weights=frozen + trained * size,
         # AdamW's two moments in float32, and float32 masters of weights that are not.
@@ -116,6 +120,7 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
         activations=tokens * max(each.activation_bytes(size) for each in (shape, critic)),
         logits=logits,
     )
+    return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))
 
 
 def _needs_reference(settings: Settings) -> bool:

@@ -17,7 +17,19 @@ from tuneloop.shared.settings.settings import Settings
 ROOT = typer.main.get_command(app)
 
 #: Commands that report nothing: they become services, or print what is written for programs anyway.
-REPORT_NOTHING = {"init", "keys create", "run", "serve", "train", "debug", "schema", "config schema", "spool show"}
+REPORT_NOTHING = {
+    "init",
+    "raters quarantine",
+    "raters release",
+    "keys create",
+    "run",
+    "serve",
+    "train",
+    "debug",
+    "schema",
+    "config schema",
+    "spool show",
+}
 
 
 def commands(group=ROOT, before: str = "") -> dict[str, object]:

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
 from tuneloop.shared.ledger.assessment import RaterStanding
 from tuneloop.shared.operations.diagnosis import moment
 
-app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True)
+app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True, cls=CommandGroup)
 
 _OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
 _NameArgument = Annotated[str, typer.Argument(help="The source of the feedback; '' is feedback without a source.")]

@@ -22,7 +22,7 @@ HEADERS = {
         "frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with none at all, browsers send forms of ours as if from nowhere
     "cache-control": "no-store",
 }
 

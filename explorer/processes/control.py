@@ -310,6 +310,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
             await ending.wait()
+            log.info("explorer_stopping", sentence="replies in flight are ended first, within 45 s")
             for each in sockets:
                 each.close()
             await _end(workers, serving)

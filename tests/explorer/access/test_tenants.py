@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tuneloop.explorer.access.route_scopes import required_scopes
+from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant
 
@@ -72,10 +72,14 @@ Headers = dict[str, str]
 
 
 def routes_of(explorer: RunningExplorer) -> set[tuple[str, str]]:
-    """Every route of the application, Trinity's without its prefix."""
+    """Every route of the application, Trinity's without its prefix; the page has sessions of its own in their place."""
     app = explorer.app
     found = {(method, each.path) for each in app.app.routes if isinstance(each, APIRoute) for method in each.methods}
-    return {(method, path.removeprefix("/trinity")) for method, path in found | set(app.fast_routes)}
+    return {
+        (method, path.removeprefix("/trinity"))
+        for method, path in found | set(app.fast_routes)
+        if not path.startswith(PAGE)
+    }
 
 
 class Names(NamedTuple):

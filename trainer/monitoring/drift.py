@@ -221,7 +221,7 @@ def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
     return DriftFinding(abs(now - before), drift.reward_jump, abs(now - before) > drift.reward_jump, reason)
 
 
-def _degraded(drift: DriftSettings, history: History) -> DriftFinding | None:
+def _fall_below_best(drift: DriftSettings, history: History) -> DriftFinding | None:
     """How far the score is below the best of the evaluations that are remembered, whatever the reward did."""
     if len(history.scores) < 2 or drift.degraded is None:
         return None
@@ -240,6 +240,6 @@ RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
     "reward_jump": _jump,
     "extreme_rewards": _level(EXTREME, "extreme_rewards", "the share of numbers beyond reward.clip"),
     "rater_outliers": _level(OUTLIERS, "rater_outliers", "the share of feedback by raters in quarantine"),
-    "degraded": _degraded,
+    "degraded": _fall_below_best,
     "single_rater": _level(RATER, "single_rater", "the share of feedback that one source gives"),
 }

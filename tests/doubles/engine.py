@@ -179,7 +179,7 @@ class EngineDouble:
                 return await _send_reply(send, 400, recorded("error_json.json"))
             try:
                 ids = list(json.loads(body)["prompt"].encode())
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, LookupError, AttributeError):
                 return await _send_reply(send, 400, recorded("error_json.json"))
             return await _send_reply(
                 send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()

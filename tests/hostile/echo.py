@@ -6,14 +6,19 @@
 import asyncio
 import json
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.doubles.serving import Resettable
+from tests.loop.harness.services import free_port
 
 Json = dict[str, Any]
 
@@ -148,6 +153,20 @@ async def _send(send: Any, status: int, answer: Json) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+@contextmanager
+def echo_process(folder: Path) -> Iterator[str]:
+    """The URL of a double in a process of its own."""
+    port = free_port()
+    with (folder / "echo.log").open("wb") as log:
+        command = [sys.executable, "-m", "tests.hostile.echo", str(port)]
+        running = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        running.kill()
+        running.wait()
 
 
 if __name__ == "__main__":

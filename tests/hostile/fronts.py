@@ -4,7 +4,6 @@
 """
 
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.explorer.running import eventually
+from tests.loop.harness.services import free_port
 
 Front = Literal["direct", "nginx", "haproxy"]
 
@@ -66,7 +66,7 @@ def front_before(url: str, kind: Front, folder: Path) -> Iterator[str]:
         yield url
         return
     program = _program(kind)
-    port, settings = _free_port(), folder / f"{kind}.conf"
+    port, settings = free_port(), folder / f"{kind}.conf"
     template = _NGINX if kind == "nginx" else _HAPROXY
     settings.write_text(template.format(folder=folder, port=port, explorer=urlsplit(url).netloc))
     arguments = ["-p", folder, "-e", folder / "errors", "-c", settings] if kind == "nginx" else ["-db", "-f", settings]
@@ -94,15 +94,6 @@ def _program(kind: Front) -> str:
 def _environment() -> dict[str, str]:
     libraries = os.pathsep.join(str(each) for each in (_UNPACKED / "usr" / "lib").glob("*-linux-gnu"))
     return os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-
-
-def _free_port() -> int:
-    """Below those that outgoing connections get."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as taken, suppress(OSError):
-            taken.bind(("127.0.0.1", port))
-            return port
 
 
 def _listens(port: int) -> bool:

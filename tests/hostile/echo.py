@@ -6,10 +6,11 @@
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import uvicorn
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.doubles.serving import Resettable
+from tests.explorer.running import eventually
 from tests.loop.harness.services import free_port
 
 Json = dict[str, Any]
@@ -155,6 +157,13 @@ async def _send(send: Any, status: int, answer: Json) -> None:
     await send({"type": "http.response.body", "body": data})
 
 
+def listens(port: int) -> bool:
+    """Whether somebody answers at a port of this machine."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 @contextmanager
 def echo_process(folder: Path) -> Iterator[str]:
     """The URL of a double in a process of its own."""
@@ -163,6 +172,7 @@ def echo_process(folder: Path) -> Iterator[str]:
         command = [sys.executable, "-m", "tests.hostile.echo", str(port)]
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
+        eventually(lambda: listens(port), within_s=120)
         yield f"http://127.0.0.1:{port}"
     finally:
         running.kill()

@@ -5,10 +5,9 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.explorer.running import eventually
+from tests.hostile.echo import listens
 from tests.loop.harness.services import free_port
 
 Front = Literal["direct", "nginx", "haproxy"]
@@ -73,7 +73,7 @@ def front_before(url: str, kind: Front, folder: Path) -> Iterator[str]:
     with (folder / f"{kind}.log").open("wb") as log:
         running = subprocess.Popen([program, *map(str, arguments)], stdout=log, stderr=log, env=_environment())
     try:
-        eventually(lambda: _listens(port) or running.poll() is not None)
+        eventually(lambda: listens(port) or running.poll() is not None)
         assert running.poll() is None, (folder / f"{kind}.log").read_text()
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -94,9 +94,3 @@ def _program(kind: Front) -> str:
 def _environment() -> dict[str, str]:
     libraries = os.pathsep.join(str(each) for each in (_UNPACKED / "usr" / "lib").glob("*-linux-gnu"))
     return os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-
-
-def _listens(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False

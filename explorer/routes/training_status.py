@@ -39,8 +39,12 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             raise RequestRefused(f"{missing[0]} is missing", code="missing", param=missing[0])
         if not await request.app.state.services.control_client.wait_until_flushed(_PATIENCE_S):
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
-        count = await asyncio.to_thread(ledger.reports.count_calls, TENANT, query["task_id"], query["run_id"])
-        return Response(orjson.dumps({"calls": count}), media_type="application/json")
+        run = TENANT, query["task_id"], query["run_id"]
+        if query.get("tokens") == "true":
+            counts = (await asyncio.to_thread(ledger.runs.count_tokens, *run))._asdict()
+        else:
+            counts = {"calls": await asyncio.to_thread(ledger.runs.count_calls, *run)}
+        return Response(orjson.dumps(counts), media_type="application/json")
 
 
 def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, object]:

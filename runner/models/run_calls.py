@@ -1,7 +1,8 @@
 """The calls that a run made of its model: how many, which replies came of them, and what they cost."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +70,23 @@ class RunCalls:
     def completion_tokens(self) -> int:
         """Tokens of all replies."""
         return sum(each.completion_tokens or 0 for each in self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCalls:
+    """The replies that a run got, as its service stored them, whatever client asked for them.
+
+    Calls that continue one another are one sequence in training: `tokens` are prompts and replies call by call,
+    `merged_tokens` those of the sequences.
+    """
+
+    calls: int
+    tokens: int
+    completion_tokens: int
+    sequences: int
+    merged_tokens: int
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Any]) -> Self:
+        """As the service says it. Raises LookupError or ValueError if it says something else."""
+        return cls(**{each.name: int(counts[each.name]) for each in fields(cls)})

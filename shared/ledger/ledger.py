@@ -27,6 +27,7 @@ from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.restoration import Restoration
+from tuneloop.shared.ledger.training.runs import Runs
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.comparison import Comparisons
@@ -72,6 +73,7 @@ class Ledger:
         self.comparisons = Comparisons(self.transactions)
         self.drift = Drift(self.transactions)
         self.reports = Reports(self.transactions)
+        self.runs = Runs(self.transactions)
         self.exports = Exports(self.transactions)
 
     @classmethod

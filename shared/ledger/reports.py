@@ -85,11 +85,6 @@ class Reports(LedgerPart):
             query = query.where(versions.c.version == version)
         return [row[0] for row in self._read(query)]
 
-    def count_calls(self, tenant: str, task_id: str, run_id: str) -> int:
-        """The replies that a run got."""
-        run = experiences.c.tenant == tenant, experiences.c.task_id == task_id, experiences.c.run_id == run_id
-        return int(self._read(select(func.count(experiences.c.msg_id.distinct())).where(*run))[0][0])
-
     def newest_commit(self) -> float | None:
         """When the newest of what is committed now was; None if nothing is."""
         return self._read(_NEWEST_COMMIT)[0][0]  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from tuneloop.shared.experience import Float32s, Int32s, Sample
+from tuneloop.shared.ledger.training.merged_calls import merge_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +83,7 @@ def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
     """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
     if not merge:
         return [TokenSequence.alone(sample) for sample in samples]
-    return [sequence for calls in runs(samples).values() for sequence in _merge_calls(calls)]
+    return [_sequence_of(calls) for run in runs(samples).values() for calls in merge_calls(run)]
 
 
 def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
@@ -120,16 +121,11 @@ def _gone_on_from(call: Sample, calls: Iterable[Sample]) -> bool:
     return any(alone.goes_on_in(other) for other in calls if other is not call)
 
 
-def _merge_calls(calls: Sequence[Sample]) -> list[TokenSequence]:
-    sequences: list[TokenSequence] = []
-    for call in sorted(calls, key=lambda each: (len(each.prompt_ids), when_sampled(each))):
-        fitting = [at for at, sequence in enumerate(sequences) if sequence.goes_on_in(call)]
-        if fitting:
-            longest = max(fitting, key=lambda at: len(sequences[at].ids))
-            sequences[longest] = sequences[longest].then(call)
-        else:
-            sequences.append(TokenSequence.alone(call))
-    return sequences
+def _sequence_of(calls: Sequence[Sample]) -> TokenSequence:
+    sequence = TokenSequence.alone(calls[0])
+    for call in calls[1:]:
+        sequence = sequence.then(call)
+    return sequence
 
 
 def saying(sample: Sample, ids: Sequence[int]) -> Sample:

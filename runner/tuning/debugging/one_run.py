@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import httpx
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
 from tuneloop.runner.models.run import Run
-from tuneloop.runner.models.run_calls import RunCalls
+from tuneloop.runner.models.run_calls import RunCalls, StoredCalls
 from tuneloop.runner.models.transport import close_connections
 from tuneloop.runner.tuning.services.service_set import MAIN
 from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
@@ -31,20 +31,21 @@ _COUNT_S = 30.0
 class DebugReport:
     """What came of one run. `metrics` are the workflow's and the judge's.
 
-    `unobserved` are the replies that clients of the workflow's own got, which are asked of the service where `calls` is
-    empty; None where nobody can say.
+    `calls` are those that `model` made, `stored` what the service knows of all; None where there is no service of ours,
+    or it does not say. `own_clients`: whether the workflow can have had calls that only a service would know of.
     """
 
     response: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     calls: RunCalls = field(default_factory=RunCalls)
-    unobserved: int | None = 0
+    stored: StoredCalls | None = None
+    own_clients: bool = False
 
     @property
     def problem(self) -> str | None:
         """Why nothing would be learnt from such a run, if so."""
-        if not self.calls and self.unobserved == 0:
+        if not self.calls and not (self.own_clients if self.stored is None else self.stored.calls):
             return "it called no model: every run must, through `model`, or through run.base_url and run.api_key"
         if self.reward is None:
             return "it has no reward: return WorkflowOutput(reward=…), or give a judge"
@@ -62,14 +63,24 @@ class DebugReport:
             for number, each in enumerate(self.calls, start=1)
         ]
         total = f"{self.calls.prompt_tokens} + {self.calls.completion_tokens} tokens (prompt + reply)"
-        others = "" if self.unobserved == 0 else f"; by clients of the workflow's own: {_count(self.unobserved)}"
         return [
             f"response: {_text_of(self.response)}",
             f"reward: {'none' if self.reward is None else f'{self.reward:g}'}",
             f"metrics: {metrics}",
-            f"calls: {len(self.calls)}, {total}{others}",
+            f"calls: {len(self.calls)}, {total}",
             *calls,
+            *self._stored_lines(),
         ]
+
+    def _stored_lines(self) -> Iterator[str]:
+        if self.stored is None:
+            if self.own_clients and not self.calls:
+                yield "calls by clients of the workflow's own are not known here: only a service of ours knows them"
+            return
+        if others := self.stored.calls - len(self.calls):
+            yield f"calls by clients of the workflow's own: {others}"
+        sequences = "1 sequence" if self.stored.sequences == 1 else f"{self.stored.sequences} sequences"
+        yield f"in training: {self.stored.merged_tokens} tokens in {sequences}, of {self.stored.tokens} call by call"
 
 
 def debug_run(
@@ -101,18 +112,18 @@ def debug_run(
     }
     report = DebugReport(calls=bound.calls)
     asyncio.run(_run(workflow, judge, offered, report))
-    if not bound.calls and {"run", "runs"} & {*inspect.signature(workflow).parameters}:
-        report.unobserved = _count_calls(bound) if isinstance(bound, Run) else None
+    report.own_clients = not {"run", "runs"}.isdisjoint(inspect.signature(workflow).parameters)
+    report.stored = _stored_calls(bound) if isinstance(bound, Run) else None
     return report
 
 
-def _count_calls(run: Run) -> int | None:
-    """The replies that a run got from its service, whatever client asked for them."""
-    query = {"task_id": run.task_id, "run_id": run.run_id}
+def _stored_calls(run: Run) -> StoredCalls | None:
+    """What the service knows of the run's calls."""
+    query = {"task_id": run.task_id, "run_id": run.run_id, "tokens": "true"}
     key = {"Authorization": f"Bearer {run.api_key}"}
     try:
         answer = httpx.get(f"{run.service.rstrip('/')}/training/calls", params=query, headers=key, timeout=_COUNT_S)
-        return int(answer.raise_for_status().json()["calls"])
+        return StoredCalls.of(answer.raise_for_status().json())
     except (httpx.HTTPError, ValueError, LookupError) as error:
         _log.warning("the service does not say how many calls there were: %s", error)
         return None

@@ -119,18 +119,18 @@ class Attempts:
             verdict = await self._call_judge(offered | {"response": output.response})
             reward, metrics = verdict.reward, metrics | dict(verdict.metrics or {})
         rewards = _rewards(reward, names)
-        await self._require_calls(runs)
-        return rewards, _finite(metrics), sum(run.calls.completion_tokens for run in runs.values())
+        return rewards, _finite(metrics), await self._completion_tokens(runs)
 
-    async def _require_calls(self, runs: Mapping[str, Run]) -> None:
-        """Raise RunFailed if no model that is trained was called, by whatever client."""
+    async def _completion_tokens(self, runs: Mapping[str, Run]) -> int:
+        """Tokens of all replies; raises RunFailed if no model that is trained was called, by whatever client."""
         if any(run.calls for run in runs.values()):
-            return
+            return sum(run.calls.completion_tokens for run in runs.values())
         services = self._binding.trained
-        asked = [services[name].count_calls(run.task_id, run.run_id) for name, run in runs.items()]
-        if not any(await asyncio.gather(*asked)):
+        stored = await asyncio.gather(*(services[name].calls(run.task_id, run.run_id) for name, run in runs.items()))
+        if not any(each.calls for each in stored):
             sentence = "no reply was asked for below run.base_url: use `model`, or a client with base_url=run.base_url"
             raise RunFailed(FailureKind.NO_CALL, sentence)
+        return sum(each.completion_tokens for each in stored)
 
     async def _call_workflow(self, offered: Mapping[str, Any]) -> WorkflowOutput:
         try:

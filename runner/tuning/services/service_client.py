@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import ServiceAway, TuneFailed
+from tuneloop.runner.models.run_calls import StoredCalls
 
 #: Seconds before an answer that did not come is asked for again: so many at first, twice as many each time, at most.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -87,11 +88,11 @@ class ServiceClient:
         answer = await self._patiently(lambda: self._http.post("/commit", json={"task_ids": list(task_ids)}))
         return int(answer.json()["committed"])
 
-    async def count_calls(self, task_id: str, run_id: str) -> int:
-        """The replies that a run got, whatever client asked for them."""
-        query = {"task_id": task_id, "run_id": run_id}
+    async def calls(self, task_id: str, run_id: str) -> StoredCalls:
+        """The replies that a run got."""
+        query = {"task_id": task_id, "run_id": run_id, "tokens": "true"}
         answer = await self._patiently(lambda: self._http.get("/training/calls", params=query))
-        return int(answer.json()["calls"])
+        return StoredCalls.of(answer.json())
 
     async def status(self) -> TrainingStatus:
         """What it is doing now."""

@@ -59,6 +59,16 @@ def test_the_calls_of_a_run_are_counted(explorer: RunningExplorer) -> None:
     assert explorer.http.get("/training/calls", params={"task_id": "a"}).json()["error"]["param"] == "run_id"
 
 
+def test_the_tokens_of_a_run_are_counted(explorer: RunningExplorer) -> None:
+    for _ in range(2):
+        explorer.chat(metadata={"task_id": "a", "run_id": "1"})
+    counts = explorer.http.get("/training/calls", params={"task_id": "a", "run_id": "1", "tokens": "true"}).json()
+    kept = [each.experiences[0] for each in explorer.exchanges()]
+    said = sum(len(each.completion_ids) for each in kept) // 4
+    tokens = sum(len(each.prompt_ids) for each in kept) // 4 + said
+    assert counts == {"calls": 2, "tokens": tokens, "completion_tokens": said, "sequences": 2, "merged_tokens": tokens}
+
+
 def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> None:
     def status() -> dict[str, Any]:
         found: dict[str, Any] = explorer.http.get("/training").json()

@@ -85,7 +85,7 @@ class ServiceDouble:
             return await self._reply({"task_id": "", "run_id": ""}, body)
         match path:
             case "/training/calls":
-                return 200, {"calls": len(self.calls.get((query["task_id"], query["run_id"]), ()))}
+                return 200, _counts(len(self.calls.get((query["task_id"], query["run_id"]), ())))
             case "/feedback":
                 return 200, self._feedback(body["feedback"])
             case "/commit":
@@ -165,6 +165,17 @@ class ServiceDouble:
             "accepted": self.accepted,
             "version": self.version,
         }
+
+
+def _counts(calls: int) -> Json:
+    tokens = 5 * calls
+    return {
+        "calls": calls,
+        "tokens": tokens,
+        "completion_tokens": 2 * calls,
+        "sequences": calls,
+        "merged_tokens": tokens,
+    }
 
 
 def _labels(token: str) -> Json:

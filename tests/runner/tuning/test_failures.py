@@ -197,8 +197,7 @@ def test_a_service_that_stays_away_stops_it_and_resume_goes_on(tmp_path: Path) -
     double = ServiceDouble()
 
     async def workflow(task: Any, model: AsyncOpenAI) -> Any:
-        if len(double.rewards) >= 10 and not resumed:
-            double.away = True
+        double.away = len(double.calls) >= 10 and not resumed
         return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
 
     resumed: list[bool] = []

@@ -1,0 +1,78 @@
+"""The calls of a run that become one sequence in training, and the tokens that this saves."""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from tuneloop.shared.experience import Int32s
+
+
+class _Call(Protocol):
+    @property
+    def prompt_ids(self) -> Int32s: ...
+
+    @property
+    def completion_ids(self) -> Int32s: ...
+
+
+class CallTokens(NamedTuple):
+    """Token ids of a call."""
+
+    prompt_ids: Int32s
+    completion_ids: Int32s
+
+
+class RunTokens(NamedTuple):
+    """Tokens that a run's calls have with their prompts, each on its own and in merged sequences; and without."""
+
+    calls: int
+    tokens: int
+    completion_tokens: int
+    sequences: int
+    merged_tokens: int
+
+
+C = TypeVar("C", bound=_Call)
+
+
+def merge_calls(calls: Iterable[C]) -> list[list[C]]:
+    """The sequences of a run's calls, which come in the order in which they were sampled.
+
+    A call whose prompt begins with all tokens of an earlier call's prompt and reply continues it; the longest such
+    sequence where there are several.
+    """
+    sequences: list[list[C]] = []
+    histories: list[Int32s] = []
+    for call in sorted(calls, key=lambda each: len(each.prompt_ids)):
+        fitting = [at for at, history in enumerate(histories) if _begins_with(call.prompt_ids, history)]
+        whole = np.concatenate([call.prompt_ids, call.completion_ids])
+        if fitting:
+            longest = max(fitting, key=lambda at: len(histories[at]))
+            sequences[longest].append(call)
+            histories[longest] = whole
+        else:
+            sequences.append([call])
+            histories.append(whole)
+    return sequences
+
+
+def count_tokens(calls: Iterable[_Call]) -> RunTokens:
+    """What merging saves of a run."""
+    sequences = merge_calls(calls)
+    merged = [call for sequence in sequences for call in sequence]
+    return RunTokens(
+        calls=len(merged),
+        tokens=sum(map(_length, merged)),
+        completion_tokens=sum(len(call.completion_ids) for call in merged),
+        sequences=len(sequences),
+        merged_tokens=sum(_length(sequence[-1]) for sequence in sequences),
+    )
+
+
+def _length(call: _Call) -> int:
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+def _begins_with(ids: Int32s, history: Int32s) -> bool:
+    return len(ids) >= len(history) and np.array_equal(ids[: len(history)], history)

@@ -20,7 +20,10 @@ from tests.hostile.traffic import Traffic
 REQUESTS = int(os.environ.get("TUNELOOP_TEST_REQUESTS", "100000"))
 
 #: What an example of the state machine sends about, in so many steps.
-_REQUESTS_OF_EXAMPLE, _STEPS = 60, 40
+_REQUESTS_OF_EXAMPLE, _STEPS = 100, 40
+
+#: Then it is said how many requests there have been.
+_EXAMPLES_AT_ONCE = 50
 
 _HOW = settings(
     deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False
@@ -48,7 +51,7 @@ def live(traffic: Traffic, *, requests: int, derandomize: bool) -> None:
     Clients.traffic = traffic
     until = traffic.requests + requests
     while True:
-        examples = max((until - traffic.requests) // _REQUESTS_OF_EXAMPLE, 1)
+        examples = min(max((until - traffic.requests) // _REQUESTS_OF_EXAMPLE, 1), _EXAMPLES_AT_ONCE)
         how = settings(_HOW, max_examples=examples, stateful_step_count=_STEPS, derandomize=derandomize)
         run_state_machine_as_test(Clients, settings=how)
         print(f"{traffic.requests} requests: {dict(traffic.statuses)}", flush=True)  # noqa: T201
@@ -87,6 +90,6 @@ def test_requests_by_their_description(traffic: Traffic) -> None:
 
 @pytest.mark.soak
 def test_a_hundred_thousand_requests(traffic: Traffic) -> None:
+    live(traffic, requests=REQUESTS, derandomize=False)
     send_from_description(traffic, requests=REQUESTS // 50, derandomize=False)
-    live(traffic, requests=REQUESTS - traffic.requests, derandomize=False)
     assert traffic.requests >= REQUESTS

@@ -69,11 +69,12 @@ def send_from_description(traffic: Traffic, *, requests: int, derandomize: bool)
         @settings(_HOW, max_examples=max(requests // len(operations), 1), derandomize=derandomize)
         @given(case=st.one_of(modes))
         def send(case: schemathesis.Case) -> None:
-            content = case.body if isinstance(case.body, bytes) else None
-            json = None if content is not None or isinstance(case.body, type(schemathesis.core.NOT_SET)) else case.body
-            path = quote(case.formatted_path, safe="/%")
-            admin = path.startswith("/admin")
-            traffic.send(case.method, path, params=case.query or None, json=json, content=content, admin=admin)
+            path, sent = quote(case.formatted_path, safe="/%"), {}
+            if isinstance(case.body, bytes):
+                sent = {"content": case.body}
+            elif case.body is not schemathesis.core.NOT_SET:
+                sent = {"json": case.body}
+            traffic.send(case.method, path, params=case.query or None, admin=path.startswith("/admin"), **sent)
 
         send()
 

@@ -12,15 +12,16 @@ from typing import Annotated, NoReturn, assert_never
 import typer
 import yaml
 
-from tuneloop.cli import alarms, doctor, refused_records, rewards, versions
+from tuneloop.cli import alarms, doctor, keys, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.data import backup_commands, export_commands
 from tuneloop.cli.data.retention_commands import add_to as add_retention
 from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import StartupError, TuneloopError
+from tuneloop.shared.errors import DatabaseAway, LedgerUnavailable, SettingsError, StartupError, TuneloopError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.older_ledger import adopt
@@ -43,6 +44,7 @@ app.add_typer(config_app, name="config")
 export_commands.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
+app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
 add_retention(app)
@@ -74,9 +76,13 @@ def _options(
 
 
 @app.command()
-def run(config: ConfigOption, set_: SetOption = None) -> None:
+def run(
+    config: ConfigOption,
+    set_: SetOption = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let everybody in without a key: laboratories.")] = False,
+) -> None:
     """Start what `mode` says: the explorer (serve), the trainer (train), or both side by side."""
-    overrides = set_ or ()
+    overrides = [*(set_ or ()), *(["explorer.insecure=true"] if insecure else [])]
     settings = read_settings(config, overrides).valid_settings()
     if any(holds_secret(override.partition("=")[0].strip()) for override in overrides):
         _run_without_flags(config, overrides)
@@ -123,12 +129,33 @@ def debug(context: typer.Context) -> None:
 def validate(config: Annotated[Path, typer.Argument(metavar="X.yaml")], set_: SetOption = None) -> None:
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
     report = read_settings(config, set_ or ())
-    lines = summary_of(report.valid_settings())
+    settings = report.valid_settings()
+    check_exposure(settings)
+    lines = summary_of(settings)
     lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
     echo(f"{config} is valid.")
     for name, value in lines:
         if value:
             echo(f"  {name:<18} {value}")
+
+
+def check_exposure(settings: Settings) -> None:
+    """Raise SettingsError where strangers could come in; a database that is away may have keys."""
+    if settings.mode == "train" or settings.explorer.why_exposed(has_keys=False) is None:
+        return
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    try:
+        there = revisions.current(settings.database_url, schema=schema) == revisions.newest()
+        has_keys = there and _has_keys(settings)
+    except (DatabaseAway, LedgerUnavailable):
+        return
+    if (problem := settings.explorer.why_exposed(has_keys=has_keys)) is not None:
+        raise SettingsError(problem)
+
+
+def _has_keys(settings: Settings) -> bool:
+    with closing(Ledger.of(settings)) as ledger:
+        return bool(ledger.keys.table().keys)
 
 
 def summary_of(settings: Settings) -> list[tuple[str, str]]:

@@ -13,14 +13,13 @@ import structlog
 import typer
 import uvloop
 
-from tuneloop.explorer.capture.reply_id import key_path, load_key
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.connections import raise_descriptor_limit
 from tuneloop.explorer.http.server import check_uvicorn
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
-from tuneloop.shared.job_marks import require_restored
+from tuneloop.shared.job_marks import KEY, load_key, require_restored
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
@@ -84,7 +83,7 @@ def serve(settings: Settings) -> None:
     check_engine(settings)
     make_job_dir(settings)
     require_restored(settings.job_dir)
-    load_key(key_path(settings))
+    load_key(settings.job_dir / KEY)
     raise_descriptor_limit()
     with ExitStack() as stack:
         uvloop.run(control(settings, listen(settings, stack)))

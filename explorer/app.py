@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import orjson
+import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
@@ -33,20 +34,33 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
+from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
-from tuneloop.explorer.routes import admin, metrics_json, passthrough, responses, stored_completions, training_status
+from tuneloop.explorer.routes import (
+    admin,
+    keys,
+    metrics_json,
+    passthrough,
+    responses,
+    stored_completions,
+    training_status,
+)
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
+from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +75,17 @@ class Services:
     control_client: ControlClient
     limits: SpoolLimits
     spool: Spool
+    recorder: Recorder
 
 
 #: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.
 OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]]
 
 
-def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_failure: OnFailure) -> FastRoutes:
-    """The ASGI app over an up-to-date ledger, with fast routes for requests for replies.
+def create_app(
+    settings: Settings, ledger: Ledger, *, gate: EntryGate, opening: OpenServices, on_failure: OnFailure
+) -> FastRoutes:
+    """The ASGI app over an up-to-date ledger, with fast routes for requests for replies, to whom `gate` lets in.
 
     `on_failure` is called when a task that must run has failed.
     """
@@ -76,7 +93,9 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.services, tasks = await opening(stack)
+            services, tasks = await opening(stack)
+            app.state.services = services
+            stack.push_async_callback(services.recorder.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
@@ -99,12 +118,13 @@ def create_app(settings: Settings, ledger: Ledger, *, opening: OpenServices, on_
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
+    keys.add_routes(app, ledger.keys)
     training_status.add_routes(app, settings, ledger)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
     fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
     fast_routes["POST", TRINITY + CHAT] = fast_routes["POST", CHAT]
-    return FastRoutes(app, fast_routes, _connection_limits(settings))
+    return FastRoutes(app, fast_routes, _connection_limits(settings), gate)
 
 
 def _connection_limits(settings: Settings) -> ConnectionLimits:
@@ -195,6 +215,14 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
     return spool
 
 
+def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor:
+    found = metrics.redaction
+    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+    if redactor and not redactor.spells_ids:
+        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
+    return redactor
+
+
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
@@ -206,7 +234,8 @@ def open_services(
         max_age_s=explorer.spool_max_age,
         check_database=ledger.recording.check_place,
     )
-    signer, recorder = ReplyIdSigner(load_key(key_path(settings))), Recorder(spool, limits, metrics)
+    key = load_key(settings.job_dir / KEY)
+    recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     shadow = Shadow(
         fleet,
@@ -245,6 +274,7 @@ def open_services(
             metrics=metrics,
             settings=settings,
         ),
+        recorder=recorder,
         fleet=fleet,
         control_client=control_client,
         limits=limits,

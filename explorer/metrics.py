@@ -44,6 +44,7 @@ class Metrics:
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
+        self.redaction = RedactionMetrics(registry)
         self._add_ledger_metrics(registry)
         self.spool_bytes = Gauge(
             "tuneloop_spool_bytes", "Bytes in all spools that are not yet in the database", registry=registry
@@ -67,6 +68,7 @@ class Metrics:
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
+        self.refused = _refusals(registry)
         self._request_counters = cache(self._counters_of)
         self._reply_counters = cache(self.replies.labels)
         self._recorded_counters = cache(self.recorded.labels)
@@ -208,6 +210,11 @@ class Metrics:
             self.judge_tokens.labels(kind)
 
 
+def _refusals(registry: CollectorRegistry) -> Counter:
+    text = "Requests that were refused by their heads: no key, an unknown one, a limit of one, or a website's request"
+    return Counter("tuneloop_access_refused", text, ["reason"], registry=registry)
+
+
 #: Gauges that are the sum over all processes. All others are the control process's alone.
 _SUMMED_GAUGES = frozenset({"tuneloop_requests_in_flight", "tuneloop_requests_waiting"})
 
@@ -216,6 +223,29 @@ _SampleKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 _Values = dict[_SampleKey, float]
+
+
+class RedactionMetrics:
+    """The metrics of what is taken out of records."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._redacted = Counter(
+            "tuneloop_redacted", "Records in which something of a kind was redacted", ["kind"], registry=registry
+        )
+        self._timed_out = Counter(
+            "tuneloop_patterns_timed_out",
+            "Texts that were redacted whole, because a pattern of one's own took too long",
+            ["pattern"],
+            registry=registry,
+        )
+
+    def count_redacted(self, kind: str) -> None:
+        """Count a record that held something of this kind."""
+        self._redacted.labels(kind).inc()
+
+    def count_timed_out(self, pattern: str) -> None:
+        """Count a text for which a pattern took too long."""
+        self._timed_out.labels(pattern).inc()
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):

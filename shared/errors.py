@@ -6,6 +6,7 @@ TuneloopError
 │   └── EnvironmentRefused  the machine is: port, disk, database, engine (exit code 3)
 │       └── DatabaseAway    the database cannot be reached; that may pass
 ├── RequestRefused          a client's request is wrong or cannot be served now
+├── KeyRefused              a key cannot be made as it was asked for
 ├── FileRefused             a file that a command was given cannot be read or written
 ├── SpoolFull               the local spool has reached its bound
 ├── EngineError             an engine answered wrongly or not at all
@@ -78,6 +79,10 @@ class RequestRefused(TuneloopError):
         self.param = param
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
+
+
+class KeyRefused(TuneloopError):
+    """A key that cannot be made as it was asked for; the message begins with the field that is wrong."""
 
 
 class FileRefused(TuneloopError):

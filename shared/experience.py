@@ -35,6 +35,12 @@ def person_name(name: str) -> str:
     return f"sha256:{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
+#: Everybody's whose key names no other, and who has no key.
+DEFAULT_TENANT = "default"
+
+#: Stands for a token id that spelled what was redacted: nothing is learnt from it, and its log-probability is 0.
+REDACTED = -1
+
 #: Why a row is dropped that is kept for comparing versions, so that nothing is ever trained on it.
 HELD_OUT = "held_out"
 
@@ -111,6 +117,23 @@ class AlarmState(StrEnum):
 
     RAISED = "raised"  # -> cleared
     CLEARED = "cleared"
+
+
+class Scope(StrEnum):
+    """What a key lets its holder do, in its own tenant; `admin` is all of it, and what is the operator's."""
+
+    INFERENCE = "inference"
+    FEEDBACK = "feedback"
+    READ = "read"  # what is stored, and how the training goes
+    COMMIT = "commit"  # what is trained on: release it, relabel and delete what is stored
+    ADMIN = "admin"
+
+
+class KeyAction(StrEnum):
+    """The action that an event of a key records."""
+
+    CREATED = "created"
+    REVOKED = "revoked"
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,10 +3,12 @@
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
-{job_dir}/secrets/msg_id.key the key that the names of replies are signed with
+{job_dir}/keys.json          the hashes of the clients' keys, for the same time
+{job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
 
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -14,8 +16,9 @@ import msgspec
 from tuneloop.shared.checkpoint import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
 
-#: Below a job folder: what the explorer served last, and the key that replies are named with.
-SERVED, KEY = "served.json", "secrets/msg_id.key"
+#: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
+SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
+_KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 
 
@@ -77,6 +80,35 @@ def require_restored(job_dir: Path) -> None:
             f"checkpoint_root_dir: {job_dir} is half restored: let `tuneloop restore {restoring.backup}` end, or give "
             "it again if it was interrupted"
         )
+
+
+def load_key(path: Path) -> bytes:
+    """The key kept at `path`, made by whoever comes first. All services of an experiment share it.
+
+    Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(_KEY_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        pass
+    finally:
+        fresh.unlink()
+    sync_folder(path.parent)
+    sync_folder(path.parent.parent)
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {path} is not a key of {_KEY_BYTES} bytes: restore it from a copy, or delete it and "
+            "lose the feedback on replies given so far"
+        )
+    return key
 
 
 def _write(path: Path, mark: msgspec.Struct) -> None:

@@ -15,10 +15,12 @@ from tuneloop.cli.data.importing import import_file
 from tuneloop.cli.options import echo
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -108,7 +110,8 @@ def _import(options: _ImportOptions) -> None:
     ledger = Ledger.of(settings)
     try:
         ledger.own(settings.project, settings.name)
-        result = import_file(ledger, options.file, tenant=options.tenant)
+        redactor = Redactor.open(settings, load_key(settings.job_dir / KEY))
+        result = import_file(ledger, options.file, tenant=options.tenant, redactor=redactor)
     finally:
         ledger.close()
     echo(f"{options.file}: {result.rows} rows, {result.new} of them new")

@@ -20,10 +20,10 @@ _COLUMNS = (*_NAMES, *_REPLIES, "tenant", "said_by", "feedback")
 
 
 class Person(NamedTuple):
-    """Whose rows to erase: found by their replies, or by their name where the ledger no longer has those."""
+    """Whose rows to erase: found by their replies, or by their names where the ledger no longer has those."""
 
     tenant: str
-    user: str
+    users: tuple[str, ...]
     msg_ids: frozenset[str]
 
     def owns(self, row: Mapping[str, Any]) -> bool:
@@ -38,7 +38,7 @@ class Person(NamedTuple):
             *(row.get("said_by") or ()),
             *(each.get("source") for each in feedback),
         ]
-        return stored_name(self.user) in names
+        return any(stored_name(user) in names for user in self.users)
 
 
 class FileErasure(NamedTuple):

@@ -21,6 +21,7 @@ from tuneloop.shared.errors import FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
     MAX_REWARD,
+    REDACTED,
     Exchange,
     Experience,
     Feedback,
@@ -31,13 +32,14 @@ from tuneloop.shared.experience import (
     pack_logprobs,
 )
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.privacy.redactor import Redactor
 
 #: Mistakes of a file that are listed; more would repeat them.
 _MAX_MISTAKES = 20
 
 _PAGE = 500
 
-Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Id = Annotated[int, msgspec.Meta(ge=REDACTED, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 MsgId = Annotated[str, msgspec.Meta(min_length=1, max_length=96)]
 Short = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -194,9 +196,14 @@ class ParsedRow(NamedTuple):
 
 
 def import_file(
-    ledger: Ledger, path: Path, *, tenant: str = "default", clock: Callable[[], float] | None = None
+    ledger: Ledger,
+    path: Path,
+    *,
+    tenant: str = "default",
+    redactor: Redactor | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> ImportResult:
-    """Import a file, all of its rows; a file with mistakes not at all.
+    """Import a file, all of its rows, redacted; a file with mistakes not at all.
 
     Raises FileRefused with the mistakes, or with the number of rows that are in when the ledger refused.
     """
@@ -210,7 +217,7 @@ def import_file(
     result = ImportResult(0, 0, 0)
     while page := list(islice(rows, _PAGE)):
         try:
-            result = _record_page(ledger, page, result)
+            result = _record_page(ledger, page, result, redactor)
         except TuneloopError as error:
             raise FileRefused(
                 f"{path}: {error}\nThe first {result.rows} rows are in; import it again to go on: what is there stays"
@@ -240,10 +247,13 @@ def _mistakes(locations: Iterable[RowLocation], tenant: str) -> Iterator[str]:
             yield f"{location.where}: {error}"
 
 
-def _record_page(ledger: Ledger, page: Sequence[ParsedRow], result: ImportResult) -> ImportResult:
+def _record_page(
+    ledger: Ledger, page: Sequence[ParsedRow], result: ImportResult, redactor: Redactor | None
+) -> ImportResult:
     msg_ids = {row.msg_id for row in page}
     before = ledger.exports.rewards_of(msg_ids)
-    ledger.recording.record([record for row in page for record in row.records])
+    records = [record for row in page for record in row.records]
+    ledger.recording.record([redactor.record(each) for each in records] if redactor else records)
     after = ledger.exports.rewards_of(msg_ids)
     new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
     changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)

@@ -11,7 +11,10 @@ import typer
 from tuneloop.cli.data.erasure import Erasure, erase
 from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of
+from tuneloop.shared.privacy.detection import Detector
+from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -89,9 +92,10 @@ def _erase(
 
     Ends with 1 if something could not be reached.
     """
-    _, ledger = existing_ledger(config, set_)
+    settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        result = erase(ledger, tenant, user, dry_run=dry_run)
+        redactor = Redactor(Detector(settings.privacy), key=load_key(settings.job_dir / KEY))
+        result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
     echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
     if result.problems:
         raise typer.Exit(1)

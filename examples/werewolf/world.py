@@ -1,8 +1,8 @@
 """Werewolf for six: at night the wolves kill, by day everybody accuses somebody, then all vote one player out.
 
 The wolves, two of six, are played by the model; the villagers follow a script: each of them suspects somebody, a wolf
-more often than chance would have it, says so, and votes for whom most have accused. The wolves win as soon as they are
-no fewer than the villagers; the villagers win when no wolf is left.
+more often than chance would have it, says so, and votes for whom most have accused. Or a model says whom a villager
+accuses. The wolves win as soon as they are no fewer than the villagers; the villagers win when no wolf is left.
 """
 
 import random
@@ -23,24 +23,22 @@ REWARD = game_reward()
 #: How often the start model's teacher slips, and how often a slip betrays the other wolf instead of naming anybody.
 _SLIPS, _BETRAYALS = 0.6, 0.7
 
-#: (the wolf who is asked, its conversation so far) -> whom it names.
+#: (the player who is asked, its conversation so far) -> whom it names.
 Turn = tuple[str, list[Message]]
 
 
 class Game:
-    """One game; `task` has its seed and its wolves."""
+    """One game; `task` has its seed and its wolves. With `scripted=False` villagers are asked whom they accuse, too."""
 
-    def __init__(self, task: Mapping[str, Any]) -> None:
+    def __init__(self, task: Mapping[str, Any], *, scripted: bool = True) -> None:
         self.wolves: list[str] = list(task["wolves"])
         self.alive = list(PLAYERS)
         self.villagers_out: set[str] = set()
         self._chance = random.Random(task["seed"])
         self._hunches: dict[str, str] = {}
-        self._heard = {
-            wolf: [f"You are {wolf}, a wolf with {self.mate(wolf)}. Players: {', '.join(PLAYERS)}."]
-            for wolf in self.wolves
-        }
-        self._said: dict[str, list[Message]] = {wolf: [] for wolf in self.wolves}
+        asked = self.wolves if scripted else PLAYERS
+        self._heard = {each: [f"You are {each}, {self._role(each)}. Players: {', '.join(PLAYERS)}."] for each in asked}
+        self._said: dict[str, list[Message]] = {each: [] for each in asked}
         self._blamed: set[str] = set()
         self.accused: dict[str, str] = {}
         self.slips = 0
@@ -89,8 +87,10 @@ class Game:
         return counts.most_common(1)[0][0] if counts else self._villagers[0]
 
     def _day(self) -> Generator[Turn, str, None]:
-        accused = self.accused = {villager: self.hunch(villager) for villager in self._villagers}
-        self._tell("Day. " + self._accusations(self._villagers))
+        accused = self.accused = {}
+        for villager in self._villagers:
+            accused[villager] = yield from self._accuse(villager)
+        self._tell("Day. " + " ".join(f"{each} accuses {named}." for each, named in accused.items()))
         for wolf in self._wolves:
             others = [each for each in self.alive if each != wolf]
             if named := (yield from self._ask(wolf, "Whom do you accuse?", others)):
@@ -110,19 +110,27 @@ class Game:
         self.accused = {}
         self._remove(out, "was voted out")
 
+    def _accuse(self, villager: str) -> Generator[Turn, str, str]:
+        """Whom a villager accuses: by the script, or the model, or again the script if the model names nobody."""
+        named = None
+        if villager in self._heard:
+            others = [each for each in self.alive if each != villager]
+            named = yield from self._ask(villager, "Whom do you accuse?", others)
+        return named or self.hunch(villager)
+
     def _vote(self, villager: str, accused: Mapping[str, str]) -> str:
         counts = Counter(each for each in accused.values() if each != villager)
         most = max(counts.values())
         first = [each for each, count in counts.items() if count == most]
         return accused[villager] if accused[villager] in first else self._chance.choice(sorted(first))
 
-    def _ask(self, wolf: str, question: str, allowed: Sequence[str]) -> Generator[Turn, str, str | None]:
-        """Whom the wolf names; None if that is nobody of `allowed`."""
-        told = " ".join([*self._heard[wolf], question])
-        self._heard[wolf] = []
-        self._said[wolf].append({"role": "user", "content": told})
-        reply = yield wolf, list(self._said[wolf])
-        self._said[wolf].append({"role": "assistant", "content": reply})
+    def _ask(self, player: str, question: str, allowed: Sequence[str]) -> Generator[Turn, str, str | None]:
+        """Whom the player names; None if that is nobody of `allowed`."""
+        told = " ".join([*self._heard[player], question])
+        self._heard[player] = []
+        self._said[player].append({"role": "user", "content": told})
+        reply = yield player, list(self._said[player])
+        self._said[player].append({"role": "assistant", "content": reply})
         found = re.findall("[A-Z][a-z]+", reply)
         named = found[0] if found and found[0] in allowed else None
         self.slips += named is None
@@ -133,11 +141,14 @@ class Game:
         self._tell(f"{player} {how}.")
 
     def _tell(self, what: str) -> None:
-        for wolf in self._wolves:
-            self._heard[wolf].append(what)
+        for player in self._heard.keys() & {*self.alive}:
+            self._heard[player].append(what)
 
     def _accusations(self, villagers: Sequence[str]) -> str:
         return " ".join(f"{each} accuses {self.hunch(each)}." for each in villagers)
+
+    def _role(self, player: str) -> str:
+        return f"a wolf with {self.mate(player)}" if player in self.wolves else "a villager"
 
     def mate(self, wolf: str) -> str:
         """The other wolf."""
@@ -169,10 +180,22 @@ def judge(game: Game) -> Verdict:
     return Verdict(score.total, game.won, {"wins": facts["team_win"], "survival": facts["individual_survive"]})
 
 
+def judge_villagers(game: Game) -> Verdict:
+    """What the game was worth to the villagers."""
+    left = len(game.alive) - len({*game.alive} & {*game.wolves})
+    facts = {
+        "team_win": float(not game.won),
+        "individual_survive": left / (len(PLAYERS) - WOLVES),
+        "successfully_blame": float(not {*game.wolves} <= {*game.alive}),
+    }
+    return Verdict(REWARD(Judged(text="", facts=facts)).total, not game.won, {"villagers_win": facts["team_win"]})
+
+
 class Wolves:
     """The games as a task for a model in this process."""
 
     name = "werewolf"
+    scripted = True
     tools: Sequence[Tool] = ()
     max_tokens = 6
     reward_range = (-5.0, 17.0)
@@ -183,7 +206,7 @@ class Wolves:
 
     def dialogue(self, question: Mapping[str, Any]) -> Dialogue:
         """Both wolves are asked, each in a conversation of its own."""
-        game = Game(question)
+        game = Game(question, scripted=self.scripted)
         turns = game.play()
         try:
             _, messages = next(turns)
@@ -194,17 +217,25 @@ class Wolves:
             return judge(game)
 
     def replies(self, question: Mapping[str, Any], slip: random.Random | None) -> Iterator[Reply]:
-        """What a good wolf would say, turn by turn; a slip names the other wolf, or anybody."""
-        game = Game(question)
+        """What a good player would say, turn by turn; a slip names the other wolf, or anybody."""
+        game = Game(question, scripted=self.scripted)
         turns = game.play()
-        wolf, _ = next(turns)
+        player, _ = next(turns)
         while True:
-            name = game.best(wolf)
+            wolf = player in game.wolves
+            name = game.best(player) if wolf else game.hunch(player)
             if slip and slip.random() < _SLIPS:
-                anybody = slip.choice([each for each in PLAYERS if each != wolf])
-                name = game.mate(wolf) if slip.random() < _BETRAYALS else anybody
+                anybody = slip.choice([each for each in PLAYERS if each != player])
+                name = game.mate(player) if slip.random() < _BETRAYALS and wolf else anybody
             yield Reply(name)
             try:
-                wolf, _ = turns.send(name)
+                player, _ = turns.send(name)
             except StopIteration:
                 return
+
+
+class Village(Wolves):
+    """The games in which villagers are asked as well: for models that play either side."""
+
+    name = "village"
+    scripted = False

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerForbidden, SpoolFull
-from tuneloop.shared.experience import Exchange, Feedback, encode
+from tuneloop.shared.experience import Exchange, Feedback, Record, encode
+from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, refusal_of, slots
 
 log = structlog.get_logger()
@@ -22,6 +23,9 @@ log = structlog.get_logger()
 RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
 
 _LOOK_S = 0.5
+
+#: From this size on records are redacted in a thread: others' replies go on meanwhile.
+_LARGE = 256 << 10
 
 
 class _Waits(NamedTuple):
@@ -140,12 +144,14 @@ class SpoolLimits:
 
 
 class Recorder:
-    """The spool, as the routes see it."""
+    """The spool, as the routes see it: what it gets has been redacted."""
 
-    def __init__(self, spool: Spool, limits: SpoolLimits, metrics: Metrics) -> None:
+    def __init__(self, spool: Spool, limits: SpoolLimits, metrics: Metrics, redactor: Redactor | None = None) -> None:
         self._spool = spool
         self._limits = limits
         self._metrics = metrics
+        self._redactor = redactor if redactor else None
+        self._redacting: set[asyncio.Task[list[Record]]] = set()
 
     def admit(self) -> None:
         """Raise SpoolFull if a request should not even start, because its reply could not be kept."""
@@ -153,11 +159,49 @@ class Recorder:
 
     async def record(self, exchange: Exchange) -> None:
         """Bring an exchange to disk; it gets there even if the request's own task is cancelled meanwhile."""
-        await self._spool.append([encode(exchange)])
-        for experience in exchange.experiences:
+        [written] = await self._write([exchange])
+        assert isinstance(written, Exchange)
+        for experience in written.experiences:
             self._metrics.count_recorded(experience.drop_reason or experience.unsampled or "")
 
-    async def take(self, events: Sequence[Feedback]) -> Position:
-        """Bring feedback to disk, all of it or none."""
+    async def take(self, events: Sequence[Feedback]) -> Sequence[Feedback]:
+        """Bring feedback to disk, all of it or none; the events as they were written."""
         self._limits.admit()
-        return await self._spool.append([encode(event) for event in events])
+        return [each for each in await self._write(events) if isinstance(each, Feedback)]
+
+    def name_as_stored(self, name: str) -> str:
+        """What a task, a run or a person of this name is called in the database."""
+        return self._redactor.name(name) if self._redactor else name
+
+    def pairs_as_stored(self, pairs: Mapping[str, str]) -> Mapping[str, str]:
+        """Metadata as it may be stored."""
+        return self._redactor.pairs(pairs) if self._redactor else pairs
+
+    async def close(self) -> None:
+        """Wait for what is still being redacted, whose requests were cancelled."""
+        await asyncio.gather(*self._redacting, return_exceptions=True)
+
+    async def _write(self, records: Sequence[Record]) -> list[Record]:
+        if self._redactor is None:
+            written = list(records)
+        elif self._redactor.slow or sum(map(_size, records)) > _LARGE:
+            task = asyncio.create_task(self._redact_aside(records, self._redactor))
+            self._redacting.add(task)
+            task.add_done_callback(self._redacting.discard)
+            return await asyncio.shield(task)
+        else:
+            written = [self._redactor.record(each) for each in records]
+        await self._spool.append([encode(each) for each in written])
+        return written
+
+    async def _redact_aside(self, records: Sequence[Record], redactor: Redactor) -> list[Record]:
+        written = await asyncio.to_thread(lambda: [redactor.record(each) for each in records])
+        await self._spool.append([encode(each) for each in written])
+        return written
+
+
+def _size(record: Record) -> int:
+    """About how many characters there are to be looked at."""
+    if isinstance(record, Feedback):
+        return len(record.text or "")
+    return len(record.request) + sum(len(each.text) + len(each.prompt_ids) for each in record.experiences)

@@ -13,22 +13,14 @@ import hashlib
 import hmac
 import os
 import re
-import secrets
 import time
-from pathlib import Path
 from typing import NamedTuple
-
-from tuneloop.shared.checkpoint import sync_folder
-from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.job_marks import KEY
-from tuneloop.shared.settings.settings import Settings
 
 PREFIX = "chatcmpl-"
 PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")
 MAX_CHOICES = (1 << 24) - 1
 
 _MAC_BYTES = 9
-_KEY_BYTES = 32
 _SIGNED, _BYTES = 40, 25
 _MANY = 255
 _MANY_BYTES = 3
@@ -105,41 +97,3 @@ def _base32(data: bytes) -> str:
 def minted_at(msg_id: str) -> float:
     """When a msg_id was minted that is ours, in seconds since 1970."""
     return (int(msg_id[-_SIGNED:], 32) >> 8 * (_BYTES - 6)) / 1000
-
-
-def key_path(settings: Settings) -> Path:
-    """Where the key of an experiment lies."""
-    return settings.job_dir / KEY
-
-
-def load_key(path: Path) -> bytes:
-    """The signing key kept at `path`, made by whoever comes first. All explorers of an experiment share it.
-
-    Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(_KEY_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(fresh, path)
-    except FileExistsError:
-        pass
-    finally:
-        fresh.unlink()
-    sync_folder(path.parent)
-    sync_folder(path.parent.parent)
-    key = path.read_bytes()
-    if len(key) != _KEY_BYTES:
-        raise EnvironmentRefused(
-            f"checkpoint_root_dir: {path} is not a key of {_KEY_BYTES} bytes: restore it from a copy, or delete it and "
-            "lose the feedback on replies given so far"
-        )
-    return key
-
-
-#: Everybody's, while there are no keys that tell tenants apart.
-TENANT = "default"

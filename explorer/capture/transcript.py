@@ -137,6 +137,12 @@ class Transcript(ABC):
         """Whether every choice heard of has come to its end."""
         return not self.broken and bool(self.choices) and all(each.finish_reason for each in self.choices.values())
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of the prompt and of all choices, as far as they have come."""
+        prompt = max((len(each.prompt_ids or b"") // _ID_BYTES for each in self.choices.values()), default=0)
+        return prompt + sum(len(each.completion_ids) for each in self.choices.values())
+
     def experiences(self, sampling: Sampling, *, versions: tuple[int, int], mixed: bool) -> tuple[Experience, ...]:
         """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""
         found = []

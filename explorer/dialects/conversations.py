@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
@@ -26,20 +26,20 @@ class Conversations:
         self._control_client = control_client
         self._reports = reports
 
-    async def read(self, response_id: str) -> Sequence[dict[str, Any]]:
-        """The chat messages up to the response, and its text. Raises RequestRefused if it was not recorded.
+    async def read(self, response_id: str, tenant: str) -> Sequence[dict[str, Any]]:
+        """The chat messages up to a tenant's response, and its text. Raises RequestRefused if it was not recorded.
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
         flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
-        return await asyncio.to_thread(self._read, response_id, flushed=flushed)
+        return await asyncio.to_thread(self._read, response_id, tenant, flushed=flushed)
 
-    def _read(self, response_id: str, *, flushed: bool) -> list[dict[str, Any]]:
+    def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:
         turns: list[tuple[dict[str, Any], dict[str, Any]]] = []
         name: object = response_id
         while isinstance(name, str):
-            reply_id = self._signer.parse(name, TENANT)
-            reply = self._reports.reply(TENANT, reply_id.msg_id) if reply_id else None
+            reply_id = self._signer.parse(name, tenant)
+            reply = self._reports.reply(tenant, reply_id.msg_id) if reply_id else None
             if reply is None and reply_id and not flushed:
                 raise LedgerUnavailable(
                     "the database is unavailable; acknowledged data is safe on disk: try again later"

@@ -24,6 +24,9 @@ CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v
 
 Json = dict[str, Any]
 
+#: The chat messages up to a response, by its id and its tenant.
+ReadConversation = Callable[[str, str], Awaitable[Sequence[Json]]]
+
 
 class ReplyWriter:
     """Writes one reply for the client while its transcript captures it; this one without translation."""
@@ -88,8 +91,8 @@ class Dialect(ABC):
         """The dialect that can express a client's body: this one, or another of the same endpoint."""
         return self
 
-    async def to_upstream(self, body: Json) -> Json:
-        """The engine's body for a client's body. Raises RequestRefused."""
+    async def to_upstream(self, body: Json, tenant: str) -> Json:
+        """The engine's body for a client's body; what it names is the tenant's. Raises RequestRefused."""
         return body
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json | None:
@@ -114,7 +117,7 @@ class ChatDialect(Dialect):
 
     path, prefix = CHAT, "chatcmpl-"
 
-    async def to_upstream(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json, tenant: str) -> Json:
         """See Dialect."""
         flag_of(body, "logprobs")  # refused before it is queued, as vLLM refuses it
         return body
@@ -209,7 +212,7 @@ class MessagesDialect(Dialect):
 
     path, prefix = MESSAGES, "msg_"
 
-    async def to_upstream(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json, tenant: str) -> Json:
         """See Dialect."""
         return messages.to_chat(body)
 
@@ -247,7 +250,7 @@ class _ResponseWriter(_TranslatedWriter):
 class ResponsesDialect(Dialect):
     """OpenAI's responses.
 
-    `read_conversation` reads the chat messages up to the response of an id. A response shows the service's `defaults`
+    `read_conversation` reads the chat messages up to a tenant's response. A response shows the service's `defaults`
     for fields that the client leaves out, and the engine's context length, which `find_context_length` reads. `native`
     is the dialect of requests that a chat completion cannot express.
     """
@@ -256,7 +259,7 @@ class ResponsesDialect(Dialect):
 
     def __init__(
         self,
-        read_conversation: Callable[[str], Awaitable[Sequence[Json]]],
+        read_conversation: ReadConversation,
         *,
         defaults: Mapping[str, object],
         find_context_length: Callable[[], Awaitable[int | None]],
@@ -276,11 +279,11 @@ class ResponsesDialect(Dialect):
         """See Dialect."""
         return self if responses_request.untranslatable_reason(body) is None else self._native
 
-    async def to_upstream(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json, tenant: str) -> Json:
         """See Dialect."""
         await self._ensure_context()
         previous_id = body.get("previous_response_id")
-        previous = await self._read_conversation(previous_id) if isinstance(previous_id, str) else ()
+        previous = await self._read_conversation(previous_id, tenant) if isinstance(previous_id, str) else ()
         return responses_request.to_chat(body, previous)
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:

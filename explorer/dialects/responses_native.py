@@ -4,13 +4,13 @@ It returns no token ids, so only the text of their replies is recorded. The engi
 feedback and later requests for it find it.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields, Transcript
-from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReplyWriter
+from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReadConversation, ReplyWriter
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.ledger.recording.completion_object import metadata_as_text
 
@@ -111,20 +111,18 @@ class NativeReplyWriter(ReplyWriter):
 class NativeResponsesDialect(Dialect):
     """OpenAI's responses, as the engine's own route answers them.
 
-    `read_conversation` reads the chat messages up to the response of an id; `defaults` fill the client's empty fields.
+    `read_conversation` reads the chat messages up to a tenant's response; `defaults` fill the client's empty fields.
     """
 
     path, prefix = RESPONSES, "resp_"
     upstream_path, upstream_prefix = RESPONSES, "resp_"
     length_field = None
 
-    def __init__(
-        self, read_conversation: Callable[[str], Awaitable[Sequence[Json]]], *, defaults: Mapping[str, object]
-    ) -> None:
+    def __init__(self, read_conversation: ReadConversation, *, defaults: Mapping[str, object]) -> None:
         self._read_conversation = read_conversation
         self._defaults = defaults
 
-    async def to_upstream(self, body: Json) -> Json:
+    async def to_upstream(self, body: Json, tenant: str) -> Json:
         """See Dialect. The previous conversation is sent in full: the engine may not have it."""
         defaults = {key: value for key, value in self._defaults.items() if value is not None and body.get(key) is None}
         upstream = body | defaults
@@ -138,7 +136,7 @@ class NativeResponsesDialect(Dialect):
         input_field = upstream.get("input")
         if isinstance(input_field, str | list):
             items = input_field if isinstance(input_field, list) else [{"role": "user", "content": input_field}]
-            upstream["input"] = [*input_items(await self._read_conversation(previous_id)), *items]
+            upstream["input"] = [*input_items(await self._read_conversation(previous_id, tenant)), *items]
         return upstream
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json:

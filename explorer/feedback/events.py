@@ -3,13 +3,14 @@
 import hashlib
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import orjson
 
 from tuneloop.explorer.capture.reply_id import ParsedReplyId, ReplyIdSigner
 from tuneloop.explorer.feedback.request import Entry, Signal
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Feedback, Kind
@@ -24,11 +25,18 @@ class FeedbackEvent(NamedTuple):
 
 
 class EventFactory:
-    """One call. Its ids are read by `signer` as the tenant's."""
+    """One call. Its ids are read by `signer` as the caller's tenant's, and its raters are the caller's.
 
-    def __init__(self, signer: ReplyIdSigner, tenant: str) -> None:
+    Names go into digests `as_stored`.
+    """
+
+    def __init__(
+        self, signer: ReplyIdSigner, caller: Caller, *, as_stored: Callable[[str], str] = lambda name: name
+    ) -> None:
+        self._as_stored = as_stored
         self._signer = signer
-        self._tenant = tenant
+        self._tenant = caller.tenant
+        self._caller = caller
         self._call_id = uuid.uuid4().hex
         self._now = steady_time.now()
         self._stamp = steady_time.stamp()
@@ -36,7 +44,8 @@ class EventFactory:
 
     def hear(self, remarks: Sequence[Entry]) -> list[FeedbackEvent]:
         """What the remarks say, in their order. Of two names of one reply both have the same event."""
-        return [each for number, remark in enumerate(remarks) for each in self._events_of_entry(remark, number)]
+        named = [remark._replace(source=self._caller.rater(remark.source)) for remark in remarks]
+        return [each for number, remark in enumerate(named) for each in self._events_of_entry(remark, number)]
 
     def _events_of_entry(self, remark: Entry, place: int) -> Iterator[FeedbackEvent]:
         number = 0 if remark.key_alone else place
@@ -96,8 +105,10 @@ class EventFactory:
         """The entry's place in its call counts, too: two entries under the call's one key are not the same for that."""
         if remark.key is None:
             return f"{self._call_id}-{next(self._numbers)}"
-        same = [self._tenant, remark.key, number, *(reply or (None, None)), remark.task_id, remark.run_id]
-        return hashlib.sha256(orjson.dumps([*same, remark.source, saying.metric, saying.kind])).hexdigest()
+        names = (remark.key, remark.task_id, remark.run_id, remark.source)
+        key, task_id, run_id, source = (name and self._as_stored(name) for name in names)
+        same = [self._tenant, key, number, *(reply or (None, None)), task_id, run_id]
+        return hashlib.sha256(orjson.dumps([*same, source, saying.metric, saying.kind])).hexdigest()
 
 
 def _must_differ(reply: ParsedReplyId, other: ParsedReplyId | None) -> None:

@@ -16,7 +16,8 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.feedback.judge_input import Conversation, reading_of
+from tuneloop.explorer.dialects.dialect import ReadConversation
+from tuneloop.explorer.feedback.judge_input import reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judging.judge import Judge, Verdict
@@ -66,7 +67,7 @@ class JudgeLoop:
         spool: Spool,
         *,
         metrics: Metrics,
-        conversation: Conversation,
+        conversation: ReadConversation,
         wait_until_flushed: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._settings = settings
@@ -152,7 +153,7 @@ class JudgeLoop:
             return None  # deleted meanwhile
         started = time.monotonic()
         try:
-            verdict = await self._judge.score_async(await reading_of(said, self._conversation))
+            verdict = await self._judge.score_async(await reading_of(said, candidate.reply.tenant, self._conversation))
             await self._spool.append([encode(each) for each in events_of(self._settings.source, candidate, verdict)])
         except (JudgeFailed, RequestRefused) as error:
             self._failed.add(candidate.reply.id)

@@ -1,25 +1,22 @@
 """Recorded replies as a judge reads them: whatever endpoint they came by, as a chat and its answer."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from tuneloop.explorer.dialects import messages, responses_request
-from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, choice_count
+from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
 from tuneloop.runner.rewards.reply import Message, Reply, calls_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.recording.judging import JudgedExchange
 
-#: The chat messages up to the response of a name.
-Conversation = Callable[[str], Awaitable[Sequence[Json]]]
 
-
-async def reading_of(said: JudgedExchange, conversation: Conversation) -> Reply:
-    """The reply. Raises RequestRefused if what it answers cannot be read, or is gone."""
+async def reading_of(said: JudgedExchange, tenant: str, conversation: ReadConversation) -> Reply:
+    """A tenant's reply. Raises RequestRefused if what it answers cannot be read, or is gone."""
     try:
         body = orjson.loads(said.request)
-        before = await _before(said, body, conversation)
+        before = await _before(said, tenant, body, conversation)
         calls = calls_of({"tool_calls": orjson.loads(said.tool_calls or b"[]")})
         tools = [str(each.get("function", each).get("name", "")) for each in body.get("tools") or ()]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -32,14 +29,14 @@ async def reading_of(said: JudgedExchange, conversation: Conversation) -> Reply:
     )
 
 
-async def _before(said: JudgedExchange, body: Json, conversation: Conversation) -> Sequence[Message]:
+async def _before(said: JudgedExchange, tenant: str, body: Json, conversation: ReadConversation) -> Sequence[Message]:
     if said.endpoint == TEXT:
         return [{"role": "prompt", "content": _prompt(body, said.choice)}]
     if said.endpoint == MESSAGES:
         body = messages.to_chat(body)
     elif said.endpoint == RESPONSES:
         continued = body.get("previous_response_id")
-        previous = await conversation(continued) if isinstance(continued, str) else ()
+        previous = await conversation(continued, tenant) if isinstance(continued, str) else ()
         body = responses_request.to_chat(body, previous)
     found: list[Any] = body["messages"]
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):

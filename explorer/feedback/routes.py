@@ -10,10 +10,11 @@ from fastapi import Request
 
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner, minted_at
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, read_object, wrong_type
+from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
@@ -69,10 +70,12 @@ class FeedbackRoutes:
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
+        caller = caller_of(request.scope)
         body = await read_object(request, max_bytes=MAX_BODY_BYTES)
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
-        heard = await asyncio.to_thread(self._hear, body, request.headers.get("idempotency-key"))
+        heard = await asyncio.to_thread(self._hear, caller, body, request.headers.get("idempotency-key"))
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
+        caller.meter.take_feedback(len(events))
         outcomes, apart = await self._store(events) if events else ({}, {})
         told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
@@ -94,7 +97,7 @@ class FeedbackRoutes:
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
-        task_id, run_id = optional_id(body, "task_id"), optional_id(body, "run_id")
+        task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         try:
             if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
@@ -102,7 +105,12 @@ class FeedbackRoutes:
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
             release = partial(
-                self._ledger.recording.commit, TENANT, task_id=task_id, run_id=run_id, task_ids=task_ids, until=until
+                self._ledger.recording.commit,
+                caller_of(request.scope).tenant,
+                task_id=task_id,
+                run_id=run_id,
+                task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
+                until=until,
             )
             committed = await asyncio.to_thread(release)
         except LedgerUnavailable as error:
@@ -110,12 +118,16 @@ class FeedbackRoutes:
             raise
         return {"status": "success", "committed": committed}
 
-    def _hear(self, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
-        return EventFactory(self._signer, TENANT).hear(parse_entries(body, key))
+    def _hear(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
+        factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
+        return factory.hear(parse_entries(body, key))
+
+    def _as_stored(self, name: str | None) -> str | None:
+        return name and self._recorder.name_as_stored(name)
 
     async def _store(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
-        await self._recorder.take(events)
+        events = await self._recorder.take(events)
         ids = [event.event_id for event in events]
         if await self._control_client.wait_until_flushed(_PATIENCE_S):
             try:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from tuneloop.shared.errors import (
     EngineError,
+    KeyRefused,
     LedgerUnavailable,
     RequestRefused,
     SpoolFull,
@@ -34,6 +35,7 @@ _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     EngineError: (502, "engine_error", None),
     LedgerUnavailable: (503, "database_unavailable", 5.0),
     SpoolFull: (503, "storage_full", 5.0),
+    KeyRefused: (400, "invalid_value", None),
     VersionRefused: (409, "version_refused", None),
     TuneloopError: (500, "internal", None),
 }
@@ -47,6 +49,9 @@ _OPENAI_TYPES = {
     409: "conflict_error",
     429: "rate_limit_error",
 }
+
+#: No key, or an unknown one.
+_UNAUTHORIZED = 401
 
 #: The engine has had the whole timeout: a retry would most likely take as long.
 _TIMED_OUT = 504
@@ -87,6 +92,8 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
             "retry-after": str(math.ceil(error.retry_after_s)),
             "retry-after-ms": str(round(1000 * error.retry_after_s)),
         }
+    if error.status == _UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
     if error.status == _TIMED_OUT:
         headers["x-should-retry"] = "false"
     return Response(orjson.dumps(body), error.status, headers, "application/json")

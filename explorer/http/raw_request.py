@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tuneloop.explorer.http import errors, run_prefix
+from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.http.run_prefix import RunBinding
 from tuneloop.shared.errors import RequestRefused
 
@@ -39,6 +40,16 @@ class RawRequest:
     def run(self) -> RunBinding | None:
         """The run that its path binds it to, if it does. Raises RequestRefused for a broken token."""
         return run_prefix.binding_of(self._cycle.scope)
+
+    @property
+    def caller(self) -> Caller:
+        """Who sends it."""
+        return caller_of(self._cycle.scope)
+
+    def leave_body(self) -> None:
+        """Read no more of the body; if more of it is to come, the connection ends with the response."""
+        self._cycle.body = bytearray()
+        self._cycle.keep_alive = self._cycle.keep_alive and not self._cycle.more_body
 
     async def body(self, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Raises RequestRefused if it is too large, or does not come within `timeout_s`."""

@@ -37,8 +37,10 @@ class RunBinding(NamedTuple):
 def strip_prefix(scope: MutableMapping[str, Any]) -> None:
     """Move the token of a scope whose path begins with PREFIX aside, and make the path that of the route below it.
 
-    A path that leads to no route below a run stays as it is.
+    Any other path, and one that leads to no route below a run, stays as it is.
     """
+    if not scope["path"].startswith(PREFIX):
+        return
     token, slash, rest = scope["path"].removeprefix(PREFIX).partition("/")
     path = slash + rest
     if path.startswith(_ROUTES_BELOW):

@@ -9,7 +9,8 @@ import asyncio
 import importlib.metadata
 import inspect
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import httptools
@@ -17,6 +18,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.http import errors, run_prefix
+from tuneloop.explorer.http.caller import Caller, EntryGate, find_caller, set_caller
 from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch
 from tuneloop.explorer.http.raw_request import REQUEST_ID, FastRoute, RawRequest, header_lines, send_error
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
@@ -52,17 +54,32 @@ def check_uvicorn(protocol: type[Any] = HttpToolsProtocol) -> None:
 
 
 class FastRoutes:
-    """An ASGI app, the fast routes past it by method and path, and the bounds of the connections to them."""
+    """An ASGI app, the fast routes past it by method and path, the bounds of the connections to them, and their gate.
+
+    Without a gate everybody may come in, with no scope.
+    """
 
     def __init__(
         self,
         app: Any,
         fast_routes: Mapping[tuple[str, str], FastRoute],
         limits: ConnectionLimits | None = None,
+        gate: EntryGate | None = None,
     ) -> None:
         self.app = app
         self.fast_routes = fast_routes
         self.limits = limits or ConnectionLimits()
+        self._gate = gate
+
+    def admit(self, scope: MutableMapping[str, Any]) -> Caller:
+        """Who sends a request. Its scope says so from now on, and its path has no prefix. Raises RequestRefused."""
+        if self._gate is not None:
+            caller = self._gate.admit(scope)
+        else:
+            caller = Caller()
+            run_prefix.strip_prefix(scope)
+        set_caller(scope, caller)
+        return caller
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request without a fast route. Its response, too, gets the x-request-id header."""
@@ -78,7 +95,10 @@ class FastRoutes:
             await send(message)
 
         try:
-            run_prefix.binding_of(scope)
+            if scope["type"] == "http":
+                if find_caller(scope) is None:  # it came through another server
+                    self.admit(scope)
+                run_prefix.binding_of(scope)
         except RequestRefused as error:
             response = errors.error_response(error, scope["path"], None)
             await response(scope, receive, send)
@@ -97,6 +117,7 @@ class FastProtocol(HttpToolsProtocol):
     _body_came = False
     _refusal: RequestRefused | None = None
     _watch: ConnectionWatch
+    _caller: Caller | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it or an idle one can make room."""
@@ -169,6 +190,8 @@ class FastProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
         self._body_came = True
+        if self._caller is not None:
+            self._caller.meter.count_bytes(len(body))
         if (refusal := self._watch.hold(len(body))) is not None:
             self._refuse_here(refusal)
         super().on_body(body)
@@ -181,7 +204,13 @@ class FastProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, or answer the next one that has come."""
         self._watch.end_request()
+        self._release_caller()
         super().on_response_complete()
+
+    def _release_caller(self) -> None:
+        if self._caller is not None:
+            self._caller.meter.end_request()
+            self._caller = None
 
     def _refuse_here(self, refusal: RequestRefused) -> None:
         """Refuse the request from within a callback of the parser."""
@@ -220,15 +249,24 @@ class FastProtocol(HttpToolsProtocol):
         return rest
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        routes = getattr(self.config.app, "fast_routes", {})
-        scope = cycle.scope
-        route = routes.get((scope["method"], scope["path"]))
-        if route is None and scope["path"].startswith(run_prefix.PREFIX):
-            run_prefix.strip_prefix(scope)
-            route = routes.get((scope["method"], scope["path"]))
-        if route is None:
+        admitted = self.config.app
+        if not isinstance(admitted, FastRoutes):
             super()._start_asgi_task(cycle, app)
             return
+        scope = cycle.scope
+        try:
+            self._caller = caller = admitted.admit(scope)
+        except RequestRefused as error:
+            self._respond(cycle, partial(_refuse, error))
+            return
+        caller.meter.begin_request()
+        route = admitted.fast_routes.get((scope["method"], scope["path"]))
+        if route is None:
+            super()._start_asgi_task(cycle, app)
+        else:
+            self._respond(cycle, route)
+
+    def _respond(self, cycle: Any, route: FastRoute) -> None:
         self._raw_request = RawRequest(cycle)
         self._response_task = task = self.loop.create_task(_respond(route, self._raw_request))
         task.add_done_callback(self.tasks.discard)
@@ -238,6 +276,7 @@ class FastProtocol(HttpToolsProtocol):
         """Cancel the response that no client waits for any more."""
         super().connection_lost(exc)
         self._watch.close()
+        self._release_caller()
         if self._raw_request is not None and self._response_task is not None and not self._response_task.done():
             self._raw_request.client_left = True
             self._response_task.cancel()
@@ -245,6 +284,12 @@ class FastProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         if self.cycle is not None:
             self.cycle.on_response = _do_nothing  # else the two would hold each other
+
+
+async def _refuse(error: RequestRefused, request: RawRequest) -> None:
+    """Refuse a request by its head; its body is not waited for."""
+    request.leave_body()
+    raise error
 
 
 async def _respond(route: FastRoute, request: RawRequest) -> None:

@@ -13,12 +13,14 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
+from tuneloop.shared.ledger.keys import KeyTable
 
 log = structlog.get_logger()
 
@@ -47,10 +49,11 @@ class GetStartInfo(ChannelMessage, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All engines, and how the requests are divided between them."""
+    """All engines, how the requests are divided between them, and the keys that clients are let in by."""
 
     engines: list[EngineView]
     split: TrafficSplit | None
+    keys: KeyTable
 
 
 class AnnounceSlot(ChannelMessage, frozen=True):
@@ -87,6 +90,12 @@ class ReportMetrics(ChannelMessage, frozen=True):
     samples: list[MetricSample]
 
 
+class ShareUsage(ChannelMessage, frozen=True):
+    """A worker: my keys have taken so much. The answer is what they have taken of all other workers."""
+
+    usage: dict[str, KeyUsage]
+
+
 class UpdateEngine(ChannelMessage, frozen=True):
     """The control process: an engine has changed."""
 
@@ -97,6 +106,12 @@ class UpdateSplit(ChannelMessage, frozen=True):
     """The control process: divide the requests so from now on."""
 
     split: TrafficSplit | None
+
+
+class UpdateKeys(ChannelMessage, frozen=True):
+    """The control process: let clients in by these keys from now on."""
+
+    table: KeyTable
 
 
 class WaitUntilIdle(ChannelMessage, frozen=True):
@@ -139,6 +154,8 @@ _Any = (
     | ReportShadowReply
     | UpdateEngine
     | UpdateSplit
+    | UpdateKeys
+    | ShareUsage
     | WaitUntilIdle
     | CollectMetrics
     | StartSegment

@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from tuneloop.explorer.access.key_watch import SharedUsage
 from tuneloop.explorer.background_tasks import run_task
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine
@@ -36,9 +37,11 @@ from tuneloop.explorer.processes.channel import (
     ReportMetrics,
     ReportShadowReply,
     ServeSocket,
+    ShareUsage,
     StartInfo,
     StartSegment,
     UpdateEngine,
+    UpdateKeys,
     UpdateSplit,
     WaitUntilFlushed,
     WaitUntilIdle,
@@ -46,6 +49,7 @@ from tuneloop.explorer.processes.channel import (
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
+from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
@@ -138,10 +142,12 @@ class Workers:
         self._services: ControlServices
         self._database: DatabaseFile
         self._begun = asyncio.Event()
+        self._usage = SharedUsage()
 
     def serve_with(self, services: ControlServices, database: DatabaseFile) -> None:
         """Let the workers begin, which have only been started until now."""
         self._services, self._database = services, database
+        services.key_watch.subscribe(self._publish_keys)
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
@@ -186,6 +192,10 @@ class Workers:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
+    async def _publish_keys(self, table: KeyTable) -> None:
+        """Return when all workers let clients in by these keys, or are no more."""
+        await self._ask_all(UpdateKeys(table), kill=True, timeout_s=_LEARN_S)
+
     async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(WaitUntilIdle(engine.number))
@@ -207,6 +217,7 @@ class Workers:
 
     def _leave(self, worker: WorkerProcess) -> None:
         self._running.pop(worker.number)
+        self._usage.retire(worker.serial)
         if worker.slot is not None:
             self._slots.leave(worker.slot)
         if self._begun.is_set():
@@ -239,6 +250,8 @@ class Workers:
                 return await services.wait_until_flushed(timeout_s)
             case ReportShadowReply(copied):
                 await services.report_shadow_reply(copied)
+            case ShareUsage(usage):
+                return self._usage.exchange(worker.serial, usage)
             case GetExposition():
                 return await self._exposition()
             case ReportMetrics(samples):
@@ -259,7 +272,7 @@ class Workers:
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
-        return FleetView(_views(self._services), self._services.fleet.split)
+        return FleetView(_views(self._services), self._services.fleet.split, self._services.key_watch.table)
 
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:
@@ -292,7 +305,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         stack.callback(ledger.close)
         await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
-        _say(settings, sockets)
+        _say(settings, sockets, services.key_watch.table)
         workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
@@ -324,11 +337,13 @@ async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> Non
         await asyncio.wait(still)
 
 
-def _say(settings: Settings, sockets: Sequence[socket.socket]) -> None:
+def _say(settings: Settings, sockets: Sequence[socket.socket], keys: KeyTable) -> None:
     host, port = sockets[0].getsockname()[:2]
     log.info("explorer_listening", url=f"http://{host}:{port}", model=settings.served_model_name, workers=len(sockets))
-    if host not in {"127.0.0.1", "::1"}:
+    if settings.explorer.insecure:
         log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
+    elif not keys.in_force:
+        log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")
 
 
 def _views(services: ControlServices) -> list[EngineView]:

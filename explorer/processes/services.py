@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 
+from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, key_path, load_key
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
@@ -35,6 +36,7 @@ from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -66,6 +68,7 @@ class ControlServices:
     flusher: Flusher
     watch: LedgerGauges
     canary_controller: CanaryController
+    key_watch: KeyWatch
 
     async def wait_until_flushed(self, timeout_s: float) -> bool:
         """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
@@ -110,6 +113,9 @@ async def open_control_services(
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     totals = ProcessTotals(metrics.registry)
+    key_watch = KeyWatch(settings, ledger.keys)
+    await asyncio.to_thread(key_watch.open)
+    require_keys(settings, key_watch.table)
     canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
     services = ControlServices(
         fleet=fleet,
@@ -120,6 +126,7 @@ async def open_control_services(
         settings=settings,
         flusher=flusher,
         watch=watch,
+        key_watch=key_watch,
     )
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [
@@ -129,6 +136,7 @@ async def open_control_services(
         examination.run(),
         canary_controller.run(),
         attestation.run(),
+        key_watch.run(metrics),
         *judging,
         *_supervision(services, ledger, sockets, attestation),
     ]
@@ -145,7 +153,7 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
 
 
 def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
-    signer = ReplyIdSigner(load_key(key_path(services.settings)))
+    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
     return JudgeLoop(
         services.settings.judge,
         ledger,

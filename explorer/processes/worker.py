@@ -22,6 +22,8 @@ import structlog
 import uvicorn
 import uvloop
 
+from tuneloop.explorer.access.gatekeeper import Gatekeeper
+from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, create_app, open_services, open_spool
 from tuneloop.explorer.background_tasks import Task, every
 from tuneloop.explorer.capture.control_client import ShadowReply
@@ -42,9 +44,11 @@ from tuneloop.explorer.processes.channel import (
     ReportMetrics,
     ReportShadowReply,
     ServeSocket,
+    ShareUsage,
     StartInfo,
     StartSegment,
     UpdateEngine,
+    UpdateKeys,
     UpdateSplit,
     WaitUntilFlushed,
     WaitUntilIdle,
@@ -62,6 +66,8 @@ DRAIN_S = 30
 _KEEP_ALIVE_S = 75
 #: How often the control process hears what was counted here: so much may be missing when this process is killed.
 _COUNT_S = 5.0
+#: How often workers tell each other what keys have taken: so long each of them may allow a key its whole limit.
+_SHARE_S = 0.25
 
 _PR_SET_PDEATHSIG = 1
 
@@ -124,6 +130,7 @@ class Worker:
         self._number = number
         self._sockets = sockets
         self._metrics = Metrics()
+        self._gate: Gatekeeper
         self._minded: dict[int, asyncio.Server] = {}
         self._served = self._failed = self._ended = False
         self._channel: Channel
@@ -154,7 +161,11 @@ class Worker:
     async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
-        app = create_app(settings, ledger, opening=partial(self._open, ledger, beginning), on_failure=self._fail)
+        self._gate = Gatekeeper(settings)
+        self._gate.count_in(self._metrics.refused)
+        app = create_app(
+            settings, ledger, gate=self._gate, opening=partial(self._open, ledger, beginning), on_failure=self._fail
+        )
         config = uvicorn.Config(
             app,
             http=FastProtocol,
@@ -195,8 +206,12 @@ class Worker:
         known: FleetView = await self._channel.ask(AnnounceSlot(str(self._spool.folder)), FleetView)
         await self._fleet.set_split(known.split)
         await self._fleet.apply(known.engines)
+        self._gate.apply(known.keys)
         stack.push_async_callback(self._count)
-        return services, [*tasks, every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics)]
+        tasks.append(every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics))
+        if self._settings.explorer.workers > 1:
+            tasks.append(every(_SHARE_S, self._share_usage, task="key_usage", metrics=self._metrics))
+        return services, tasks
 
     async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
         key = self._settings.explorer.rollout_model.engine_key
@@ -213,6 +228,13 @@ class Worker:
         with suppress(ChannelLost):
             await self._channel.ask(ReportMetrics(process_samples(self._metrics.registry)))
 
+    async def _share_usage(self) -> None:
+        """Hear what the keys have taken of other workers."""
+        with suppress(ChannelLost):
+            usage = self._gate.usage()
+            if usage:
+                self._gate.subtract_others(await self._channel.ask(ShareUsage(usage), dict[str, KeyUsage]))
+
     async def _answer(self, question: Any) -> object:
         """What the control process asks; none of it before it has been told what is written to."""
         match question:
@@ -220,6 +242,8 @@ class Worker:
                 await self._fleet.apply([engine])
             case UpdateSplit(split):
                 await self._fleet.set_split(split)
+            case UpdateKeys(table):
+                self._gate.apply(table)
             case WaitUntilIdle(number):
                 await self._fleet.engines[number].idle.wait()
             case CollectMetrics():

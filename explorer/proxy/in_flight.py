@@ -2,7 +2,6 @@
 
 import time
 
-from tuneloop.explorer.capture.reply_id import TENANT
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.http.raw_request import Headers
@@ -30,7 +29,7 @@ class ReplyInFlight:
         request, mixed = self.request, self.engine.loads != self._loads
         return Exchange(
             msg_id=request.msg_id,
-            tenant=TENANT,
+            tenant=request.caller.tenant,
             endpoint=request.dialect.path,
             request=request.body,
             received_at=request.received_at,

@@ -247,6 +247,7 @@ class Proxy:
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""
         in_flight.recorded = True
+        in_flight.request.caller.meter.count_tokens(in_flight.request.writer.transcript.tokens)
         if in_flight.request.store and in_flight.request.writer.transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tuneloop.explorer.capture.reply_id import TENANT, ReplyIdSigner
+from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
 from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
@@ -23,6 +24,12 @@ from tuneloop.shared.settings.settings import Settings
 
 #: Fields for the explorer, which an engine does not get.
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
+
+#: Fields that say what an engine does beside this request: they are the operator's.
+_OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority")
+
+#: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
+_SALT = "cache_salt"
 
 #: Without one of these no request names a file. JSON may write any letter of them as an escape.
 _MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b"\\u")
@@ -46,6 +53,7 @@ class Request(NamedTuple):
     sampling: Sampling
     labels: Labels
     ignored_fields: tuple[str, ...]
+    caller: Caller
     request_id: str
     received_at: float
     stamp: steady_time.Stamp
@@ -57,7 +65,7 @@ class Request(NamedTuple):
     @property
     def key(self) -> str:
         """The user, task or reply that decides the version: the same key gets the same version."""
-        return _user_key(self.labels, self.msg_id)
+        return _user_key(self.caller.tenant, self.labels, self.msg_id)
 
     @property
     def routing_key(self) -> str | VersionPin:
@@ -115,21 +123,24 @@ class RequestParser:
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
         flag_of(body, "return_token_ids")
         dialect = dialect.for_body(body)
-        upstream = await dialect.to_upstream(body)
+        upstream = await dialect.to_upstream(body, raw.caller.tenant)
         if any(word in raw_body for word in _MEDIA_WORDS):
             check_media(upstream, self._media_domains)
         labels = labels_of(upstream, raw.run())
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:
             sampling = sampling._replace(drop_reason="opt_out")
-        ignored_fields = tuple(param for param in self._unsafe_fields if upstream.get(param) is not None)
+        unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
+        ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
+        salt = _salt_of(raw.caller, upstream)
         choices = dialect.count_choices(upstream)
-        msg_id = self._signer.mint(TENANT, choices, dialect.prefix)
-        if self._held_out and sampling.drop_reason is None and is_held_out(_user_key(labels, msg_id), self._held_out):
+        msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
+        key = _user_key(raw.caller.tenant, labels, msg_id)
+        if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
         name = msg_id.removeprefix(dialect.prefix)
-        verbatim = self._verbatim(dialect, upstream, msg_id, ignored_fields)
-        added_fields = self._added_fields(dialect, upstream) if verbatim is None else {}
+        verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
+        added_fields = self._added_fields(dialect, upstream) | salt if verbatim is None else {}
         encode = partial(
             _encode_upstream,
             orjson.dumps(body) if pin else raw_body,
@@ -150,6 +161,7 @@ class RequestParser:
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,
+            caller=raw.caller,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
             received_at=steady_time.now() - (waited_s := time.monotonic() - started),
@@ -159,14 +171,6 @@ class RequestParser:
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
         )
-
-    def _verbatim(
-        self, dialect: Dialect, upstream: dict[str, Any], msg_id: str, ignored_fields: tuple[str, ...]
-    ) -> bytes | None:
-        fields = dialect.verbatim(upstream, msg_id)
-        if fields is None:
-            return None
-        return orjson.dumps({name: fields[name] for name in fields if name not in ignored_fields})
 
     def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any]) -> dict[str, object]:
         """The fields that the engine gets beside the client's."""
@@ -182,6 +186,17 @@ class RequestParser:
         return added
 
 
+def _verbatim(
+    dialect: Dialect, upstream: dict[str, Any], msg_id: str, but: tuple[tuple[str, ...], dict[str, object]]
+) -> bytes | None:
+    """The exact body for the engine, if there is one, without the first of `but` and with the second."""
+    ignored, more = but
+    if ignored or more:
+        upstream = {name: value for name, value in upstream.items() if name not in ignored} | more
+    fields = dialect.verbatim(upstream, msg_id)
+    return None if fields is None else orjson.dumps(fields)
+
+
 def _encode_upstream(
     raw_body: bytes,
     body: Mapping[str, Any],
@@ -195,8 +210,20 @@ def _encode_upstream(
     return orjson.dumps({name: value for name, value in upstream.items() if name not in dropped} | added)
 
 
-def _user_key(labels: Labels, msg_id: str) -> str:
-    return f"{TENANT}:{labels.user or labels.task_id or msg_id}"
+def _operators_fields(caller: Caller) -> tuple[str, ...]:
+    return () if caller.sees_all else _OPERATORS_FIELDS
+
+
+def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
+    """The salt of a key's tenant, with the client's own, if it has one that the engine can take."""
+    own = upstream.get(_SALT)
+    if not caller.name or not isinstance(own, str | None) or own == "":
+        return {}
+    return {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
+
+
+def _user_key(tenant: str, labels: Labels, msg_id: str) -> str:
+    return f"{tenant}:{labels.user or labels.task_id or msg_id}"
 
 
 def _has_max_tokens(upstream: Mapping[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""OpenAI's stored completions: any client may list, read, relabel and delete the exchanges of the chat route."""
+"""OpenAI's stored completions: a tenant lists, reads, relabels and deletes its exchanges of the chat route."""
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -11,8 +11,9 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.reply_id import TENANT
+from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
+from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.completion_object import (
     MAX_KEY,
@@ -54,6 +55,8 @@ class CompletionReader:
 
     def __init__(self, request: Request) -> None:
         self._control_client: ControlClient = request.app.state.services.control_client
+        self.recorder: Recorder = request.app.state.services.recorder
+        self.tenant = caller_of(request.scope).tenant
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
@@ -85,23 +88,24 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
 
     @app.get(ENDPOINT)
     async def list_completions(request: Request, reader: CompletionReaderOf) -> Response:
-        query, tags = parse_page_query(request.query_params), wanted_tags(request.query_params)
+        query = parse_page_query(request.query_params)
+        tags = wanted_tags(reader.tenant, request.query_params, reader.recorder.pairs_as_stored)
         await reader.wait_until_flushed()  # a list may lag behind, so an unavailable database is no error here
-        return await asyncio.to_thread(lambda: _list(*_page(completions, query, tags, to_object)))
+        return await asyncio.to_thread(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
     async def get_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
-        return _json(to_object(await reader.find(msg_id, lambda: completions.get(TENANT, msg_id))))
+        return _json(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
     async def update_completion(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
-        pairs = parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES))
-        await reader.find(msg_id, lambda: completions.change_metadata(TENANT, msg_id, pairs=pairs) or None)
-        return _json(to_object(await reader.find(msg_id, lambda: completions.get(TENANT, msg_id))))
+        pairs = reader.recorder.pairs_as_stored(parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES)))
+        await reader.find(msg_id, lambda: completions.change_metadata(reader.tenant, msg_id, pairs=pairs) or None)
+        return _json(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
 
     @app.delete(f"{ENDPOINT}/{{msg_id}}")
     async def delete_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
-        if await reader.find(msg_id, lambda: completions.delete(TENANT, msg_id)) is Deletion.LEASED:
+        if await reader.find(msg_id, lambda: completions.delete(reader.tenant, msg_id)) is Deletion.LEASED:
             message = f"the trainer is learning from {msg_id!r}; nothing was deleted: try again when it is done"
             raise RequestRefused(message, status=409, code="leased", retry_after_s=_LEASE_S)
         return _json({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
@@ -109,7 +113,7 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
     @app.get(f"{ENDPOINT}/{{msg_id}}/messages")
     async def list_messages(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
         query = parse_page_query(request.query_params)
-        stored = await reader.find(msg_id, lambda: completions.get(TENANT, msg_id))
+        stored = await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))
         return _list(*_slice(messages(stored), query))
 
 
@@ -125,14 +129,18 @@ def parse_page_query(query: QueryParams) -> PageQuery:
     raise RequestRefused("order must be asc or desc", code="invalid_value", param="order")
 
 
-def wanted_tags(query: QueryParams) -> set[bytes]:
-    """The tags that a query filters by."""
-    tags = {tag_of_model(TENANT, model) for model in query.getlist("model")}
+def wanted_tags(
+    tenant: str,
+    query: QueryParams,
+    as_stored: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda pairs: pairs,
+) -> set[bytes]:
+    """The tags that a query filters by, of pairs `as_stored`."""
+    tags = {tag_of_model(tenant, model) for model in query.getlist("model")}
     pairs = []
     for name, value in query.multi_items():
         if pair := _PAIR(name):
             _check_pair_length(pair[1], value)
-            pairs.append(tag_of_pair(TENANT, pair[1], value))
+            pairs += [tag_of_pair(tenant, *each) for each in as_stored({pair[1]: value}).items()]
         elif name.startswith("metadata"):
             raise RequestRefused("write metadata[key]=value", code="invalid_value", param="metadata")
     if len(pairs) > MAX_PAIRS:
@@ -173,12 +181,13 @@ def _check_pair_length(key: str, value: str) -> None:
 
 def _page(
     completions: StoredCompletions,
+    tenant: str,
     query: PageQuery,
     tags: set[bytes],
     to_object: Callable[[StoredExchange], StoredCompletion],
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
-    cursor = _cursor(completions, query.after)
-    page = completions.page(TENANT, wanted=tags, after=cursor, order=query.order, limit=query.limit)
+    cursor = _cursor(completions, tenant, query.after)
+    page = completions.page(tenant, wanted=tags, after=cursor, order=query.order, limit=query.limit)
     if page is None:
         message = (
             f"more than {MAX_EXAMINED} stored completions have each of these, and none of the next"
@@ -188,10 +197,10 @@ def _page(
     return [(each.msg_id, to_object(each)) for each in page.found], page.more
 
 
-def _cursor(completions: StoredCompletions, after: str | None) -> PageCursor | None:
+def _cursor(completions: StoredCompletions, tenant: str, after: str | None) -> PageCursor | None:
     if after is None:
         return None
-    cursor = completions.cursor_of(TENANT, after)
+    cursor = completions.cursor_of(tenant, after)
     if cursor is None:
         raise _unknown_after(after)
     return cursor

@@ -6,7 +6,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.capture.reply_id import TENANT
+from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import State
@@ -29,6 +29,10 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     async def training(request: Request) -> Response:
         served = request.app.state.services.fleet.served_versions
         status = await asyncio.to_thread(_status, settings, ledger, served)
+        caller = caller_of(request.scope)
+        if not caller.sees_all:  # counts and sentences are of all tenants
+            counts = await asyncio.to_thread(ledger.reports.counts, caller.tenant)
+            status |= {"experiences": {state.value: count for state, count in counts.items()}, "reasons": []}
         return Response(orjson.dumps(status), media_type="application/json")
 
     @app.get("/training/calls")
@@ -39,7 +43,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             raise RequestRefused(f"{missing[0]} is missing", code="missing", param=missing[0])
         if not await request.app.state.services.control_client.wait_until_flushed(_PATIENCE_S):
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
-        run = TENANT, query["task_id"], query["run_id"]
+        run = caller_of(request.scope).tenant, query["task_id"], query["run_id"]
         if query.get("tokens") == "true":
             counts = (await asyncio.to_thread(ledger.runs.count_tokens, *run))._asdict()
         else:

@@ -14,9 +14,12 @@ from tuneloop.runner.models.bound_model import CallDefaults
 
 @dataclass(slots=True)
 class WorkflowOutput:
-    """What a workflow made of a task: the reward itself, or a response for the judge; and figures to be logged."""
+    """What a workflow made of a task: the reward itself, or a response for the judge; and figures to be logged.
 
-    reward: float | None = None
+    Of several models that are trained each may have a reward of its own, by its name.
+    """
+
+    reward: float | Mapping[str, float] | None = None
     response: Any = None
     metrics: Mapping[str, float] | None = None
 
@@ -25,7 +28,7 @@ class WorkflowOutput:
 class JudgeOutput:
     """What a judge says of a response."""
 
-    reward: float
+    reward: float | Mapping[str, float]
     metrics: Mapping[str, float] | None = None
 
 

@@ -14,6 +14,7 @@ from sqlalchemy import Engine, select
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.export import Exports
+from tuneloop.shared.ledger.keys import Keys
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
 from tuneloop.shared.ledger.recording.recording import LEASE_S, Recording
@@ -75,6 +76,7 @@ class Ledger:
         self.reports = Reports(self.transactions)
         self.runs = Runs(self.transactions)
         self.exports = Exports(self.transactions)
+        self.keys = Keys(self.transactions)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
@@ -56,10 +56,10 @@ class Reports(LedgerPart):
         rows = self._read(query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant))
         return FirstReply(unpack_text(rows[0].request), rows[0].text) if rows else None
 
-    def counts(self) -> dict[State, int]:
-        """Experiences per state."""
-        rows = self._read(select(experiences.c.state, func.count()).group_by(experiences.c.state))
-        found = {State(state): count for state, count in rows}
+    def counts(self, tenant: str | None = None) -> dict[State, int]:
+        """Experiences per state: a tenant's, or all."""
+        query = select(experiences.c.state, func.count()).where(_of(tenant)).group_by(experiences.c.state)
+        found = {State(state): count for state, count in self._read(query)}
         return {state: found.get(state, 0) for state in State}
 
     def rewards(self) -> list[VersionReward]:
@@ -235,6 +235,10 @@ class Reports(LedgerPart):
             [(count,)] = self._read(select(func.count()).select_from(experiences).where(condition))
             if count:
                 yield f"experiences {what}: {count}"
+
+
+def _of(tenant: str | None) -> ColumnElement[bool]:
+    return true() if tenant is None else experiences.c.tenant == tenant
 
 
 def _newest_trained() -> Any:

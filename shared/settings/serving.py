@@ -1,5 +1,6 @@
 """Settings of what answers: the model, the machines, the explorer and its engines."""
 
+import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,20 @@ from tuneloop.shared.settings.types import (
 
 #: What the linear layers of most models are called: all of attention and of the feed-forward part.
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own, which no other one reaches.
+
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "localhost.evil.org")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class LoraSettings(Section):
@@ -107,7 +122,9 @@ class ExplorerSettings(Section):
     """The service that answers requests."""
 
     rollout_model: RolloutModelSettings = RolloutModelSettings()
-    listen_address: str = "0.0.0.0"  # Trinity's default: apps on other hosts reach the proxy
+    listen_address: str = "127.0.0.1"  # not Trinity's default: that lets every host in that reaches this one
+    allowed_hosts: tuple[str, ...] = ()
+    insecure: bool = False
     proxy_port: Port = 8010
     workers: Positive = 1
     service_status_check_interval: Seconds = 60.0
@@ -137,6 +154,16 @@ class ExplorerSettings(Section):
     def rebuilds_grammars(self) -> bool:
         """Whether the trainer rebuilds the grammars that engines enforce, to train on what they held."""
         return self.train_on_grammars and engine_flags.rebuilds_grammars(self.rollout_model.engine_args)
+
+    def why_exposed(self, *, has_keys: bool) -> str | None:
+        """Why it must not serve: strangers could come in without a key. None where they cannot, or may."""
+        if has_keys or self.admin_key is not None or self.insecure or is_loopback(self.listen_address):
+            return None
+        return (
+            f"explorer.listen_address: {self.listen_address} is open to other machines, and there is no key: make one"
+            " with `tuneloop keys create --config X.yaml --name NAME`, or write 127.0.0.1, or explorer.insecure: true"
+            " (--insecure) in a laboratory that no stranger reaches"
+        )
 
     def contradictions(self, cluster: ClusterSettings, *, serves: bool, spare_gpus: bool) -> Iterator[str]:
         """What does not fit together where it `serves`, in sentences."""

@@ -12,7 +12,13 @@ from pydantic import SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
-from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RetentionSettings, RewardRule
+from tuneloop.shared.settings.feedback import (
+    FeedbackSettings,
+    JudgeSettings,
+    PrivacySettings,
+    RetentionSettings,
+    RewardRule,
+)
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
 from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
 from tuneloop.shared.settings.types import FolderName, Section, reveal
@@ -36,6 +42,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     feedback: FeedbackSettings = FeedbackSettings()
     judge: JudgeSettings = JudgeSettings()
     retention: RetentionSettings = RetentionSettings()
+    privacy: PrivacySettings = PrivacySettings()
     synchronizer: SynchronizerSettings = SynchronizerSettings()
     monitor: MonitorSettings = MonitorSettings()
     gate: GateSettings = GateSettings()
@@ -59,6 +66,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._runs_torn_apart(),
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
+            *self.privacy.contradictions(),
             *self._verdicts_too_late(),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),

@@ -106,7 +106,7 @@ def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
         "database": f"sqlite:///{tmp_path}/CHECKPOINT_ROOT_DIR/test/test/buffer/exp_buffer.db",
         "model": "/path/to/your/model, 8192 tokens",
         "served as": "/path/to/your/model",
-        "listens on": "0.0.0.0:8010",
+        "listens on": "127.0.0.1:8010",
         "engines": "2 x 2 GPU of 4",
         "new versions": "looked for every 10 s",
         "not needed": "explorer.rollout_model.enable_history, explorer.rollout_model.enable_openai_api, "

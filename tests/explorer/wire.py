@@ -85,12 +85,12 @@ class Wire:
 def http_request(
     body: bytes = BODY, *headers: str, path: str = CHAT, version: str = "1.1", method: str = "POST"
 ) -> bytes:
-    lines = [f"{method} {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *headers]
+    lines = [f"{method} {path} HTTP/{version}", "host: localhost", f"content-length: {len(body)}", *headers]
     return "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n" + body
 
 
 def chunked(*chunks: bytes) -> bytes:
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     return head + b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n\r\n"
 
 

@@ -29,6 +29,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 #: The bounds that no setting moves, and those that cannot be written as a number.
 FIXED: dict[str, object] = {
+    "what a [key](keys.md#limits) allows": None,
     "a connection without another request": worker._KEEP_ALIVE_S,
     "a request's headers; what is sent between a body's chunks": server._MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
@@ -90,7 +91,7 @@ def test_a_bound_is_the_one_in_the_code(what: str) -> None:
 
 def test_no_bound_is_forgotten() -> None:
     assert FIXED.keys() <= table().keys()
-    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|spool_max_|allowed_)\w+")
+    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|spool_max_|allowed_media_)\w+")
     named = {each.setting for each in table().values()}
     assert {key for key, _ in options() if limits.fullmatch(key)} <= named
 

@@ -26,6 +26,7 @@ MEANINGS = {
     "gate": "the rule that admits a candidate, and who applies it",
     "groups": "replies that are compared with each other: those of a task, a run or a preference",
     "judge": "a language model that gives a reply a score",
+    "keys": "the keys that clients are let in by",
     "judging": "what is judged, and by which rule",
     "metrics": "figures that a service reports",
     "off_policy": "what can be concluded from replies that another version sampled",

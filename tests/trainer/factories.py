@@ -47,6 +47,7 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
             temperature=each.temperature,
             finish_reason="stop",
             text="",
+            unsampled=each.unsampled,
         )
         msg_id = f"m{each.id}"
         said = Exchange(

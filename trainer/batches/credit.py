@@ -95,11 +95,11 @@ def _group_numbers(names: Sequence[int]) -> Tensor:
 def _ends(batch: Batch, *, whole: bool) -> Tensor:
     """The last token of each call, or, of `whole` sequences, the last token that is learnt from."""
     calls_BR = batch.calls_BR
-    next_BR = torch.full_like(calls_BR, -1)
-    next_BR[:, :-1] = calls_BR[:, 1:]
-    last_BR = batch.mask_BR & (next_BR != calls_BR)
-    if not whole:
-        return last_BR
     positions_R = torch.arange(calls_BR.shape[1])
+    if not whole:
+        # A call may have holes, where it was redacted. The last number is of the tokens that are of no call.
+        last_C = torch.full((int(calls_BR.max()) + 2,), -1)
+        last_C.scatter_reduce_(0, calls_BR.flatten() % len(last_C), positions_R.expand_as(calls_BR).flatten(), "amax")
+        return batch.mask_BR & (positions_R == last_C[calls_BR])
     final_B1 = torch.where(batch.mask_BR, positions_R, -1).max(1, keepdim=True).values
     return positions_R == final_B1

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from tuneloop.shared.experience import MAX_REWARD, Sample
+from tuneloop.shared.experience import MAX_REWARD, REDACTED, Sample
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
@@ -63,16 +63,22 @@ def sort_out(
 def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int) -> str | None:
     """Why the sample must not reach the loss, if so; the sentence becomes the reason of its row."""
     ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
+    known = ids[ids != REDACTED]
+    answered = algorithm.algorithm_type == "distill" and algorithm.distill.mode == "replies"
     rules = {
         "the reply has no tokens": len(sample.completion_ids) > 0,
         "the prompt has no tokens, so the reply's first one was predicted from nothing": len(sample.prompt_ids) > 0,
         f"the reward is not a number within ±{MAX_REWARD:g}": abs(sample.reward) <= MAX_REWARD,
-        f"a token is outside the model's vocabulary of {vocabulary}": bool(((ids >= 0) & (ids < vocabulary)).all()),
+        f"a token is outside the model's vocabulary of {vocabulary}": bool(((known >= 0) & (known < vocabulary)).all()),
         "the reply was cut at its token limit": algorithm.overlong.train or sample.finish_reason != "length",
+        "all of the reply was redacted": not len(sample.completion_ids)
+        or bool((sample.completion_ids != REDACTED).any()),
+        "its prompt was redacted, so the teacher cannot answer it": not answered or REDACTED not in sample.prompt_ids,
         "the reply has not one log-probability per token": len(sample.logprobs) == len(sample.completion_ids),
     }
     if not algorithm.of_any_reply:
         rules |= {
+            "it was redacted: what was sampled cannot be read again": len(known) == len(ids),
             "a log-probability is not finite": bool(np.isfinite(sample.logprobs).all()),
             "the reply was chosen at temperature 0, not sampled": 0 < sample.temperature < float("inf"),
         }

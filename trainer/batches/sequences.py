@@ -1,7 +1,8 @@
 """Token sequences: what a model reads in training, and which of its tokens are learnt from.
 
 The calls of a run that extend each other's prompt become one sequence, in which the first prompt is read once: user's
-turns and tools' results lie between the replies, and are not learnt from.
+turns and tools' results lie between the replies, and are not learnt from. Nor is what was redacted: another token
+stands in the place of each, so that all others keep their position.
 """
 
 from collections import defaultdict
@@ -12,8 +13,11 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tuneloop.shared.experience import Float32s, Int32s, Sample
+from tuneloop.shared.experience import REDACTED, Float32s, Int32s, Sample
 from tuneloop.shared.ledger.training.merged_calls import merge_calls
+
+#: Is read where a token was redacted. Every vocabulary has it.
+_STAND_IN = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,19 +49,20 @@ class TokenSequence:
     def goes_on_in(self, sample: Sample) -> bool:
         """Whether the call's prompt begins with all of this."""
         length = len(self.ids)
-        return len(sample.prompt_ids) >= length and np.array_equal(sample.prompt_ids[:length], self.ids)
+        return len(sample.prompt_ids) >= length and np.array_equal(_readable(sample.prompt_ids[:length]), self.ids)
 
     def then(self, sample: Sample) -> Self:
         """This, and then a call that it goes on in."""
         between, reply = sample.prompt_ids[len(self.ids) :], sample.completion_ids
-        quiet, said = len(between), len(reply)
+        quiet, known = len(between), reply != REDACTED
+        nothing, zero, one = np.int32(-1), np.float32(0), np.float32(1)
+        said = np.where(known, np.int32(len(self.calls)), nothing)
+        temperatures = np.where(known, np.float32(sample.temperature), one)
         return type(self)(
-            ids=np.concatenate([self.ids, between, reply]),
-            of=np.concatenate([self.of, np.full(quiet, -1, np.int32), np.full(said, len(self.calls), np.int32)]),
-            sampled=np.concatenate([self.sampled, np.zeros(quiet, np.float32), sample.logprobs]),
-            temperatures=np.concatenate(
-                [self.temperatures, np.ones(quiet, np.float32), np.full(said, sample.temperature, np.float32)]
-            ),
+            ids=np.concatenate([self.ids, _readable(between), _readable(reply)]),
+            of=np.concatenate([self.of, np.full(quiet, nothing), said]),
+            sampled=np.concatenate([self.sampled, np.full(quiet, zero), np.where(known, sample.logprobs, zero)]),
+            temperatures=np.concatenate([self.temperatures, np.full(quiet, one), temperatures]),
             calls=(*self.calls, sample),
         )
 
@@ -65,6 +70,10 @@ class TokenSequence:
     def start(self) -> int:
         """Where the first reply begins."""
         return int(np.argmax(self.of >= 0))
+
+
+def _readable(ids: Int32s) -> Int32s:
+    return np.where(ids == REDACTED, np.int32(_STAND_IN), ids)
 
 
 def run_of(sample: Sample) -> tuple[str, ...]:

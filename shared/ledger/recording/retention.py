@@ -47,6 +47,9 @@ class ErasureResult(NamedTuple):
     trained: dict[int, int]
 
 
+NOTHING_ERASED = ErasureResult(frozenset(), 0, 0, {})
+
+
 class Export(NamedTuple):
     """A file that rows were exported to."""
 

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 
 from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
+from tuneloop.shared.ledger.storage.key_tables import key_events, keys  # noqa: F401 - they are of the schema, too
 from tuneloop.shared.ledger.storage.schema_types import RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.

@@ -11,7 +11,7 @@ import pytest
 
 from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
 
-ANN = Person("acme", "ann", frozenset({"m1"}))
+ANN = Person("acme", ("ann",), frozenset({"m1"}))
 
 THEIRS: list[dict[str, Any]] = [
     {"msg_id": "m1"},

@@ -177,7 +177,7 @@ def exported_line(source: Ledger, file: Path, **but: Any) -> str:
     ("but", "wrong"),
     [
         ({"completion_ids": [1]}, "1 completion_ids, 2 logprobs"),
-        ({"completion_ids": [-1, 2]}, r"\$\.completion_ids"),
+        ({"completion_ids": [-2, 2]}, r"\$\.completion_ids"),
         ({"msg_id": "x" * 97}, r"\$\.msg_id"),
         ({"state": "unheard of"}, r"\$\.state"),
         ({"version_min": 3}, "version_min is greater"),

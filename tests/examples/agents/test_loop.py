@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import examples.email_search.main as email_search
+import examples.werewolf.both_sides as both_sides
 from benchmarks.learning import agents
 from examples.worlds.schooling import Schooling
 from examples.worlds.start import Beginner
@@ -23,12 +24,14 @@ GOALS: Mapping[str, Callable[[Means, Means], bool]] = {
 }
 
 
+NOTHING = Beginner(hidden=32, layers=1, schooling=Schooling(early_steps=1, late_steps=0, batch=1))
+
+
 @pytest.mark.vllm
 def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = Beginner(hidden=32, layers=1, schooling=Schooling(early_steps=1, late_steps=0, batch=1))
-    monkeypatch.setattr(email_search, "BEGINNER", nothing)
+    monkeypatch.setattr(email_search, "BEGINNER", NOTHING)
     monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
     given = ["--steps", "1", "--batch", "2", "--group", "2", "--held-out", "4", "--dir", str(tmp_path / "run")]
     email_search.main([*given, "--start", str(tmp_path / "start")])
@@ -36,6 +39,23 @@ def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
     assert [each["step"] for each in summary["evaluations"]] == [0, 1]
     assert summary["failures"] == {}
     assert [step for step, _ in summary["curve"]] == [1]
+
+
+@pytest.mark.vllm
+def test_both_sides_of_a_game_are_trained_by_services_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(both_sides, "BEGINNER", NOTHING)
+    monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
+    given = ["--steps", "1", "--batch", "4", "--group", "4", "--held-out", "2", "--dir", str(tmp_path / "run")]
+    both_sides.main([*given, "--start", str(tmp_path / "start")])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["version"], summary["failures"]) == (1, {})
+    folder = Path(summary["folder"])
+    for side in ("wolves", "villagers"):
+        assert "model" in (folder / "tune" / f"{side}.yaml").read_text()
+        checkpoints = folder.parent / f"{folder.name}-{side}"
+        assert [path.name for path in checkpoints.glob("global_step_*")] == ["global_step_1"]
 
 
 def means(folder: Path, reward: str, when: str) -> dict[str, float]:

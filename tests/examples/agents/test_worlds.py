@@ -19,7 +19,7 @@ from examples.worlds.schooling import Schooling
 from examples.worlds.warmup import lessons, teach
 from tuneloop.runner import ToolCall
 
-WORLDS = [sums.Problems(), mails.Mailbox(), wolves.Wolves()]
+WORLDS = [sums.Problems(), mails.Mailbox(), wolves.Wolves(), wolves.Village()]
 
 
 def verdicts(world: Task, runs: int, *, slips: bool) -> list[Verdict]:
@@ -52,6 +52,36 @@ def test_the_teachers_are_right_and_with_slips_they_are_where_the_start_models_s
     assert 0.5 < mean(slipping["email_search"], "tools") < 0.65
     assert 0.4 < mean(slipping["email_search"], "arguments") < 0.5
     assert 0.42 < mean(slipping["werewolf"], "wins") < 0.6
+    assert mean(right["village"], "wins") > mean(slipping["village"], "wins") > 0.3
+
+
+def test_both_sides_are_asked_and_whoever_names_a_wolf_more_often_wins_more_games() -> None:
+    def villagers_win(name_a_wolf: bool) -> float:
+        won = []
+        for task in wolves.games(5, 200):
+            game = wolves.Game(task, scripted=False)
+            turns = game.play()
+            asked = set()
+            try:
+                player, messages = next(turns)
+                while True:
+                    asked.add(player)
+                    assert messages[0]["content"].startswith(f"You are {player}, a ")
+                    assert (" a wolf with " in messages[0]["content"]) is (player in game.wolves)
+                    others = [each for each in game.alive if each != player and each not in game.wolves]
+                    wolf = next(each for each in game.wolves if each in game.alive)
+                    accuses_a_wolf = name_a_wolf and player not in game.wolves
+                    player, messages = turns.send(wolf if accuses_a_wolf else others[0])
+            except StopIteration:
+                assert asked & {*game.wolves}
+                assert asked - {*game.wolves}
+                villagers = wolves.judge_villagers(game)
+                assert villagers.right is not wolves.judge(game).right
+                won.append(villagers.metrics["villagers_win"])
+        return sum(won) / len(won)
+
+    assert villagers_win(True) == 1.0
+    assert villagers_win(False) == 0.0
 
 
 def test_problems_have_two_operations_or_more_and_the_answer_that_they_lead_to() -> None:

@@ -14,10 +14,10 @@ from tuneloop.explorer.capture.reply_id import (
     PREFIXES,
     ParsedReplyId,
     ReplyIdSigner,
-    load_key,
     minted_at,
 )
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.job_marks import load_key
 
 SIGNER = ReplyIdSigner(b"k" * 32)
 
@@ -91,7 +91,7 @@ def test_ids_sort_by_time() -> None:
 
 def test_the_key_is_made_once_by_many_processes(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib, tuneloop.explorer.capture.reply_id as m\n"
+        "import sys, pathlib, tuneloop.shared.job_marks as m\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
         "print(m.load_key(pathlib.Path(sys.argv[1])).hex())"

@@ -365,11 +365,11 @@ def said(endpoint: str, body: Any, **but: Any) -> JudgedExchange:
     )
 
 
-async def no_conversation(_: str) -> Sequence[dict[str, Any]]:
+async def no_conversation(_: str, __: str) -> Sequence[dict[str, Any]]:
     raise RequestRefused("gone", status=404)
 
 
-async def a_conversation(_: str) -> Sequence[dict[str, Any]]:
+async def a_conversation(_: str, __: str) -> Sequence[dict[str, Any]]:
     return [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
 
 
@@ -392,7 +392,7 @@ USER = {"role": "user", "content": "2+2"}
     ],
 )
 async def test_replies_of_every_endpoint_are_read(endpoint: str, body: Any, messages: Any) -> None:
-    reply = await reading_of(said(endpoint, body, choice=3), a_conversation)
+    reply = await reading_of(said(endpoint, body, choice=3), "default", a_conversation)
     assert [{"role": each["role"], "content": each["content"]} for each in reply.messages] == messages
     assert reply.text == "4"
 
@@ -401,7 +401,7 @@ async def test_tools_are_read() -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     calls = json.dumps([{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]).encode()
     reply = await reading_of(
-        said("/v1/chat/completions", {"messages": [USER], "tools": tools}, tool_calls=calls), no_conversation
+        said("/v1/chat/completions", {"messages": [USER], "tools": tools}, tool_calls=calls), "default", no_conversation
     )
     assert (reply.tools, reply.tool_calls[0].arguments) == (("add",), {"a": 2})
 
@@ -425,7 +425,7 @@ async def test_tools_are_read() -> None:
 )
 async def test_what_cannot_be_read_is_an_error_of_that_reply(endpoint: str, body: Any) -> None:
     with pytest.raises(RequestRefused):
-        await reading_of(said(endpoint, body, choice=3), no_conversation)
+        await reading_of(said(endpoint, body, choice=3), "default", no_conversation)
 
 
 def test_a_rubric_of_a_file_is_judged_by(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.feedback.events import EventFactory
 from tuneloop.explorer.feedback.request import MAX_CHARACTERS, MAX_IDS, parse_entries
 from tuneloop.explorer.feedback.routes import MAX_BODY_BYTES, WEAKEST_FIRST
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, Feedback, Kind, Outcome
 
@@ -25,9 +26,8 @@ FIRST, SECOND = (SIGNER.mint("acme", 2) for _ in range(2))
 
 def heard(body: dict[str, Any], header: str | None = None) -> list[Feedback]:
     """The events of a body."""
-    return [
-        each.event for each in EventFactory(SIGNER, "acme").hear(parse_entries(body, header)) if each.event is not None
-    ]
+    heard = EventFactory(SIGNER, Caller(tenant="acme")).hear(parse_entries(body, header))
+    return [each.event for each in heard if each.event is not None]
 
 
 def one(**body: Any) -> Feedback:

@@ -45,4 +45,6 @@ def test_a_text_that_would_stop_the_engine_is_refused(explorer: RunningExplorer,
 def test_a_slash_too_many_is_no_redirect_to_where_the_client_likes(explorer: RunningExplorer) -> None:
     for path in ("/commit/", "/feedback/", "/health/"):
         answer = explorer.http.post(path, headers={"Host": "evil.example"}, json={})
+        assert (answer.status_code, "location" in answer.headers) == (403, False)
+        answer = explorer.http.post(path, json={})
         assert (answer.status_code, "location" in answer.headers) == (404, False)

@@ -32,7 +32,7 @@ async def play(task: Any, model: Any, auxiliary_models: dict[str, Any]) -> Workf
     await ask(model, "1+1")
     for _ in range(2):
         await ask(auxiliary_models["villagers"], task["question"])
-    return WorkflowOutput(reward={"wolves": 1.0, "villagers": -0.5})  # type: ignore[arg-type]
+    return WorkflowOutput(reward={"wolves": 1.0, "villagers": -0.5})
 
 
 def test_each_models_calls_are_trained_by_its_own_service(pair: Pair, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def play_for_wolves(task: Any, model: Any, auxiliary_models: dict[str, Any
 def test_a_reward_for_a_model_that_is_not_there_is_a_failure(pair: Pair, tmp_path: Path) -> None:
     async def misnamed(task: Any, model: Any) -> WorkflowOutput:
         await ask(model, "1+1")
-        return WorkflowOutput(reward={"wolfs": 1.0})  # type: ignore[arg-type]
+        return WorkflowOutput(reward={"wolfs": 1.0})
 
     with pytest.raises(TuneFailed, match="no reward"):
         tune(

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.factories import sample
+from tuneloop.shared.experience import REDACTED
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.batch import collate
@@ -115,3 +117,11 @@ def test_each_call_is_clipped_and_punished_by_itself_after_it_was_credited():
     long = {"reward_clip": (-1.0, 1.0), "overlong": {"buffer": 2, "penalty": 0.5}, "credit": "discounted"}
     calls, _ = _calls(_trajectory(0.0, 0.0, 9.0), limit=3, turn_discount=0.1, **long)
     assert calls.rewards_C.tolist() == pytest.approx([0.09 - 0.25, 0.9 - 0.25, 1.0 - 0.25])
+
+
+def test_a_call_with_redacted_tokens_is_paid_once_at_its_last_token_that_is_learnt():
+    [call] = _trajectory(2.0)
+    ids = np.array([1, REDACTED, 2, REDACTED], np.int32)
+    [other, _] = _trajectory(1.0, 0.0, run="q", first=5)
+    calls, _ = _calls([replace(call, completion_ids=ids, logprobs=np.zeros(4, np.float32)), other], merge=False)
+    assert calls.paid_BR.tolist() == [[0, 0, 2, 0], [0, 1, 0, 0]]

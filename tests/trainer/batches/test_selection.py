@@ -28,7 +28,9 @@ def _ids(*values):
         ({"reward": 1e30}, "reward"),
         ({"temperature": 0.0}, "temperature"),
         ({"prompt_ids": _ids(VOCABULARY)}, "vocabulary"),
-        ({"prompt_ids": _ids(-1)}, "vocabulary"),
+        ({"prompt_ids": _ids(-2)}, "vocabulary"),
+        ({"prompt_ids": _ids(5, -1)}, "redacted"),
+        ({"completion_ids": _ids(5, -1), "logprobs": np.float32([-1, 0])}, "redacted"),
     ],
 )
 def test_a_sample_that_cannot_be_trained_on_says_why(but, word):

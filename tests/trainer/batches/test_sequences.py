@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.trainer.factories import sample
+from tuneloop.shared.experience import REDACTED
 from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble, superseded_calls
 
@@ -101,3 +102,26 @@ def test_choices_of_one_request_are_no_retries_but_for_the_one_that_was_gone_on_
 
 def test_a_sequence_knows_where_its_first_reply_begins():
     assert TokenSequence.alone(SECOND).start == 5
+
+
+# What was redacted.
+
+
+def test_a_redacted_token_is_read_as_another_and_not_learnt_from() -> None:
+    ids, logprobs = np.int32([4, REDACTED, REDACTED, 6]), np.float32([-1, 0, 0, -2])
+    alone = TokenSequence.alone(sample(1, prompt_ids=np.int32([7, REDACTED]), completion_ids=ids, logprobs=logprobs))
+    assert alone.ids.tolist() == [7, 0, 4, 0, 0, 6]
+    assert alone.of.tolist() == [-1, -1, 0, -1, -1, 0]
+    assert alone.sampled.tolist() == [0, 0, -1, 0, 0, -2]
+    batch = collate([alone])
+    assert batch.mask_BR.tolist() == [[True, False, False, True]]
+    assert batch.predicts_BT.tolist() == [[False, True, False, False, True, False]]
+
+
+def test_calls_that_go_on_from_what_was_redacted_are_merged() -> None:
+    first = sample(1, prompt_ids=np.int32([7]), completion_ids=np.int32([4, REDACTED]), logprobs=np.float32([-1, 0]))
+    second = sample(
+        2, prompt_ids=np.int32([7, 4, REDACTED, 9]), completion_ids=np.int32([5]), logprobs=np.float32([-1])
+    )
+    assert TokenSequence.alone(first).goes_on_in(second)
+    assert TokenSequence.alone(first).then(second).of.tolist() == [-1, 0, -1, -1, 1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.doubles.engine import CHAT, MODEL
-from tests.hostile.traffic import MESSAGES, RESPONSES, TEXT, Path, Reply, Traffic
+from tests.hostile.generated.traffic import MESSAGES, RESPONSES, TEXT, Path, Reply, Traffic
 
 _PATHS: tuple[Path, ...] = (CHAT, TEXT, RESPONSES, MESSAGES)
 _paths = st.sampled_from(_PATHS)

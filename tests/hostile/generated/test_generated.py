@@ -12,9 +12,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.hostile.bed import Bed, bed_with
 from tests.hostile.echo import echo_process
-from tests.hostile.machine import Clients
-from tests.hostile.openapi import description
-from tests.hostile.traffic import Traffic
+from tests.hostile.generated.machine import Clients
+from tests.hostile.generated.openapi import description
+from tests.hostile.generated.traffic import Traffic
 
 #: The requests of the long version, of which the state machine sends the larger part.
 REQUESTS = int(os.environ.get("TUNELOOP_TEST_REQUESTS", "100000"))

@@ -1,0 +1,162 @@
+"""This file is `tuneloop keys`."""
+
+import getpass
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
+from tuneloop.shared.errors import KeyRefused, TuneloopError
+from tuneloop.shared.experience import DEFAULT_TENANT, Scope
+from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
+from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.operations.diagnosis import moment
+from tuneloop.shared.settings.loader import read_settings
+
+app = typer.Typer(help="The keys that clients are let in by.", no_args_is_help=True)
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+)([smhd])").fullmatch
+
+_Json = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
+_Name = Annotated[
+    str, typer.Option("--name", metavar="[TENANT/]NAME", help="Whose key it is: its feedback is in this name.")
+]
+_Scopes = Annotated[
+    list[Scope] | None, typer.Option("--scope", help="What it allows, once for each; default: inference, feedback.")
+]
+_Expires = Annotated[str | None, typer.Option("--expires-in", metavar="30d", help="For how long; else for ever.")]
+_Limits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=N",
+        help=f"How much it allows, once for each of {', '.join(KeyLimits.__struct_fields__)}.",
+    ),
+]
+_Last = Annotated[int, typer.Option("--last", min=1, max=100_000, help="How many.")]
+
+
+@app.command()
+def create(
+    config: ConfigOption,
+    name: _Name,
+    scope: _Scopes = None,
+    limit: _Limits = None,
+    expires_in: _Expires = None,
+    set_: SetOption = None,
+) -> None:
+    """Make a key, and print it: it is told once. A database that is not there yet is made."""
+    tenant, slash, own_name = name.rpartition("/")
+    grant = KeyGrant(
+        name=own_name,
+        scopes=tuple(scope or (Scope.INFERENCE, Scope.FEEDBACK)),
+        tenant=tenant if slash else DEFAULT_TENANT,
+        limits=parse_limits(limit or ()),
+        expires_in=None if expires_in is None else parse_duration(expires_in),
+    )
+    _make_database(config, set_)
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        key, secret = ledger.keys.create(grant, actor=getpass.getuser())
+    echo(f"{key.key_id}: {key.name}, tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again:", err=True)
+    echo(secret)
+
+
+@app.command("list")
+def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = False) -> None:
+    """List the keys, without their secrets, the oldest first."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        found, now = ledger.keys.all(), ledger.transactions.time()
+    if for_programs:
+        echo(msgspec.json.encode([key_report(key) for key in found]).decode())
+    else:
+        echo("\n".join(line for key in found for line in _lines(key, now)) or "there are no keys")
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="KEY_ID", help="Its id, as `list` shows it.")],
+    config: ConfigOption,
+    set_: SetOption = None,
+) -> None:
+    """End a key: a service refuses it a second later."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        if not ledger.keys.revoke(key_id, actor=getpass.getuser()):
+            raise TuneloopError(f"no key {key_id} is in force; `tuneloop keys list` shows all")
+    echo(f"{key_id} is revoked")
+
+
+@app.command()
+def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_programs: _Json = False) -> None:
+    """Say who made and revoked which key, the newest first."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        events = ledger.keys.events(last=last)
+    if for_programs:
+        echo(msgspec.json.encode([event._asdict() for event in events]).decode())
+        return
+    lines = [
+        f"{moment(each.at)}  {each.key_id}  {each.action} by {visible(each.actor)}  ({each.name}, tenant {each.tenant})"
+        for each in events
+    ]
+    echo("\n".join(lines) or "no key was made yet")
+
+
+def parse_limits(texts: list[str] | tuple[str, ...]) -> KeyLimits:
+    """The limits of options such as requests_per_minute=60. Raises KeyRefused."""
+    limits: dict[str, int] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in KeyLimits.__struct_fields__ or not (value.isascii() and value.isdigit()):
+            raise KeyRefused(
+                f"--limit {text}: write NAME=N, a whole number, with one of {', '.join(KeyLimits.__struct_fields__)}"
+            )
+        limits[name] = int(value)
+    return KeyLimits(**limits)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds. Raises KeyRefused.
+
+    >>> parse_duration("12h")
+    43200.0
+    """
+    if (found := _DURATION(text)) is None:
+        raise KeyRefused(f"--expires-in {text}: write a number and s, m, h or d, such as 30d")
+    return float(int(found[1]) * _UNITS[found[2]])
+
+
+def key_report(key: AccessKey) -> dict[str, object]:
+    """A key as programs see it: all but its hash."""
+    report: dict[str, object] = msgspec.to_builtins(key)
+    del report["digest"]
+    return report
+
+
+def _make_database(config: Path, overrides: list[str] | None) -> None:
+    settings = read_settings(config, overrides or ()).valid_settings()
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    if revisions.current(settings.database_url, schema=schema) is None:
+        upgrade(settings.database_url, schema=schema)
+
+
+def _lines(key: AccessKey, now: float) -> Iterator[str]:
+    state = "in force"
+    if key.revoked_at is not None:
+        state = f"revoked {moment(key.revoked_at)}"
+    elif key.expires_at is not None:
+        state = f"{'expired' if key.expires_at <= now else 'until'} {moment(key.expires_at)}"
+    allows = f"{key.name}, tenant {key.tenant}: {', '.join(key.scopes)}"
+    yield f"{key.key_id}  {allows}; made {moment(key.created_at)}, {state}"
+    limits = {name: limit for name, limit in msgspec.structs.asdict(key.limits).items() if limit is not None}
+    if limits:
+        yield f"    {', '.join(f'{name} {limit}' for name, limit in limits.items())}"

@@ -1,0 +1,160 @@
+"""Lets requests in by their heads, before a body is read: which key, what it may do, whether it has had enough.
+
+All it asks is in memory, since it is asked for every request: the control process keeps the table fresh, and a key that
+is not in it is refused, whether the database answers or not.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from prometheus_client import Counter
+
+from tuneloop.explorer.access import key_prefix
+from tuneloop.explorer.access.loopback import HostRules
+from tuneloop.explorer.access.rate_limits import KeyMeter, KeyUsage
+from tuneloop.explorer.access.route_scopes import OPEN, required_scopes
+from tuneloop.explorer.http import run_prefix
+from tuneloop.explorer.http.caller import Caller
+from tuneloop.shared import steady_time
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import AccessKey, KeyTable, digest_of
+from tuneloop.shared.settings.serving import is_loopback
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import reveal
+
+_HEADERS = frozenset({b"authorization", b"x-api-key", b"host", b"origin"})
+_BEARER = b"bearer "
+
+#: Where the routes of administrators are. Without keys they ask for `explorer.admin_key`, or are not there.
+_ADMIN = "/admin"
+
+_STRANGER = Caller()
+_LOCAL = Caller(scopes=frozenset(set(Scope) - {Scope.ADMIN}))
+
+
+class _Holder:
+    """A key that is in force, and what its holder has taken."""
+
+    __slots__ = ("caller", "expires_at", "key_id", "meter")
+
+    def __init__(self, key: AccessKey, meter: KeyMeter) -> None:
+        self.key_id = key.key_id
+        self.meter = meter
+        self.expires_at = float("inf") if key.expires_at is None else key.expires_at
+        self.caller = Caller(name=key.name, tenant=key.tenant, scopes=frozenset(key.scopes), meter=meter)
+
+
+class Gatekeeper:
+    """Decides who comes in."""
+
+    def __init__(self, settings: Settings) -> None:
+        explorer = settings.explorer
+        self._refused: Counter | None = None
+        self._holders: dict[bytes, _Holder] = {}
+        self._insecure, self._on_loopback = explorer.insecure, is_loopback(explorer.listen_address)
+        self._hosts = None if self._insecure else HostRules(explorer.allowed_hosts)
+        admin_key = reveal(explorer.admin_key)
+        self._admin_digest = None if admin_key is None else digest_of(admin_key)
+        self._operator = Caller(name="admin_key", scopes=frozenset({Scope.ADMIN}))
+        self.apply(KeyTable())
+
+    def apply(self, table: KeyTable) -> None:
+        """Go by these keys from now on. What was taken of a key stays taken."""
+        known = {holder.key_id: holder for holder in self._holders.values()}
+        self._holders = {key.digest: self._holder_of(key, known.get(key.key_id)) for key in table.keys}
+        self._open = self._insecure or (self._on_loopback and not table.in_force)
+
+    async def publish(self, table: KeyTable) -> None:
+        """The same, for who tells several."""
+        self.apply(table)
+
+    def count_in(self, refused: Counter) -> None:
+        """Count refusals there from now on, by their codes."""
+        self._refused = refused
+
+    def _holder_of(self, key: AccessKey, before: _Holder | None) -> _Holder:
+        return _Holder(key, KeyMeter(key.limits) if before is None else before.meter)
+
+    def admit(self, scope: MutableMapping[str, Any]) -> Caller:
+        """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
+        if scope["path"].startswith(key_prefix.PREFIX):
+            key_prefix.strip_prefix(scope)
+        run_prefix.strip_prefix(scope)
+        try:
+            return self._admit(scope)
+        except RequestRefused as error:
+            if self._refused is not None:
+                self._refused.labels(error.code).inc()
+            raise
+
+    def _admit(self, scope: Mapping[str, Any]) -> Caller:
+        method, path = scope["method"], scope["path"]
+        required = required_scopes(method, path)
+        if required is OPEN:
+            return _STRANGER
+        headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
+        if self._open and self._hosts is not None:
+            self._hosts.check(method, headers.get(b"host"), headers.get(b"origin"))
+        candidates = list(_candidates(scope, headers))
+        for secret in candidates:
+            digest = digest_of(secret)
+            if (holder := self._holders.get(digest)) is not None:
+                return _check(holder, required)
+            if digest == self._admin_digest:
+                return self._operator
+        if not self._open:
+            raise _unknown() if candidates else _missing()
+        if not path.startswith(_ADMIN):
+            return _LOCAL
+        if self._admin_digest is None:
+            raise RequestRefused(f"no route {path}", status=404, code="not_found")
+        raise _no_entry("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
+
+    def usage(self) -> dict[str, KeyUsage]:
+        """What each key that has been used here has taken, by its id."""
+        return {holder.key_id: holder.meter.usage for holder in self._holders.values() if holder.meter.usage.requests}
+
+    def subtract_others(self, usage: Mapping[str, KeyUsage]) -> None:
+        """Subtract what the keys have taken of other workers."""
+        for holder in self._holders.values():
+            if (others := usage.get(holder.key_id)) is not None:
+                holder.meter.subtract_others(others)
+
+
+def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[str]:
+    """The keys that a request brings: a client may send a placeholder in the header that it always sends."""
+    if (key := key_prefix.key_in(scope)) is not None:
+        yield key
+        return
+    bearer = headers.get(b"authorization", b"")
+    if bearer[: len(_BEARER)].lower() == _BEARER:
+        yield bearer[len(_BEARER) :].strip().decode("latin-1")
+    if (value := headers.get(b"x-api-key")) is not None:
+        yield value.decode("latin-1")
+
+
+def _check(holder: _Holder, required: frozenset[Scope]) -> Caller:
+    """The holder of a key, if it may do one of these now. Raises RequestRefused."""
+    caller = holder.caller
+    if steady_time.now() >= holder.expires_at:
+        raise _no_entry("this key has expired", "key_expired")
+    if caller.scopes.isdisjoint(required) and Scope.ADMIN not in caller.scopes:
+        wanted = " or ".join(sorted(required))
+        raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
+    holder.meter.admit()
+    return caller
+
+
+def _missing() -> RequestRefused:
+    return _no_entry(
+        "send a key as `Authorization: Bearer <key>`, as `x-api-key`, or in the path: /key/<key>/v1/…", "key_missing"
+    )
+
+
+def _unknown() -> RequestRefused:
+    return _no_entry("this key is unknown or was revoked", "key_unknown")
+
+
+def _no_entry(message: str, code: str) -> RequestRefused:
+    return RequestRefused(message, status=401, code=code)

@@ -1,0 +1,114 @@
+"""Keeps the workers' keys fresh: the control process looks for changes twice a second, and tells them.
+
+{job_dir}/keys.json    the hashes of the keys, for a start while the database is away; never the truth
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from tuneloop.explorer.access.rate_limits import KeyUsage
+from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
+from tuneloop.shared.job_marks import KEYS
+from tuneloop.shared.ledger.keys import Keys, KeyTable
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: A key that is revoked is refused so much later, at most, while the database answers.
+_LOOK_S = 0.5
+
+Publish = Callable[[KeyTable], Awaitable[None]]
+
+
+class KeyWatch:
+    """The keys as the control process knows them. Told first `publish` of all workers."""
+
+    def __init__(self, settings: Settings, keys: Keys) -> None:
+        self._keys = keys
+        self._path = settings.job_dir / KEYS
+        self._publish: list[Publish] = []
+        self.table = KeyTable()
+
+    def open(self) -> None:
+        """Read the keys; while the database is away, those that were known last."""
+        try:
+            self.table = self._keys.table()
+        except LedgerUnavailable:
+            self.table = _recall(self._path)
+        else:
+            _remember(self._path, self.table)
+
+    def subscribe(self, publish: Publish) -> None:
+        """Have `publish` called with every new table."""
+        self._publish.append(publish)
+
+    async def run(self, metrics: Metrics) -> None:
+        """Look for changes for ever."""
+        await every(_LOOK_S, self._turn, task="keys", metrics=metrics)
+
+    async def _turn(self) -> None:
+        if await asyncio.to_thread(self._keys.revision) == self.table.revision:
+            return
+        self.table = table = await asyncio.to_thread(self._keys.table)
+        for publish in self._publish:
+            await publish(table)
+        await asyncio.to_thread(_remember, self._path, table)
+
+
+class SharedUsage:
+    """What each worker's keys have taken, so that several workers hold a key to one limit."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[int, Mapping[str, KeyUsage]] = {}
+
+    def exchange(self, worker: int, usage: Mapping[str, KeyUsage]) -> dict[str, KeyUsage]:
+        """Note what a worker's keys have taken; the answer is what they have taken of all others."""
+        self._by_worker[worker] = usage
+        others: dict[str, KeyUsage] = {}
+        for number, each in self._by_worker.items():
+            if number != worker:
+                for key_id, taken in each.items():
+                    others[key_id] = _sum(others.get(key_id, KeyUsage()), taken)
+        return others
+
+    def retire(self, worker: int) -> None:
+        """A worker is no more."""
+        self._by_worker.pop(worker, None)
+
+
+def _sum(one: KeyUsage, other: KeyUsage) -> KeyUsage:
+    return KeyUsage(*(getattr(one, name) + getattr(other, name) for name in KeyUsage.__struct_fields__))
+
+
+def require_keys(settings: Settings, table: KeyTable) -> None:
+    """Raise EnvironmentRefused where strangers could come in without a key."""
+    if (problem := settings.explorer.why_exposed(has_keys=bool(table.keys))) is not None:
+        raise EnvironmentRefused(problem)
+
+
+def _recall(path: Path) -> KeyTable:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyTable)
+    except (OSError, msgspec.MsgspecError):
+        return KeyTable(in_force=True)  # nobody knows: so nobody comes in
+
+
+def _remember(path: Path, table: KeyTable) -> None:
+    """A disk that refuses it costs no more than the next start without a database."""
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(table))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError as error:
+        log.error("keys_not_recall", path=str(path), reason=error.strerror)

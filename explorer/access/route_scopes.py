@@ -1,0 +1,60 @@
+"""Which scope each route asks of a key. A route that is not here asks for `admin`."""
+
+from tuneloop.shared.experience import Scope
+
+Scopes = frozenset[Scope]
+
+#: Anybody may ask this, without a key too.
+OPEN: Scopes = frozenset()
+
+_INFERENCE, _FEEDBACK = frozenset({Scope.INFERENCE}), frozenset({Scope.FEEDBACK})
+_READ, _COMMIT = frozenset({Scope.READ}), frozenset({Scope.COMMIT})
+_ADMIN = frozenset({Scope.ADMIN})
+
+#: Any one of the scopes will do. Trinity's prefix is taken off before.
+_ROUTES: dict[tuple[str, str], Scopes] = {
+    ("POST", "/v1/chat/completions"): _INFERENCE,
+    ("POST", "/v1/completions"): _INFERENCE,
+    ("POST", "/v1/responses"): _INFERENCE,
+    ("POST", "/v1/messages"): _INFERENCE,
+    ("POST", "/v1/messages/count_tokens"): _INFERENCE,
+    ("POST", "/tokenize"): _INFERENCE,
+    ("POST", "/detokenize"): _INFERENCE,
+    ("GET", "/tokenizer_info"): _INFERENCE,
+    ("GET", "/version"): _INFERENCE,
+    ("GET", "/v1/models"): _INFERENCE | _READ,
+    ("GET", "/v1/chat/completions"): _READ,
+    ("POST", "/feedback"): _FEEDBACK,
+    ("POST", "/commit"): _COMMIT,
+    ("GET", "/training"): _READ | _COMMIT,
+    ("GET", "/training/calls"): _READ | _COMMIT,
+    ("GET", "/metrics"): _ADMIN,
+    ("GET", "/health"): OPEN,
+    ("GET", "/health/live"): OPEN,
+    ("GET", "/health/ready"): OPEN,
+    ("GET", "/ping"): OPEN,
+    ("POST", "/ping"): OPEN,
+}
+
+#: The same for all routes that begin so; the first counts.
+_BELOW: tuple[tuple[str, str, Scopes], ...] = (
+    ("GET", "/v1/chat/completions/", _READ),
+    ("POST", "/v1/chat/completions/", _COMMIT),
+    ("DELETE", "/v1/chat/completions/", _COMMIT),
+    # Who may ask for a response in the background must be able to fetch it.
+    ("GET", "/v1/responses/", _INFERENCE | _READ),
+    ("POST", "/v1/responses/", _INFERENCE),
+    ("GET", "/v1/models/", _INFERENCE | _READ),
+)
+
+_TRINITY = "/trinity/"
+
+
+def required_scopes(method: str, path: str) -> Scopes:
+    """The scopes of which a request needs one."""
+    found = _ROUTES.get((method, path))
+    if found is not None:
+        return found
+    if path.startswith(_TRINITY):
+        return required_scopes(method, path[len(_TRINITY) - 1 :])
+    return next((scopes for verb, begin, scopes in _BELOW if verb == method and path.startswith(begin)), _ADMIN)

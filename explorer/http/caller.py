@@ -1,0 +1,100 @@
+"""Who sends a request: the tenant, what the caller may do, and the meter that counts what it takes."""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tuneloop.shared.experience import DEFAULT_TENANT, Scope
+
+#: Where a scope has its caller.
+_SCOPE_KEY = "tuneloop.caller"
+
+
+class Meter(Protocol):
+    """What a caller takes of its limits."""
+
+    def begin_request(self) -> None:
+        """One more of its requests is being answered."""
+
+    def end_request(self) -> None:
+        """One of them is answered."""
+
+    def count_bytes(self, count: int) -> None:
+        """So many bytes of a body have come."""
+
+    def count_tokens(self, count: int) -> None:
+        """So many tokens were read and sampled."""
+
+    def take_feedback(self, count: int) -> None:
+        """So many events are to be stored. Raises RequestRefused where they are more than it may bring now."""
+
+
+class Unmetered:
+    """The meter of callers without limits."""
+
+    def begin_request(self) -> None:
+        """Count nothing."""
+
+    def end_request(self) -> None:
+        """Count nothing."""
+
+    def count_bytes(self, count: int) -> None:
+        """Count nothing."""
+
+    def count_tokens(self, count: int) -> None:
+        """Count nothing."""
+
+    def take_feedback(self, count: int) -> None:
+        """Refuse nothing."""
+
+
+_UNMETERED = Unmetered()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A key's holder, or a caller without one: then `name` is empty."""
+
+    name: str = ""
+    tenant: str = DEFAULT_TENANT
+    scopes: frozenset[Scope] = frozenset()
+    meter: Meter = _UNMETERED
+
+    def rater(self, source: str | None) -> str | None:
+        """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
+
+        >>> Caller(name="web").rater("ann"), Caller(name="web").rater(None), Caller().rater("ann")
+        ('key:web/ann', 'key:web', 'ann')
+        """
+        if not self.name:
+            return source
+        return f"key:{self.name}/{source}" if source else f"key:{self.name}"
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether figures about all tenants are the caller's business: an operator's, or that of who has no key."""
+        return not self.name or Scope.ADMIN in self.scopes
+
+
+class EntryGate(Protocol):
+    """Decides who comes in, by the head of a request."""
+
+    def admit(self, scope: MutableMapping[str, Any]) -> Caller:
+        """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
+
+
+def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
+    """Note who sends a request."""
+    scope[_SCOPE_KEY] = caller
+
+
+def find_caller(scope: MutableMapping[str, Any]) -> Caller | None:
+    """Who sends a request; None before a gate has let it in."""
+    found: Caller | None = scope.get(_SCOPE_KEY)
+    return found
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> Caller:
+    """Who sends a request that a gate has let in."""
+    found: Caller = scope[_SCOPE_KEY]
+    return found

@@ -1,0 +1,193 @@
+"""The keys that clients are let in by: who may do what, for which tenant, how much of it, and until when.
+
+A key is told once, when it is made. The database has its SHA-256: 256 random bits cannot be guessed, so a slow hash,
+which a password needs, would protect nothing more.
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import func, insert, select, update
+
+from tuneloop.shared.errors import KeyRefused
+from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope
+from tuneloop.shared.ledger.storage.key_tables import key_events, keys
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
+
+#: What every key begins with, so that one that leaked is recognised.
+PREFIX = "tl-"
+
+_RANDOM_BYTES, _ID_DIGITS = 32, 12
+
+#: The largest limit: of the database's column.
+MAX_LIMIT = 2**31 - 1
+
+#: No slash: it ends the name of a key where the name of a rater follows.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}").fullmatch
+
+
+class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a key allows, a minute and at once; None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    feedback_per_minute: int | None = None
+    bytes_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
+class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """What a key that is to be made allows. `expires_in` is in seconds from now."""
+
+    name: str
+    scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.FEEDBACK)
+    tenant: str = DEFAULT_TENANT
+    limits: KeyLimits = KeyLimits()
+    expires_in: float | None = None
+
+
+class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without its secret; times are seconds since 1970."""
+
+    key_id: str
+    digest: bytes
+    name: str
+    tenant: str
+    scopes: tuple[Scope, ...]
+    limits: KeyLimits = KeyLimits()
+    created_at: float = 0.0
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+
+class KeyTable(msgspec.Struct, frozen=True):
+    """The keys that are not revoked. `in_force`: a key was made at some time, so that none is not enough."""
+
+    keys: tuple[AccessKey, ...] = ()
+    in_force: bool = False
+    revision: int = 0
+
+
+class KeyEvent(NamedTuple):
+    """A row of the audit log."""
+
+    at: float
+    key_id: str
+    name: str
+    tenant: str
+    action: KeyAction
+    actor: str
+
+
+def digest_of(secret: str) -> bytes:
+    """What is kept of a key.
+
+    >>> digest_of("tl-x").hex()[:8]
+    'f995ed74'
+    """
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def check_grant(grant: KeyGrant) -> None:
+    """Raise KeyRefused for a key that cannot be made so."""
+    for param, text in (("name", grant.name), ("tenant", grant.tenant)):
+        if not _NAME(text):
+            raise KeyRefused(
+                f"{param} must have 1 to 64 letters, digits or any of . _ @ -, and begin with a letter or a digit"
+            )
+    if not grant.scopes:
+        raise KeyRefused(f"scopes must name at least one of {', '.join(Scope)}")
+    for param, limit in msgspec.structs.asdict(grant.limits).items():
+        if limit is not None and not 1 <= limit <= MAX_LIMIT:
+            raise KeyRefused(f"{param} must lie between 1 and {MAX_LIMIT}")
+    if grant.expires_in is not None and not 0 < grant.expires_in <= 1e10:
+        raise KeyRefused("expires_in must be a number of seconds above 0")
+
+
+class Keys(LedgerPart):
+    """Makes, lists and revokes keys."""
+
+    def create(self, grant: KeyGrant, *, actor: str) -> tuple[AccessKey, str]:
+        """A new key, and its secret, which nobody is told again. Raises KeyRefused."""
+        check_grant(grant)
+        secret = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+        digest, now = digest_of(secret), self._clock()
+        key = AccessKey(
+            key_id=f"key_{digest.hex()[:_ID_DIGITS]}",
+            digest=digest,
+            name=grant.name,
+            tenant=grant.tenant,
+            scopes=tuple(sorted(set(grant.scopes))),
+            limits=grant.limits,
+            created_at=now,
+            expires_at=None if grant.expires_in is None else now + grant.expires_in,
+        )
+        row = msgspec.structs.asdict(key) | msgspec.structs.asdict(key.limits) | {"scopes": ",".join(key.scopes)}
+        del row["limits"]
+        with self._write() as connection:
+            connection.execute(insert(keys).values(row))
+            connection.execute(insert(key_events).values(_event(key.key_id, KeyAction.CREATED, actor, now)))
+        return key, secret
+
+    def revoke(self, key_id: str, *, actor: str) -> bool:
+        """End a key; False if there is none of that id that was not revoked before."""
+        now = self._clock()
+        with self._write() as connection:
+            live = (keys.c.key_id == key_id, keys.c.revoked_at.is_(None))
+            if not connection.execute(update(keys).where(*live).values(revoked_at=now)).rowcount:
+                return False
+            connection.execute(insert(key_events).values(_event(key_id, KeyAction.REVOKED, actor, now)))
+        return True
+
+    def all(self) -> list[AccessKey]:
+        """Every key that was ever made, oldest first."""
+        return [_key_of(row) for row in self._read(select(keys).order_by(keys.c.created_at, keys.c.key_id))]
+
+    def revision(self) -> int:
+        """A number that grows with every change."""
+        return int(self._read(select(func.coalesce(func.max(key_events.c.id), 0)))[0][0])
+
+    def table(self) -> KeyTable:
+        """The keys that are not revoked, as of one moment."""
+        query = select(keys).where(keys.c.revoked_at.is_(None))
+        [[newest]], rows = self._read_together(select(func.coalesce(func.max(key_events.c.id), 0)), query)
+        return KeyTable(tuple(_key_of(row) for row in rows), newest > 0, newest)
+
+    def events(self, *, last: int) -> list[KeyEvent]:
+        """The newest entries of the audit log, newest first."""
+        named = key_events.join(keys, keys.c.key_id == key_events.c.key_id)
+        columns = (key_events.c.at, keys.c.key_id, keys.c.name, keys.c.tenant, key_events.c.action, key_events.c.actor)
+        query = select(*columns).select_from(named).order_by(key_events.c.id.desc()).limit(last)
+        return [
+            KeyEvent(row.at, row.key_id, row.name, row.tenant, KeyAction(row.action), row.actor)
+            for row in self._read(query)
+        ]
+
+
+def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:
+    """The scopes of these names. Raises KeyRefused."""
+    if unknown := sorted(set(names) - set(Scope)):
+        raise KeyRefused(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}")
+    return tuple(map(Scope, names))
+
+
+def _event(key_id: str, action: KeyAction, actor: str, at: float) -> dict[str, Any]:
+    return {"key_id": key_id, "action": action, "actor": actor, "at": at}
+
+
+def _key_of(row: Any) -> AccessKey:
+    return AccessKey(
+        key_id=row.key_id,
+        digest=bytes(row.digest),
+        name=row.name,
+        tenant=row.tenant,
+        scopes=tuple(map(Scope, row.scopes.split(","))),
+        limits=KeyLimits(**{name: getattr(row, name) for name in KeyLimits.__struct_fields__}),
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+    )

@@ -1,0 +1,1 @@
+"""What is replaced before anything is written: personal data and secrets."""

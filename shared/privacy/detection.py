@@ -1,0 +1,121 @@
+"""Finds what is to be redacted in a text: the built-in kinds, the operator's patterns, and Presidio's entities."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import regex
+import structlog
+
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.privacy.patterns import FINDERS
+from tuneloop.shared.settings.feedback import PrivacySettings
+
+log = structlog.get_logger()
+
+#: Seconds that one of the operator's patterns may take for one text; then all of the text counts as found.
+PATTERN_TIMEOUT_S = 0.25
+
+#: Characters that Presidio is given at once; a longer text is cut, with an overlap in which a name has room.
+_PRESIDIO_CHARACTERS, _OVERLAP = 100_000, 200
+
+#: A text's spans by Presidio: from, to, entity.
+Analyzer = Callable[[str], Iterable[tuple[int, int, str]]]
+
+
+class Span(NamedTuple):
+    """Characters of a text, from `start` to before `end`, and what they were found to be."""
+
+    start: int
+    end: int
+    kind: str
+
+
+class Detector:
+    """What the settings want to have found.
+
+    `slow` where it may take longer than an event loop should wait. `timed_out` is called with the name of what took too
+    long for a text, or failed.
+    """
+
+    def __init__(
+        self,
+        settings: PrivacySettings,
+        *,
+        analyzer: Analyzer | None = None,
+        timed_out: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        self._finders = {name: finder for name, finder in FINDERS.items() if name in settings.redact}
+        self._patterns: Mapping[str, regex.Pattern[str]] = {
+            name: regex.compile(pattern) for name, pattern in settings.patterns.items()
+        }
+        self._analyzer = analyzer or (presidio(settings) if settings.presidio else None)
+        self.slow = bool(self._patterns) or self._analyzer is not None
+        self._timed_out = timed_out
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._finders or self.slow)
+
+    def spans(self, text: str) -> list[Span]:
+        """What was found, in order and apart from each other."""
+        found = [Span(each[0], each[1], name) for name, finder in self._finders.items() for each in finder(text)]
+        for name, pattern in self._patterns.items():
+            found += self._by_pattern(name, pattern, text)
+        if self._analyzer is not None:
+            found += self._by_analyzer(self._analyzer, text)
+        return apart(found)
+
+    def _by_pattern(self, name: str, pattern: regex.Pattern[str], text: str) -> list[Span]:
+        try:
+            matches = pattern.finditer(text, timeout=PATTERN_TIMEOUT_S, concurrent=True)
+            return [Span(each.start(), each.end(), name) for each in matches if each.end() > each.start()]
+        except TimeoutError:
+            self._timed_out(name)
+            return [Span(0, len(text), name)]  # rather too much than what may be in it
+
+    def _by_analyzer(self, analyzer: Analyzer, text: str) -> list[Span]:
+        try:
+            return [Span(start, end, kind.lower()) for start, end, kind in analyzer(text) if start < end]
+        except Exception as error:  # noqa: BLE001 - whatever it raises may quote the text, which must be kept back
+            log.error("presidio_failed", error=type(error).__name__)
+            self._timed_out("presidio")
+            return [Span(0, len(text), "presidio")]
+
+
+def apart(spans: Iterable[Span]) -> list[Span]:
+    """Spans in their order; those that overlap as one, which has the name of the first."""
+    left: list[Span] = []
+    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+        if left and span.start < left[-1].end:
+            left[-1] = left[-1]._replace(end=max(span.end, left[-1].end))
+        else:
+            left.append(span)
+    return left
+
+
+def presidio(settings: PrivacySettings) -> Analyzer:
+    """Presidio's analyzer for the entities in the settings. Raises EnvironmentRefused where it cannot be had."""
+    try:
+        engine: Any = importlib.import_module("presidio_analyzer").AnalyzerEngine()
+    except ImportError:
+        raise EnvironmentRefused(
+            "privacy.presidio: presidio-analyzer is not installed; pip install tuneloop[presidio], and a model of"
+            " spaCy's for the language"
+        ) from None
+    except OSError as error:  # spaCy's, for a model that is not there
+        raise EnvironmentRefused(f"privacy.presidio: {str(error).splitlines()[0]}") from None
+    wanted = list(settings.presidio)
+    unknown = sorted(set(wanted) - set(engine.get_supported_entities(settings.presidio_language)))
+    if unknown:
+        raise EnvironmentRefused(
+            f"privacy.presidio: {', '.join(unknown)} is no entity that Presidio knows in {settings.presidio_language}"
+        )
+
+    def analyze(text: str) -> Iterator[tuple[int, int, str]]:
+        for begin in range(0, len(text), _PRESIDIO_CHARACTERS):
+            part = text[begin : begin + _PRESIDIO_CHARACTERS + _OVERLAP]
+            for each in engine.analyze(part, entities=wanted, language=settings.presidio_language):
+                yield begin + each.start, begin + each.end, each.entity_type
+
+    return analyze

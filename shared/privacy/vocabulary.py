@@ -1,0 +1,116 @@
+"""What each token id stands for, in bytes: it tells which ids of a prompt or a reply spell a span of text.
+
+It is read from the `tokenizer.json` of the model, of which no library is needed for that: a token stands for the same
+bytes wherever it comes.
+"""
+
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+_FILE = "tokenizer.json"
+
+#: SentencePiece's sign for a blank.
+_BLANK = "▁"
+
+
+class Vocabulary:
+    """The bytes of the tokens of one model."""
+
+    def __init__(self, pieces: Sequence[bytes | None]) -> None:
+        self._pieces = pieces
+
+    @classmethod
+    def load(cls, model: Path) -> Self | None:
+        """That of a model, by its folder or its name in Hugging Face's cache; None where it cannot be told."""
+        try:
+            return cls(_pieces(orjson.loads((_folder(model) / _FILE).read_bytes())))
+        except (OSError, LookupError, TypeError, ValueError, AttributeError):
+            return None
+
+    def spell(self, ids: Iterable[int]) -> list[bytes] | None:
+        """The bytes of each id; None if one is unknown."""
+        pieces = self._pieces
+        try:
+            found = [pieces[each] if each >= 0 else b"" for each in ids]
+        except IndexError:
+            return None
+        return None if None in found else found  # type: ignore[return-value]
+
+
+class Spelling:
+    """A row of tokens as text, and which of them spell a part of it."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        data = b"".join(pieces)
+        self.text = data.decode("utf-8", "surrogateescape")
+        self._ascii = len(self.text) == len(data)
+        self._ends = list(accumulate(map(len, pieces)))
+
+    def tokens(self, start: int, end: int) -> range:
+        """The tokens that spell the characters from `start` to `end`, if only in part."""
+        first, last = self._byte(start), self._byte(end)
+        return range(bisect_right(self._ends, first), bisect_left(self._ends, last) + 1)
+
+    def _byte(self, character: int) -> int:
+        return character if self._ascii else len(self.text[:character].encode("utf-8", "surrogateescape"))
+
+
+def _folder(model: Path) -> Path:
+    if model.is_dir():
+        return model
+    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    cached = hub.expanduser() / f"models--{str(model).replace('/', '--')}"
+    return cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
+
+
+def _pieces(described: dict[str, Any]) -> list[bytes | None]:
+    """The bytes of every id. Raises ValueError for a tokenizer whose tokens do not stand for bytes one by one."""
+    model = described["model"]
+    decoders = set(_types(described.get("decoder")))
+    if "ByteLevel" in decoders:
+        bytes_of = _by_bytes
+    elif decoders & {"Metaspace", "ByteFallback"}:
+        bytes_of = _by_blanks
+    else:
+        raise ValueError(f"tokens are decoded by {decoders or 'nothing'}")
+    words = model["vocab"]
+    numbered = words.items() if isinstance(words, dict) else ((word, at) for at, (word, _score) in enumerate(words))
+    found = {number: bytes_of(word) for word, number in numbered}
+    found |= {each["id"]: each["content"].encode() for each in described.get("added_tokens") or ()}
+    return [found.get(number) for number in range(max(found) + 1)]
+
+
+def _types(decoder: Any) -> Iterator[str]:
+    if isinstance(decoder, dict):
+        yield decoder["type"]
+        for each in decoder.get("decoders") or ():
+            yield from _types(each)
+
+
+def _by_bytes(word: str) -> bytes:
+    try:
+        return bytes([_BYTES[each] for each in word])
+    except KeyError:  # a special token
+        return word.encode()
+
+
+def _by_blanks(word: str) -> bytes:
+    if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
+        return bytes([int(word[3:5], 16)])
+    return word.replace(_BLANK, " ").encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's letter for each byte: its own where that can be seen, else one from 256 on."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [each for each in range(256) if each not in seen]
+    return {chr(each): each for each in seen} | {chr(256 + at): each for at, each in enumerate(hidden)}
+
+
+_BYTES = _byte_letters()

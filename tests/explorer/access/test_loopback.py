@@ -1,0 +1,57 @@
+"""Without keys: programs of this machine come in, and websites that a browser here has open do not."""
+
+import httpx
+import pytest
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.running import HELLO, RunningExplorer, settings_for
+from tuneloop.explorer.access.key_watch import require_keys
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import AccessKey, KeyTable
+
+CHAT = "/v1/chat/completions"
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8010", "localhost.evil.example", "127.0.0.1.evil", "x"])
+def test_a_name_that_only_points_here_is_refused(explorer: RunningExplorer, host: str) -> None:
+    assert code(explorer.http.post(CHAT, json=HELLO, headers={"Host": host})) == (403, "host_not_allowed")
+    assert code(explorer.http.get("/metrics", headers={"Host": host})) == (403, "host_not_allowed")
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example", "file://"])
+def test_a_page_of_another_site_may_send_nothing(explorer: RunningExplorer, origin: str) -> None:
+    for path in (CHAT, "/feedback", "/commit"):
+        answer = explorer.http.post(path, content=b"{}", headers={"Origin": origin, "Content-Type": "text/plain"})
+        assert code(answer) == (403, "origin_not_allowed")
+    assert explorer.http.delete(f"{CHAT}/x", headers={"Origin": origin}).status_code == 403
+
+
+def test_programs_and_pages_of_this_machine_come_in(explorer: RunningExplorer) -> None:
+    for headers in ({}, {"Origin": "http://localhost:3000"}, {"Host": "LOCALHOST"}, {"Host": "127.0.0.7:1"}):
+        assert explorer.http.post(CHAT, json=HELLO, headers=headers).status_code == 200
+
+
+def test_a_name_may_be_allowed(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double, allowed_hosts=["Model.internal"])
+    assert explorer.http.post(CHAT, json=HELLO, headers={"Host": "model.internal:80"}).status_code == 200
+
+
+def test_whoever_is_insecure_lets_everybody_in(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double, insecure=True)
+    assert explorer.http.post(CHAT, json=HELLO, headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_elsewhere_a_key_is_needed(tmp_path) -> None:
+    settings = settings_for(tmp_path, listen_address="0.0.0.0")
+    with pytest.raises(EnvironmentRefused, match="tuneloop keys create"):
+        require_keys(settings, KeyTable())
+    key = AccessKey(key_id="key_1", digest=b"x", name="web", tenant="default", scopes=(Scope.READ,))
+    require_keys(settings, KeyTable((key,), in_force=True, revision=1))
+    for allowed in ({"admin_key": "a-key-that-nobody-guesses"}, {"insecure": True}, {"listen_address": "::1"}):
+        require_keys(settings_for(tmp_path, **{"listen_address": "0.0.0.0"} | allowed), KeyTable())

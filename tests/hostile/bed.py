@@ -25,12 +25,12 @@ from tuneloop.shared.ledger.storage.database import connect
 
 ADMIN_KEY = "an-administrators-key"
 
-_names = (f"n{number:07d}" for number in itertools.count())
+_numbers = itertools.count()
 
 
 def fresh_name() -> str:
     """An id that was in no prompt yet."""
-    return next(_names)
+    return f"n{next(_numbers):07d}"
 
 
 def asking(name: str, **but: Any) -> dict[str, Any]:

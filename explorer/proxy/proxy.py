@@ -25,6 +25,7 @@ from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request, RequestParser
+from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
 from tuneloop.shared.settings.settings import Settings
 
@@ -287,6 +288,9 @@ async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:
     if not isinstance(parsed, dict) or not isinstance(parsed.get("error"), dict):
         error = {"message": f"the engine answered {reply.status}", "type": "server_error", "param": None, "code": None}
         parsed = {"error": error}
+    elif isinstance(parsed["error"].get("message"), str):
+        # Who can change it writes settings, not the command line of an engine.
+        parsed["error"]["message"] = engine_flags.name_settings(parsed["error"]["message"])
     return orjson.dumps(request.writer.convert_error(parsed, reply.status))
 
 

@@ -125,7 +125,7 @@ def bed_with(folder: Path, engine_urls: Sequence[str], **explorer: Any) -> Itera
         )
     try:
         with httpx.Client(base_url=_url(log), timeout=30) as http:
-            eventually(lambda: http.get("/health/ready").status_code == 200, within_s=180)
+            eventually(lambda: http.get("/health/ready").status_code == 200, within_s=600)
             yield Bed(folder, process, http)
         process.terminate()
         assert process.wait(60) == 0, log.read_text()[-10_000:]

@@ -172,7 +172,7 @@ def echo_process(folder: Path) -> Iterator[str]:
         command = [sys.executable, "-m", "tests.hostile.echo", str(port)]
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        eventually(lambda: listens(port), within_s=120)
+        eventually(lambda: listens(port), within_s=600)
         yield f"http://127.0.0.1:{port}"
     finally:
         running.kill()

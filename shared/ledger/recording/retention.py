@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, or_, select, text, tuple_, update
 
 from tuneloop.shared.experience import Kind, Outcome, State
+from tuneloop.shared.ledger.raters.rater_tables import rater_events, raters
 from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
@@ -106,6 +107,8 @@ class Retention(LedgerPart):
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
                 delete_by(connection, feedback, feedback.c.id, events)
+                for table in (raters, rater_events):
+                    connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name == user))
                 self._settlement.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, open_to_group, visible
 from tuneloop.shared.errors import KeyRefused, TuneloopError
 from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
@@ -146,6 +146,7 @@ def _make_database(config: Path, overrides: list[str] | None) -> None:
     settings = read_settings(config, overrides or ()).valid_settings()
     schema = settings.buffer.trainer_input.experience_buffer.name
     if revisions.current(settings.database_url, schema=schema) is None:
+        open_to_group(settings)
         upgrade(settings.database_url, schema=schema)
 
 

@@ -16,7 +16,7 @@ from tuneloop.cli import alarms, doctor, keys, refused_records, rewards, version
 from tuneloop.cli.both import supervise
 from tuneloop.cli.data import backup_commands, export_commands
 from tuneloop.cli.data.retention_commands import add_to as add_retention
-from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, open_to_group
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import DatabaseAway, LedgerUnavailable, SettingsError, StartupError, TuneloopError
@@ -55,6 +55,7 @@ app.command()(doctor.doctor)
 def main() -> None:
     """Run the command line; an error is one sentence on stderr, never a traceback."""
     try:
+        os.umask(0o077)  # what commands write is what people said
         refuse_foreign_packages()
         app()
     except TuneloopError as error:
@@ -202,6 +203,7 @@ def _summary_of_trainer(settings: Settings) -> list[tuple[str, str]]:
 def db_upgrade(config: ConfigOption, set_: SetOption = None) -> None:
     """Bring the database to the newest schema; one that has it is left alone."""
     settings = read_settings(config, set_ or ()).valid_settings()
+    open_to_group(settings)
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     db_current(config, set_)
 

@@ -1,5 +1,6 @@
 """What the commands share: the options that name the settings, the way to the ledger, and how text is printed."""
 
+import os
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import umask_of
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
 SetOption = Annotated[
@@ -33,6 +35,11 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Sett
             f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
     return settings, Ledger.of(settings)
+
+
+def open_to_group(settings: Settings) -> None:
+    """Let the files that are made from here on have the rights that those of the services have."""
+    os.umask(umask_of(settings.trainer.checkpoint_mode))
 
 
 def echo(text: str, *, err: bool = False) -> None:

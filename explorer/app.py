@@ -52,6 +52,7 @@ from tuneloop.explorer.routes import (
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
+from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
 from tuneloop.shared.job_marks import KEY, load_key
@@ -111,6 +112,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.state.stopping = asyncio.Event()
     errors.install_error_handlers(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
@@ -120,6 +122,7 @@ def create_app(
     admin.add_routes(app, settings, ledger)
     keys.add_routes(app, ledger.keys)
     training_status.add_routes(app, settings, ledger)
+    page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
     fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}

@@ -64,6 +64,9 @@ checkpoints              {settings.job_dir}
 TensorBoard              {settings.tensorboard_dir}
 database                 {without_password(settings.database_url)}
 
+Of the experiences, "trained" are in a version; "dropped" are the agent's questions that nobody rated: those by which it
+measured the reward.
+
 Try next:
   .venv/bin/tensorboard --logdir {settings.tensorboard_dir}
   .venv/bin/tuneloop run --config {config}

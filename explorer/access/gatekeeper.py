@@ -111,6 +111,21 @@ class Gatekeeper:
             raise RequestRefused(f"no route {path}", status=404, code="not_found")
         raise _no_entry("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
 
+    @property
+    def needs_admin_key(self) -> bool:
+        """Whether an administrator must show a key; else being at this machine is enough."""
+        return self._admin_digest is not None or self._insecure or not self._open
+
+    def admin_tenants(self) -> Mapping[bytes, str]:
+        """The tenants of the keys with the scope `admin` that are in force now, by the keys' digests."""
+        now = steady_time.now()
+        found = {
+            digest: holder.caller.tenant
+            for digest, holder in self._holders.items()
+            if Scope.ADMIN in holder.caller.scopes and now < holder.expires_at
+        }
+        return found if self._admin_digest is None else {**found, self._admin_digest: self._operator.tenant}
+
     def usage(self) -> dict[str, KeyUsage]:
         """What each key that has been used here has taken, by its id."""
         return {holder.key_id: holder.meter.usage for holder in self._holders.values() if holder.meter.usage.requests}

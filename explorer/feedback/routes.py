@@ -73,8 +73,12 @@ class FeedbackRoutes:
         """Store what is said of the replies named, and tell what became of it."""
         caller = caller_of(request.scope)
         body = await read_object(request, max_bytes=MAX_BODY_BYTES)
+        return await self.take(caller, body, request.headers.get("idempotency-key"))
+
+    async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
+        """The same for a body that was read already, under an idempotency key if it has one."""
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
-        heard = await asyncio.to_thread(self._hear, caller, body, request.headers.get("idempotency-key"))
+        heard = await asyncio.to_thread(self._hear, caller, body, key)
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
         caller.meter.take_feedback(len(events))
         outcomes, apart = await self._store(events) if events else ({}, {})

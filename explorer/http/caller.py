@@ -1,6 +1,6 @@
 """Who sends a request: the tenant, what the caller may do, and the meter that counts what it takes."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,8 +79,15 @@ class Caller:
 class EntryGate(Protocol):
     """Decides who comes in, by the head of a request."""
 
+    @property
+    def needs_admin_key(self) -> bool:
+        """Whether an administrator must show a key; else being at this machine is enough."""
+
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
+
+    def admin_tenants(self) -> Mapping[bytes, str]:
+        """The tenants of the keys with the scope `admin` that are in force now, by the keys' digests."""
 
 
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:

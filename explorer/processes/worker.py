@@ -106,9 +106,10 @@ class ChannelControlClient:
 class _Server(uvicorn.Server):
     """Ends cleanly on SIGTERM and SIGINT, with exit code 0; uvicorn itself dies of the signal in the end."""
 
-    def __init__(self, config: uvicorn.Config, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: Sequence[socket.socket], stopping: asyncio.Event) -> None:
         super().__init__(config)
         self._sockets = sockets
+        self._stopping = stopping
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -120,6 +121,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, and leave no socket open where others could wait for us in vain."""
+        self._stopping.set()  # else pages that are open would be waited for
         await super().shutdown([*self._sockets])
 
 
@@ -176,7 +178,7 @@ class Worker:
             timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
         )
-        self._server = server = _Server(config, self._sockets)
+        self._server = server = _Server(config, self._sockets, app.app.state.stopping)
         await server.serve(sockets=[self._sockets[self._number]])
         self._served = server.started and not self._failed
         ledger.close()

@@ -19,8 +19,6 @@ ROOT = typer.main.get_command(app)
 #: Commands that report nothing: they become services, or print what is written for programs anyway.
 REPORT_NOTHING = {
     "init",
-    "raters quarantine",
-    "raters release",
     "keys create",
     "run",
     "serve",

@@ -167,8 +167,10 @@ def test_run_both_passes_a_signal_on_and_ends_with_0(tmp_path, services, number)
     process = start("run", "-c", settings_file(tmp_path), path=services)
     pids(process)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=10)
+    out, error = process.communicate(timeout=10)
     assert sorted(out.splitlines()) == [f"explorer {number.name}", f"trainer {number.name}"]
+    waits = "waits for the explorer (replies in flight, 30 s at most) and the trainer (its step)"
+    assert error == (f"tuneloop run: stopping; {waits}\n" if number == signal.SIGINT else "")
     assert process.returncode == 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from tuneloop.shared.experience import DEFAULT_TENANT, Scope
+from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
 
 #: Where a scope has its caller.
 _SCOPE_KEY = "tuneloop.caller"
@@ -89,7 +89,7 @@ class Caller:
         """
         if not self.name:
             return source
-        return f"key:{self.name}/{source}" if source else f"key:{self.name}"
+        return f"{KEY_SOURCE}{self.name}/{source}" if source else f"{KEY_SOURCE}{self.name}"
 
     @property
     def sees_all(self) -> bool:

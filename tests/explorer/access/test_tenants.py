@@ -51,6 +51,7 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("POST", "/admin/keys"): {ADMIN},
     ("GET", "/admin/keys/audit"): {ADMIN},
     ("DELETE", "/admin/keys/{key_id}"): {ADMIN},
+    ("GET", "/admin/raters"): {ADMIN},
     ("GET", "/admin/versions"): {ADMIN},
     ("GET", "/admin/versions/events"): {ADMIN},
     ("GET", "/admin/versions/compare"): {ADMIN},

@@ -165,9 +165,9 @@ def listens(port: int) -> bool:
 
 
 @contextmanager
-def echo_process(folder: Path) -> Iterator[str]:
+def echo_process(folder: Path, port: int | None = None) -> Iterator[str]:
     """The URL of a double in a process of its own."""
-    port = free_port()
+    port = port or free_port()
     with (folder / "echo.log").open("wb") as log:
         command = [sys.executable, "-m", "tests.hostile.echo", str(port)]
         running = subprocess.Popen(command, stdout=log, stderr=log)

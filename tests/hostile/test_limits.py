@@ -13,11 +13,13 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
+from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.dialects import conversations
-from tuneloop.explorer.feedback import request, routes
+from tuneloop.explorer.feedback import bound, request, routes
 from tuneloop.explorer.http import bodies, server
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.routes import admin, passthrough, stored_completions
+from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
+from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.recording.completion_object import MAX_PAIRS
@@ -50,6 +52,12 @@ FIXED: dict[str, object] = {
     "pairs of a stored completion's new metadata": MAX_PAIRS,
     "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,
     "responses of a conversation that is continued": conversations.MAX_RESPONSES,
+    "a request for a browser's token": bound._MAX_BODY_BYTES,
+    "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
+    "events that a browser's token allows": feedback_tokens.MAX_EVENTS,
+    "a request for a key": keys._MAX_BODY_BYTES,
+    "a form of the page at `/ui`": site._MAX_FORM_BYTES,
+    "pages that listen to a worker for changes": operations._MAX_LISTENERS,
     "an administrator's body": admin._MAX_BODY_BYTES,
     "an administrator's reason": admin.MAX_REASON,
     "events of versions in one answer": admin.MAX_EVENTS,
@@ -164,6 +172,14 @@ BEYOND: dict[str, Callable[[Beyond], Any]] = {
         f"{CHAT}/{to.reply()}", {"metadata": {str(number): "x" for number in range(to.more)}}
     ),
     "a body with a stored completion's new metadata": lambda to: to.post(f"{CHAT}/{to.reply()}", b" " * to.more),
+    "a request for a browser's token": lambda to: to.post("/v1/feedback_tokens", b" " * to.more),
+    "how long a browser's token lives": lambda to: to.post(
+        "/v1/feedback_tokens", {"msg_id": to.reply(), "expires_in": to.more}
+    ),
+    "events that a browser's token allows": lambda to: to.post(
+        "/v1/feedback_tokens", {"msg_id": to.reply(), "max_events": to.more}
+    ),
+    "a request for a key": lambda to: to.post("/admin/keys", b" " * to.more),
     "an administrator's body": lambda to: to.post("/admin/versions/unpin", b" " * to.more),
     "an administrator's reason": lambda to: to.post("/admin/versions/unpin", {"reason": "x" * to.more}),
     "events of versions in one answer": lambda to: to.http.get(

@@ -57,7 +57,7 @@ def judge(place: JudgeDouble) -> JudgeDouble:
 
 def judged_by(settings: Settings, judge: JudgeDouble, **but: Any) -> Settings:
     by = JudgeSettings(**{"url": judge.base_url, "model": "j", "retries": 0} | but)
-    return settings.model_copy(update={"judge": by, "reward": RewardRule(weights=WEIGHTS)})
+    return settings.model_copy(update={"judge": by, "reward": RewardRule(weights=WEIGHTS, clip=None)})
 
 
 @pytest.fixture

@@ -11,7 +11,16 @@ import msgspec
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger, visible
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    echo,
+    echo_json,
+    existing_ledger,
+    open_to_group,
+    visible,
+)
 from tuneloop.shared.errors import KeyRefused, TuneloopError
 from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
@@ -150,6 +159,7 @@ def _make_database(config: Path, overrides: list[str] | None) -> None:
     settings = read_settings(config, overrides or ()).valid_settings()
     schema = settings.buffer.trainer_input.experience_buffer.name
     if revisions.current(settings.database_url, schema=schema) is None:
+        open_to_group(settings)
         upgrade(settings.database_url, schema=schema)
 
 

@@ -16,7 +16,15 @@ from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.data import backup_commands, export_commands
 from tuneloop.cli.data.retention_commands import add_to as add_retention
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    echo,
+    echo_json,
+    existing_ledger,
+    open_to_group,
+)
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.setup import settings_commands
 from tuneloop.cli.setup.log_options import LogJsonOption, LogLevelOption, hand_on_log_options
@@ -55,6 +63,7 @@ app.command()(doctor.doctor)
 def main() -> None:
     """Run the command line; an error is one sentence on stderr, never a traceback."""
     try:
+        os.umask(0o077)  # what commands write is what people said
         refuse_foreign_packages()
         app(prog_name="tuneloop")
     except TuneloopError as error:
@@ -164,6 +173,7 @@ def debug(context: typer.Context) -> None:
 def db_upgrade(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Bring the database to the newest schema; one that has it is left alone."""
     settings = read_settings(config, set_ or ()).valid_settings()
+    open_to_group(settings)
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     db_current(config, set_, for_programs)
 

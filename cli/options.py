@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -16,6 +17,7 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import umask_of
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file; X.yaml alone will do.")
@@ -57,6 +59,11 @@ def command_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., 
 def echo_json(value: object) -> None:
     """Print a value for programs."""
     echo(json.dumps(value, indent=2))
+
+
+def open_to_group(settings: Settings) -> None:
+    """Let the files that are made from here on have the rights that those of the services have."""
+    os.umask(umask_of(settings.trainer.checkpoint_mode))
 
 
 def echo(text: str, *, err: bool = False) -> None:

@@ -35,6 +35,18 @@ def person_name(name: str) -> str:
     return f"sha256:{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
+def person_behind(source: str) -> str:
+    """Who gave feedback as this source: the name of a client's key stands before the client's own word.
+
+    >>> person_behind("key:web/ann"), person_behind("ann")
+    ('ann', 'ann')
+    """
+    return source.partition("/")[2] if source.startswith(KEY_SOURCE) and "/" in source else source
+
+
+#: What the sources of clients with keys begin with.
+KEY_SOURCE = "key:"
+
 #: Everybody's whose key names no other, and who has no key.
 DEFAULT_TENANT = "default"
 

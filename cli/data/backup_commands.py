@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, open_to_group
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.operations.backup import back_up
 from tuneloop.shared.operations.backup_format import BackupManifest
@@ -49,6 +49,7 @@ def _restore(
 ) -> None:
     """Put a backup back where the settings say, after all of it was found whole. No service may run."""
     settings = read_settings(config, set_ or ()).valid_settings()
+    open_to_group(settings)
     backup, following = restore(settings, folder, replace=replace, next_version=next_version)
     if as_json:
         echo(json.dumps({**_as_json(folder, backup), "next_version": following}))

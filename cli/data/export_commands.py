@@ -10,7 +10,7 @@ import typer
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.cli.data.importing import import_file
-from tuneloop.cli.options import command_of, echo, echo_json
+from tuneloop.cli.options import command_of, echo, echo_json, open_to_group
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
@@ -95,6 +95,7 @@ def _export(options: _ExportOptions) -> None:
 def _import(options: _ImportOptions) -> None:
     """Take experiences of another database in, or conversations as examples for SFT."""
     settings = options.settings()
+    open_to_group(settings)
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     ledger = Ledger.of(settings)
     try:

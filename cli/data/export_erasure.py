@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tuneloop.shared.experience import person_behind
 from tuneloop.shared.ledger.recording.erasures import stored_name
 
 _NAMES = ("user", "other_user")
@@ -35,8 +36,8 @@ class Person(NamedTuple):
             return False
         names = [
             *(row.get(name) for name in _NAMES),
-            *(row.get("said_by") or ()),
-            *(each.get("source") for each in feedback),
+            *map(person_behind, row.get("said_by") or ()),
+            *(person_behind(each["source"]) for each in feedback if each.get("source")),
         ]
         return any(stored_name(user) in names for user in self.users)
 

@@ -25,6 +25,7 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("GET", "/v1/models"): _INFERENCE | _READ,
     ("GET", "/v1/chat/completions"): _READ,
     ("POST", "/feedback"): _FEEDBACK,
+    ("POST", "/v1/feedback_tokens"): _FEEDBACK,
     ("POST", "/commit"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,
     ("GET", "/training/calls"): _READ | _COMMIT,

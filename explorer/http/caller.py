@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from tuneloop.shared.experience import DEFAULT_TENANT, Scope
+from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
 
 #: Where a scope has its caller.
 _SCOPE_KEY = "tuneloop.caller"
@@ -51,6 +51,16 @@ class Unmetered:
 _UNMETERED = Unmetered()
 
 
+class FeedbackBinding(NamedTuple):
+    """What the bearer of a token may say: of one reply, in one name, so many events, until a time (since 1970)."""
+
+    msg_id: str
+    source: str
+    expires_at: float
+    max_events: int
+    nonce: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """A key's holder, or a caller without one: then `name` is empty."""
@@ -59,6 +69,17 @@ class Caller:
     tenant: str = DEFAULT_TENANT
     scopes: frozenset[Scope] = frozenset()
     meter: Meter = _UNMETERED
+    key_id: str = ""
+    binding: FeedbackBinding | None = None
+
+    @property
+    def identity(self) -> str:
+        """Who shares places with others: a tenant's key, or all who have none.
+
+        >>> Caller(name="web", tenant="acme").identity, Caller().identity
+        ('acme/web', '')
+        """
+        return f"{self.tenant}/{self.name}" if self.name else ""
 
     def rater(self, source: str | None) -> str | None:
         """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
@@ -68,7 +89,7 @@ class Caller:
         """
         if not self.name:
             return source
-        return f"key:{self.name}/{source}" if source else f"key:{self.name}"
+        return f"{KEY_SOURCE}{self.name}/{source}" if source else f"{KEY_SOURCE}{self.name}"
 
     @property
     def sees_all(self) -> bool:

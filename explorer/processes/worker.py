@@ -22,6 +22,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, create_app, open_services, open_spool
@@ -55,6 +56,7 @@ from tuneloop.explorer.processes.channel import (
 )
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -163,7 +165,7 @@ class Worker:
     async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
-        self._gate = Gatekeeper(settings)
+        self._gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
         self._gate.count_in(self._metrics.refused)
         app = create_app(
             settings, ledger, gate=self._gate, opening=partial(self._open, ledger, beginning), on_failure=self._fail

@@ -89,12 +89,12 @@ class Proxy:
             request = await self._parser.parse(dialect, raw, started)
             if request.store:
                 self._recorder.admit()
-            await self.admission.acquire()
+            await self.admission.acquire(request.caller.identity)
             try:
                 await self._answer_in_time(request, raw, outcome)
             finally:
                 if not outcome.in_background:
-                    self.admission.release()
+                    self.admission.release(request.caller.identity)
         except asyncio.CancelledError:
             outcome.status = 499
             raise
@@ -243,7 +243,7 @@ class Proxy:
 
     def _release(self, in_flight: ReplyInFlight) -> None:
         self._fleet.release(in_flight.engine)
-        self.admission.release()
+        self.admission.release(in_flight.request.caller.identity)
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import orjson
 from msgspec.structs import replace
 
-from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Int32s, Kind, Record
+from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Int32s, Kind, Record, person_behind
 from tuneloop.shared.privacy.detection import Detector, Span, apart
 from tuneloop.shared.privacy.vocabulary import Spelling, Vocabulary
 from tuneloop.shared.settings.settings import Settings
@@ -133,7 +133,10 @@ class Redactor:
 
     def name(self, name: str) -> str:
         """A name as it may be written: a keyed digest of one that holds what is redacted."""
-        return pseudonym(name, self._key) if self._detector.spans(name) else name
+        if not self._detector.spans(name):
+            return name
+        person = person_behind(name)
+        return name.removesuffix(person) + pseudonym(person, self._key)
 
     def pairs(self, pairs: Mapping[str, str]) -> dict[str, str]:
         """Metadata as it may be written."""

@@ -179,7 +179,7 @@ class EngineDouble:
                 return await _send_reply(send, 400, recorded("error_json.json"))
             try:
                 ids = list(json.loads(body)["prompt"].encode())
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, LookupError, AttributeError):
                 return await _send_reply(send, 400, recorded("error_json.json"))
             answer = {"count": len(ids), "max_model_len": 4096, "tokens": ids}
             if json.loads(body).get("return_token_strs"):

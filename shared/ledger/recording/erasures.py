@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from sqlalchemy import Connection, Select, delete, exists, or_, select, tuple_
 
-from tuneloop.shared.experience import Exchange, Feedback, Record
+from tuneloop.shared.experience import Exchange, Feedback, Record, person_behind
 from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback
 from tuneloop.shared.ledger.storage.schema_types import Words
 from tuneloop.shared.ledger.storage.transactions import portions
@@ -31,7 +31,8 @@ def without_erased(records: Iterable[Record], erased: Mapping[Person, float]) ->
             gone.update([record.msg_id] if theirs else [])
         else:
             about = {record.msg_id, record.other_msg_id} & gone
-            theirs = bool(about) or _before(erased, record.tenant, record.source, record.received_at)
+            said_by = record.source and person_behind(record.source)
+            theirs = bool(about) or _before(erased, record.tenant, said_by, record.received_at)
         if not theirs:
             yield record
 
@@ -42,7 +43,7 @@ def not_erased(
     """The exchanges and the feedback that may be stored. Earlier feedback about one that may not is deleted."""
     new_exchanges, new_feedback = _not_deleted(connection, new_exchanges, new_feedback)
     people = [(each.tenant, each.user) for each in new_exchanges] + [
-        (each.tenant, each.source) for each in new_feedback
+        (each.tenant, each.source and person_behind(each.source)) for each in new_feedback
     ]
     named = {(tenant, stored_name(name)) for tenant, name in people if name is not None}
     erased = erased_among(connection, named)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, or_, select, text, tuple_, update
 
-from tuneloop.shared.experience import Kind, Outcome, State
+from tuneloop.shared.experience import KEY_SOURCE, Kind, Outcome, State, person_behind
 from tuneloop.shared.ledger.raters.rater_tables import rater_events, raters
 from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
@@ -198,9 +198,11 @@ def _feedback_to_erase(
     connection: Connection, tenant: str, user: str, rows: Sequence[Any], msg_ids: Collection[str]
 ) -> Iterator[Any]:
     """Their feedback, and the feedback about their replies, or about runs that were all theirs."""
-    yield from connection.execute(
-        select(feedback).where(feedback.c.tenant == tenant, feedback.c.source.is_not(None), feedback.c.source == user)
-    )
+    said = and_(feedback.c.tenant == tenant, feedback.c.source.is_not(None))
+    by_key = and_(feedback.c.source.startswith(KEY_SOURCE), feedback.c.source.endswith(f"/{user}", autoescape=True))
+    for row in connection.execute(select(feedback).where(said, or_(feedback.c.source == user, by_key))):
+        if person_behind(row.source) == user:  # a name may have slashes
+            yield row
     for portion in portions(msg_ids, of=2):
         about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
         yield from connection.execute(select(feedback).where(about))

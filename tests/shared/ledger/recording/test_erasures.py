@@ -224,3 +224,14 @@ def impatient(engine: Engine) -> Engine:
         connection.execute("PRAGMA busy_timeout = 0")
 
     return found
+
+
+def test_feedback_that_a_person_gave_by_a_key_goes_too(ledger: Ledger, engine: Engine) -> None:
+    said = exchange(user="bob")
+    sources = ["ann", "key:web/ann", "key:web/joann", "key:web/x/ann", "key:web", "other/ann"]
+    ledger.recording.record([said, *(heard(msg_id=said.msg_id, source=each) for each in sources)])
+    assert ledger.retention.erase("acme", "ann").feedback == 2
+    assert set(column(engine, feedback.c.source)) == set(sources[2:])
+    late = [heard(msg_id=said.msg_id, source=each, received_at=OLD) for each in ("key:app/ann", "key:app/bob")]
+    ledger.recording.record(late)
+    assert set(column(engine, feedback.c.source)) == {*sources[2:], "key:app/bob"}

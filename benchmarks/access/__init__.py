@@ -1,0 +1,1 @@
+"""What keys cost, and what they keep of others."""

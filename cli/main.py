@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn, assert_never
 import typer
 import yaml
 
-from tuneloop.cli import alarms, doctor, keys, refused_records, rewards, versions
+from tuneloop.cli import alarms, doctor, keys, raters, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.data import backup_commands, export_commands
 from tuneloop.cli.data.retention_commands import add_to as add_retention
@@ -44,6 +44,7 @@ app.add_typer(config_app, name="config")
 export_commands.add_to(app)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
+app.add_typer(raters.app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")

@@ -189,6 +189,7 @@ class Metrics:
             ["clock"],
             registry=registry,
         )
+        self.raters = Gauge("tuneloop_raters", "Raters, by whether their feedback counts", ["state"], registry=registry)
         self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
 
     def _add_judge_metrics(self, registry: CollectorRegistry) -> None:

@@ -2,6 +2,7 @@
 
 from alembic import context
 
+import tuneloop.shared.ledger.raters.rater_tables
 import tuneloop.shared.ledger.storage.schema  # noqa: F401 - its tables are in the metadata
 from tuneloop.shared.ledger.storage.schema_types import metadata
 

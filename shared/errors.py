@@ -16,6 +16,7 @@ TuneloopError
 │   ├── StaleEpoch          a newer trainer has taken over; this one must stop (exit code 4)
 │   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
 │   ├── VersionRefused      a decision about a version is refused
+│   ├── UnknownRater        a rater is named that never said anything
 │   ├── RecordRefused       the database will never take what a record holds
 │   └── LedgerUnavailable   the database cannot be reached at the moment
 │       └── LedgerForbidden     it answers, but does not let us; somebody must change that
@@ -121,6 +122,10 @@ class LeaseLost(LedgerError):
 
 class VersionRefused(LedgerError):
     """A version cannot be promoted, rolled back or pinned as asked; nothing has changed."""
+
+
+class UnknownRater(LedgerError):
+    """A rater is named who has given no feedback; nothing has changed."""
 
 
 class RecordRefused(LedgerError):

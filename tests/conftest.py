@@ -16,6 +16,7 @@ from tests.doubles import postgres
 from tests.doubles.clock import Clock
 from tests.order import seconds_of
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.feedback import RewardRule
 
 _numbers = itertools.count()
 
@@ -112,8 +113,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
-    """An empty ledger."""
-    return Ledger(engine)
+    """An empty ledger, which takes rewards of any size: so a test can tell them apart."""
+    return Ledger(engine, rule=RewardRule(clip=None))
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks at the groups in the same hook

@@ -128,6 +128,7 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
         "explorer": {"rollout_model": {**tools, **place}},
         "algorithm": settings["algorithm"],
         "buffer": {**settings["buffer"], "group_timeout": 10.0},
+        "reward": {"clip": None},
     }
 
 

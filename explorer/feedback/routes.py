@@ -19,6 +19,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -66,7 +67,7 @@ class FeedbackRoutes:
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
-        self._any_reply, self._weights = settings.algorithm.of_any_reply, settings.reward.weights
+        self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
@@ -82,6 +83,8 @@ class FeedbackRoutes:
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
         answer = _answer(heard, told) | self._not_counted(heard) | await self._not_trained(heard, told)
+        if any(each.event is not None and self._is_clipped(each.event) for each in heard):
+            answer["clipped"] = True
         if choices := dict(_choices(heard, apart)):
             answer["choices"] = choices
         if not events:
@@ -140,8 +143,12 @@ class FeedbackRoutes:
     def _not_counted(self, heard: Sequence[FeedbackEvent]) -> dict[str, object]:
         """The metrics of what was rated here that have no weight in the reward."""
         rated = {each.event.metric for each in heard if each.event is not None and each.kind in _RATINGS}
-        unweighted = sorted(rated - self._weights.keys())
+        unweighted = sorted(rated - self._rule.weights.keys())
         return {"not_counted": unweighted} if unweighted else {}
+
+    def _is_clipped(self, event: Feedback) -> bool:
+        """Whether it is a number that counts as a smaller one."""
+        return event.kind is Kind.NUMBER and is_clipped(self._rule, event.metric, event.value or 0.0)
 
     async def _not_trained(self, heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
         """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""

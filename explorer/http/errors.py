@@ -18,6 +18,7 @@ from tuneloop.shared.errors import (
     RequestRefused,
     SpoolFull,
     TuneloopError,
+    UnknownRater,
     VersionRefused,
 )
 
@@ -37,6 +38,7 @@ _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     SpoolFull: (503, "storage_full", 5.0),
     KeyRefused: (400, "invalid_value", None),
     VersionRefused: (409, "version_refused", None),
+    UnknownRater: (404, "unknown_rater", None),
     TuneloopError: (500, "internal", None),
 }
 

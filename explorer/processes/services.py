@@ -27,6 +27,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
+from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
@@ -136,6 +137,7 @@ async def open_control_services(
         examination.run(),
         canary_controller.run(),
         attestation.run(),
+        RaterAssessment(settings, ledger, metrics).run(),
         key_watch.run(metrics),
         *judging,
         *_supervision(services, ledger, sockets, attestation),

@@ -1,4 +1,4 @@
-"""The admin API, /admin/versions: reports on the versions, and administrators' decisions about them.
+"""The admin API: reports on the raters and the versions, and administrators' decisions about versions.
 
 The gate lets in who has a key with the scope `admin`, or `explorer.admin_key`.
 """
@@ -50,6 +50,11 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     _add_reports(router, ledger)
     _add_decisions(router, ledger, within_s=settings.explorer.service_status_check_interval)
     app.include_router(router)
+
+    @app.get("/admin/raters")
+    async def get_raters() -> Response:
+        found = await asyncio.to_thread(ledger.raters.all)
+        return _json({"object": "list", "data": [each._asdict() | {"weight": each.weight} for each in found]})
 
 
 def parse_version(version: str, ledger: Ledger) -> int:

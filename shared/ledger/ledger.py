@@ -13,6 +13,7 @@ from sqlalchemy import Engine, select
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.ledger.assessment import Raters
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
 from tuneloop.shared.ledger.recording.attestation import Attestations
@@ -71,6 +72,7 @@ class Ledger:
         self.evaluations = Evaluations(self.transactions)
         self.attestations = Attestations(self.transactions)
         self.judging = Judging(self.transactions)
+        self.raters = Raters(self.transactions, self.settlement)
         self.comparisons = Comparisons(self.transactions)
         self.drift = Drift(self.transactions)
         self.reports = Reports(self.transactions)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 
 from tuneloop.shared.settings.types import (
     Address,
+    Fraction,
     NotNegative,
     NotNegativeReal,
     Positive,
@@ -91,7 +92,8 @@ class RewardRule(Section):
     weights: dict[str, Real] = Field(default_factory=lambda: {"reward": 1.0})
     boolean_values: tuple[Real, Real] = (0.0, 1.0)
     label_values: dict[str, Real] = Field(default_factory=dict)
-    clip: tuple[Real, Real] | None = None
+    clip: tuple[Real, Real] | None = (-1.0, 1.0)
+    aggregate: Literal["median", "mean"] = "median"
     attribution_window: Seconds | None = None
     default: Real | None = None
     demonstration_value: Real | None = None
@@ -116,6 +118,14 @@ class FeedbackSettings(Section):
     """What is done with feedback beside the reward."""
 
     compensate_late: bool = False
+    max_rater_share: Share = 0.1
+    trusted_raters: tuple[str, ...] = ()
+    quarantine_below: Fraction | None = 0.5
+    quarantine_after: Positive = 20
+
+    def all_trusted(self, judge: JudgeSettings) -> frozenset[str]:
+        """The sources whose verdicts are taken for true, the judge's among them."""
+        return frozenset({*self.trusted_raters, *([judge.source] if judge.url else [])})
 
 
 class RetentionSettings(Section):

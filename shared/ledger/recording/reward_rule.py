@@ -1,17 +1,22 @@
 """The reward rule: from the feedback events about a reply to the one number that training uses.
 
-A metric's value is that of its latest event; where several sources reported it, the mean of each one's latest. The
-reward is the sum of the metrics' values, each times its weight, then clipped. Metrics without a weight, labels without
-a value and comments are kept but do not count. So are edited answers, unless the rule gives them a value: that counts
-under the metric `reward`, where their source reports nothing else under it.
+A metric's value is that of its latest event; where several raters reported it, the median of each one's latest, and the
+mean of two. The reward is the sum of the metrics' values, each times its weight, then clipped; no rater's part of it is
+beyond the clip either. Metrics without a weight, labels without a value and comments are kept but do not count. So are
+edited answers, unless the rule gives them a value: that counts under the metric `reward`, where their source reports
+nothing else under it.
+
+Raters who have proved right count for more, and those in quarantine for nothing. All that one call or one key says of a
+reply under a metric, whatever sources it names, is one word beside others': names cost nothing.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from tuneloop.shared.experience import MAX_REWARD, Kind
+from tuneloop.shared.ledger.raters.reliability import Opinion, by_voice, voice_of
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: What an edited answer counts under, if it counts.
@@ -22,7 +27,10 @@ _REWARDING = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE, 
 
 
 class Event(NamedTuple):
-    """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two."""
+    """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
+
+    `weight` is that of its rater among others, 0 in quarantine.
+    """
 
     id: int
     kind: Kind
@@ -32,6 +40,8 @@ class Event(NamedTuple):
     source: str | None
     preferred: bool
     received_at: float
+    call_id: str | None = None
+    weight: float = 1.0
 
 
 class Reward(NamedTuple):
@@ -46,12 +56,14 @@ def definition(rule: RewardRule) -> str:
     values = rule.model_dump(mode="json")
     if values["demonstration_value"] is None:  # rules were written down before there was this option
         del values["demonstration_value"]
+    if values["aggregate"] == "mean":  # nor was there the median
+        del values["aggregate"]
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
 def rule_of(text: str) -> RewardRule:
-    """The rule of a `definition`."""
-    return RewardRule.model_validate_json(text)
+    """The rule of a `definition`. One that says nothing of how raters are aggregated is older than the median."""
+    return RewardRule.model_validate({"aggregate": "mean"} | json.loads(text))
 
 
 def rewarding(rule: RewardRule, kind: str) -> bool:
@@ -73,7 +85,11 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     """
     latest: dict[tuple[str, str | None], Event] = {}
     for event in events:
-        if rewarding(rule, event.kind) and in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
+        if (
+            event.weight
+            and rewarding(rule, event.kind)
+            and in_window(rule, sampled_at=sampled_at, received_at=event.received_at)
+        ):
             latest[event.metric, event.source] = event
     valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
     sources_of_main = {
@@ -87,7 +103,7 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     if not counting:
         return None
     return Reward(
-        _weighted_sum(rule, [(metric, value) for metric, _, value in counting]),
+        _weighted_sum(rule, counting),
         max(event.received_at for _, event, _ in counting),
     )
 
@@ -103,13 +119,42 @@ def _metric(event: Event) -> str:
     return _MAIN if event.kind is Kind.DEMONSTRATION else event.metric
 
 
-def _weighted_sum(rule: RewardRule, valued: Iterable[tuple[str, float]]) -> float:
-    by_metric: dict[str, list[float]] = {}
-    for metric, value in valued:
-        by_metric.setdefault(metric, []).append(value)
-    total = sum(rule.weights[metric] * fmean(values) for metric, values in by_metric.items())
+def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[str, Event, float]]) -> float:
+    by_metric: dict[str, list[tuple[Event, float]]] = {}
+    for metric, event, value in counting:
+        by_metric.setdefault(metric, []).append((event, value))
+    parts = {metric: _part(rule, rule.weights[metric], said) for metric, said in by_metric.items()}
+    return _clip(rule, sum(parts.values()))
+
+
+def _part(rule: RewardRule, weight: float, said: Sequence[tuple[Event, float]]) -> float:
+    """A metric's part of the reward."""
+    if rule.aggregate == "mean":
+        return weight * fmean(value for _, value in said)
+    return by_voice((_voice(event), Opinion(_clip(rule, weight * value), event.weight)) for event, value in said)
+
+
+def _voice(event: Event) -> object:
+    """Whose word an event is: that of its key, or else of its call."""
+    voice = voice_of(event.source or "")
+    return voice if voice != (event.source or "") or event.call_id is None else event.call_id
+
+
+def _clip(rule: RewardRule, value: float) -> float:
     low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
-    return min(max(total, low), high)
+    return min(max(value, low), high)
+
+
+def is_clipped(rule: RewardRule, metric: str, value: float) -> bool:
+    """Whether a number under a metric that counts is more than a reward can be."""
+    part = rule.weights.get(metric, 0.0) * value
+    return _clip(rule, part) != part
+
+
+def worth(rule: RewardRule, event: Event) -> float | None:
+    """What an event says under a metric that counts, as far as the clip lets it; None if it counts for nothing."""
+    weight, value = rule.weights.get(event.metric), _value(rule, event)
+    return None if not weight or value is None else _clip(rule, weight * value)
 
 
 def _value(rule: RewardRule, event: Event) -> float | None:

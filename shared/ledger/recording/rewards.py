@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, bindparam, exists, func, insert, literal_column, or_, select, tuple_, update
 
 from tuneloop.shared.experience import Exchange, Kind, Outcome, State
+from tuneloop.shared.ledger.raters.standing import Standing, without_quarantined
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
     Reward,
@@ -95,8 +96,9 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
         feedback_rows += retractions(
             connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE}
         )
-        rows = _with_labels(found, feedback_rows)
-        events = _Events([*feedback_rows, *_about_trajectories(connection, rows)])
+        rows = _with_labels(found, without_quarantined(connection, feedback_rows))
+        feedback_rows += _about_trajectories(connection, rows)
+        events = _Events(feedback_rows, Standing(connection, feedback_rows))
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
         for row in rows:
             reward = reward_of(rule, events.about(row), sampled_at=row.sampled_at)
@@ -164,7 +166,8 @@ def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> It
 class _Events:
     """The feedback about some rows: each event once, in the order in which they came."""
 
-    def __init__(self, events: Collection[Any]) -> None:
+    def __init__(self, events: Collection[Any], standing: Standing) -> None:
+        self._standing = standing
         self.all = sorted({event.id: event for event in events}.values(), key=event_order)
         self._by_target: dict[object, list[Any]] = defaultdict(list)
         retracted = set(retracted_preferences(self.all))
@@ -180,7 +183,8 @@ class _Events:
         for event in sorted(both, key=event_order):
             if event.tenant == row.tenant and (_is_about(event, row) or _is_rejected_by(event, row)):
                 content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
-                yield Event(event.id, *content, preferred=_is_about(event, row), received_at=event.received_at)
+                whose = (event.call_id, self._standing.weight(event))
+                yield Event(event.id, *content, _is_about(event, row), event.received_at, *whose)
 
 
 def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:

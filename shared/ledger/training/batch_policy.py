@@ -9,7 +9,7 @@ class BatchPolicy(NamedTuple):
     """How batches are taken. `max_staleness` is in versions, `max_age` and both timeouts are in seconds.
 
     `any_reply`: also of replies that are no samples of the policy. `by_result`: a run's last call says how it went, so
-    those before it need no feedback.
+    those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
     """
 
     order: str = "oldest"
@@ -22,6 +22,8 @@ class BatchPolicy(NamedTuple):
     max_age: float | None = None
     any_reply: bool = False
     by_result: bool = False
+    max_rater_share: float = 1.0
+    trusted_raters: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -38,4 +40,6 @@ class BatchPolicy(NamedTuple):
             max_age=trainer.max_age,
             any_reply=settings.algorithm.of_any_reply,
             by_result=settings.algorithm.by_result,
+            max_rater_share=settings.feedback.max_rater_share,
+            trusted_raters=settings.feedback.all_trusted(settings.judge),
         )

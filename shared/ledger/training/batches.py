@@ -15,6 +15,7 @@ from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import bounds, gather, takable
+from tuneloop.shared.ledger.training.rater_shares import WINDOW, Unit, is_limited, within_shares
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
@@ -55,13 +56,18 @@ def claim(connection: Connection, policy: BatchPolicy, size: int, *, newest: int
         gather(connection, policy, newest=newest, now=now)
         claimed, total = _claimed_groups(connection, policy, size)
         return claimed if total >= size or _is_overdue(connection, policy, now) else []
-    queues = {each: connection.execute(next_of(each, policy, size)).all() for each in _tenants(connection)}
+    limited = is_limited(connection, policy)
+    most = WINDOW * size if limited else size
+    queues = {each: connection.execute(next_of(each, policy, most)).all() for each in _tenants(connection)}
     if policy.fair_share or len(queues) == 1:
         rows = _in_turn(queues.values())
     else:
         rows = sorted(chain.from_iterable(queues.values()), key=lambda row: _rank(row, policy.order))
-    enough = len(rows) >= size or _is_overdue(connection, policy, now)
-    return [row.id for row in rows[:size]] if enough else []
+    ids = [row.id for row in rows[:most]]
+    if limited:
+        alone = [Unit(id_, (id_,)) for id_ in ids]
+        ids = [unit.number for unit in within_shares(connection, alone, policy, size)]
+    return ids[:size] if len(ids) >= size or _is_overdue(connection, policy, now) else []
 
 
 def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool:
@@ -131,29 +137,41 @@ def _set_aside(connection: Connection, which: ColumnElement[bool], reason: str) 
 
 def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> tuple[list[int], int]:
     """The rows of the next groups, `size` of them at least if there are so many, and how many they are."""
+    limited = is_limited(connection, policy)
+    most = WINDOW * size if limited else size
     queues = {
-        tenant: connection.execute(next_groups(tenant, policy.order, size)).all() for tenant in _tenants(connection)
+        tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
     }
     if policy.fair_share:
         groups = _in_turn(queues.values())
     else:
         sign = -1 if policy.order == "freshest" else 1
         groups = sorted(chain.from_iterable(queues.values()), key=lambda row: sign * row.group_id)
+    chosen, total = _first(groups, most)
+    if total < size and policy.batch_timeout is None:
+        return [], total
+    members: dict[int, list[int]] = {}
+    for portion in portions(chosen):
+        query = select(experiences.c.group_id, experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
+        ordered = query.order_by(experiences.c.group_id, experiences.c.id).with_for_update()
+        for group_id, row in connection.execute(ordered):
+            members.setdefault(group_id, []).append(row)
+    if limited:
+        units = [Unit(group_id, tuple(members.get(group_id, ()))) for group_id in chosen]
+        chosen = [unit.number for unit in within_shares(connection, units, policy, size)]
+    ids = [row for group_id in sorted(chosen) for row in members.get(group_id, ())]
+    return ids, len(ids)
+
+
+def _first(groups: Sequence[Any], rows: int) -> tuple[list[int], int]:
+    """The first groups, of at least so many rows if there are, and how many they have."""
     chosen, total = [], 0
     for group in groups:
-        if total >= size:
+        if total >= rows:
             break
         chosen.append(group.group_id)
         total += group.rows
-    if total < size and policy.batch_timeout is None:
-        return [], total
-    ids: list[int] = []
-    for portion in portions(chosen):
-        members = select(experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
-        ids += connection.execute(
-            members.order_by(experiences.c.group_id, experiences.c.id).with_for_update()
-        ).scalars()
-    return ids, total
+    return chosen, total
 
 
 def next_groups(tenant: str, order: str, size: int) -> Any:

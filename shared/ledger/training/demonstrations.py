@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, select, tuple_
 
 from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.raters.standing import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order
 from tuneloop.shared.ledger.storage.schema import feedback
 from tuneloop.shared.ledger.storage.transactions import portions
@@ -20,7 +21,7 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
     As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run.
     """
     about: dict[object, list[Any]] = defaultdict(list)
-    for event in sorted(_edits_about(connection, rows), key=event_order):
+    for event in sorted(without_quarantined(connection, [*_edits_about(connection, rows)]), key=event_order):
         about[event.msg_id or _run(event)].append(event)
     found: dict[int, str] = {}
     for row in rows if about else ():

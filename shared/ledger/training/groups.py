@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
 
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.raters.standing import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
@@ -198,7 +199,8 @@ def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
             by_id |= {event.id: event for event in connection.execute(query)}
     found_retractions = retractions(connection, {event.msg_id for event in by_id.values()})
     retracted = set(retracted_preferences(sorted([*by_id.values(), *found_retractions], key=event_order)))
-    return [event for event in by_id.values() if event.id not in retracted and event.msg_id is not None]
+    standing = [event for event in by_id.values() if event.id not in retracted and event.msg_id is not None]
+    return without_quarantined(connection, standing)
 
 
 def _is(row: Any, states: Collection[State], policy: BatchPolicy) -> bool:

@@ -21,6 +21,7 @@ from examples.tasks.dialogue import Task
 from examples.werewolf.world import Wolves
 from examples.worlds.start import start_model
 from tuneloop.runner.models.run import Run
+from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
 
 EXAMPLES = [(math_agent, Problems()), (email_search, Mailbox()), (werewolf, Wolves())]
 
@@ -40,6 +41,8 @@ class Tuned:
 
     def __call__(self, **given: Any) -> Any:
         self.given = given
+        check_workflow_function(given["workflow_func"])
+        check_judge_function(given["judge_func"])
         metrics = [asyncio.run(self._run(number, task)) for number, task in enumerate(self._tasks)]
         means = {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
         reward = SimpleNamespace(mean=sum(self.rewards) / len(self.rewards), count=len(metrics))

@@ -200,7 +200,7 @@ def test_late_feedback_is_stored_and_compensated_if_the_settings_say_so(start: S
 
 def test_the_rule_of_the_settings_makes_the_reward(start: Start, engine: Engine) -> None:
     rule = {"weights": {"reward": 2.0, "tone": -1.0}, "boolean_values": [-1.0, 3.0], "label_values": {"rude": 0.5}}
-    with start(**rule) as explorer:
+    with start(clip=None, **rule) as explorer:
         said = reply_id(explorer)
         say(explorer, msg_ids=[said], value=True)
         say(explorer, msg_ids=[said], value="rude", metric="tone")
@@ -290,3 +290,12 @@ def test_where_only_some_choices_were_trained_on_each_is_told_apart(start: Start
         assert told["choices"] == {reply: {f"{reply}:0": "late", f"{reply}:1": "accepted"}}
         assert "choices" not in explorer.feedback(f"{reply}:1", reward=0.5).json()
     assert rewards(engine) == [1.0, 0.5, -1.0]
+
+
+def test_a_number_beyond_the_clip_is_told_of(explorer: RunningExplorer, engine: Engine) -> None:
+    said = reply_id(explorer)
+    assert explorer.feedback(said, reward=1e6).json()["clipped"] is True
+    assert rewards(engine) == [1.0]
+    assert "clipped" not in explorer.feedback(said, reward=1).json()
+    other = explorer.http.post("/feedback", json={"msg_ids": [said], "value": 9, "metric": "stars"})
+    assert "clipped" not in other.json()

@@ -10,6 +10,7 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually
+from tests.factories import exchange, feedback
 from tuneloop.shared.errors import SettingsError
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.settings.loader import load_settings
@@ -191,3 +192,12 @@ def test_a_pinned_version_is_not_replaced(explorer: RunningExplorer) -> None:
     assert admin.post("/1/pin", {"expect": 1}).status_code == 200
     assert refusal(admin.post("/0/promote")) == (409, "version_refused", "version 1 is pinned; unpin it first")
     assert states(explorer.ledger) == ["retired", "champion pinned"]
+
+
+def test_raters_are_listed_for_who_has_the_key(explorer: RunningExplorer) -> None:
+    said = exchange(tenant="default")
+    explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant="default", source="ann")])
+    explorer.ledger.raters.quarantine("default", "ann", by="eve", reason="she lies")
+    assert explorer.http.get("/admin/raters").status_code == 401
+    [rater] = explorer.http.get("/admin/raters", headers={"Authorization": f"Bearer {KEY}"}).json()["data"]
+    assert (rater["name"], rater["state"], rater["weight"], rater["reason"]) == ("ann", "quarantined", 0.0, "she lies")

@@ -59,7 +59,7 @@ def under(engine: Engine) -> Iterator[Any]:
 
     def made(ledger: type[Ledger] = Ledger, **rule: Any) -> Ledger:
         options = {name: rule.pop(name) for name in ("compensate_late", "clock") if name in rule}
-        return ledger(engine, rule=RewardRule(**rule), **options)
+        return ledger(engine, rule=RewardRule(**{"clip": None, **rule}), **options)
 
     return made
 
@@ -316,7 +316,7 @@ def test_each_row_keeps_the_rule_of_its_reward(under: Any, engine: Engine) -> No
     with engine.connect() as connection:
         kept = {row.id: row.definition for row in connection.execute(select(reward_rules))}
     assert [kept[row.reward_rule] for row in rows(engine)] == [
-        definition(RewardRule(**rule)) for rule in (old, new, new)
+        definition(RewardRule(clip=None, **rule)) for rule in (old, new, new)
     ]
 
 

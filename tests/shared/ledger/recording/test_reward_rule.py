@@ -20,6 +20,7 @@ from tuneloop.shared.ledger.recording.reward_rule import (
 from tuneloop.shared.settings.feedback import RewardRule
 
 RULE = RewardRule()
+MEAN = RewardRule(aggregate="mean", clip=None)
 
 
 def event(**but: Any) -> Event:
@@ -65,7 +66,7 @@ def test_nothing_said_is_no_reward() -> None:
     ],
 )
 def test_each_kind_is_worth_what_the_rule_says(said: Event, worth: float | None) -> None:
-    assert value(RewardRule(boolean_values=(-2.0, 3.0), label_values={"good": 0.5}), said) == worth
+    assert value(RewardRule(boolean_values=(-2.0, 3.0), label_values={"good": 0.5}, clip=None), said) == worth
 
 
 def test_metrics_are_added_by_their_weights_and_others_do_not_count() -> None:
@@ -75,9 +76,51 @@ def test_metrics_are_added_by_their_weights_and_others_do_not_count() -> None:
     assert value(rule, said[2]) is None
 
 
-def test_sources_are_averaged_and_each_counts_with_its_latest() -> None:
-    said = [event(source="a", value=0.0), event(source="b", value=1.0), event(source="a", value=0.5), event(value=0.0)]
-    assert value(RULE, *said) == 0.5
+def test_the_median_of_the_sources_counts_and_each_with_its_latest() -> None:
+    said = [event(source="a", value=1.0), event(source="b", value=1.0), event(source="a", value=0.2), event(value=0.0)]
+    assert value(RULE, *said) == 0.2
+    assert value(MEAN, *said) == pytest.approx(0.4)
+
+
+def test_two_sources_are_averaged() -> None:
+    assert value(RULE, event(source="a", value=0.25), event(source="b", value=0.75)) == 0.5
+
+
+def test_one_source_cannot_say_more_than_the_clip_lets_it() -> None:
+    """Else one of two would decide alone, however the sum is clipped."""
+    said = [event(source="a", value=1.0), event(source="b", value=-1e6)]
+    assert value(RULE, *said) == 0.0
+    assert value(MEAN.model_copy(update={"clip": (-1.0, 1.0)}), *said) == -1.0
+
+
+def test_many_names_in_one_call_are_one_word() -> None:
+    """The 99 sources that made a +1 into -0.98."""
+    flood = [event(source=f"name-{number}", value=-1.0, call_id="one call") for number in range(99)]
+    assert value(RULE, event(source="ann", value=1.0, call_id="ann's"), *flood) == 0.0
+    two = [event(source=name, value=1.0, call_id=name) for name in ("ann", "ben")]
+    assert value(RULE, *two, *flood) == 1.0
+
+
+def test_the_opinions_of_one_call_are_aggregated_as_those_of_many() -> None:
+    said = [event(source=name, value=worth, call_id="relay") for name, worth in (("a", 0.0), ("b", 1.0), ("c", 1.0))]
+    assert value(RULE, *said) == 1.0
+
+
+def test_who_has_proved_right_outweighs_those_who_have_not() -> None:
+    said = [event(source="ann", value=1.0, weight=3.0), *(event(source=name, weight=0.02, value=0.0) for name in "bcd")]
+    assert value(RULE, *said) == 1.0
+
+
+def test_who_is_in_quarantine_is_not_heard() -> None:
+    quarantined = event(source="b", value=0.0, weight=0.0)
+    assert value(RULE, event(source="a", value=1.0), quarantined) == 1.0
+    assert value(RULE, quarantined) is None
+
+
+def test_a_rule_of_before_the_median_is_read_as_it_was_meant() -> None:
+    old = definition(MEAN)
+    assert "aggregate" not in old
+    assert rule_of(old) == MEAN
 
 
 @pytest.mark.parametrize(("clip", "reward"), [(None, MAX_REWARD), ((-1.0, 1.0), 1.0), ((-1.0, 5e6), 5e6)])
@@ -127,10 +170,12 @@ _events = st.builds(
     source=st.sampled_from(["a", "b", None]),
     preferred=st.booleans(),
     received_at=st.floats(0, 100),
-)
+    call_id=st.sampled_from([None, "x", "y"]),
+).map(lambda said: said._replace(weight={"a": 0.02, "b": 3.0, None: 1.0}[said.source]))
 _rules = st.builds(
     RewardRule,
     weights=st.dictionaries(st.sampled_from(["reward", "help"]), st.floats(-10, 10)),
+    aggregate=st.sampled_from(["median", "mean"]),
     label_values=st.dictionaries(st.sampled_from(["good", "bad"]), st.floats(-10, 10)),
     clip=st.sampled_from([None, (-1.0, 1.0), (0.0, 0.5)]),
     attribution_window=st.none() | st.floats(1, 100),
@@ -165,3 +210,11 @@ def test_a_definition_is_the_rule_and_the_same_for_the_same_rule(rule: RewardRul
     turned = dict(reversed(rule.weights.items()))
     assert rule_of(definition(rule)) == rule
     assert definition(rule.model_copy(update={"weights": turned})) == definition(rule)
+
+
+def test_many_names_of_one_key_are_one_word_beside_another_keys() -> None:
+    flood = [event(source=f"key:eve/name-{n}", value=-1.0, call_id=f"call-{n}") for n in range(99)]
+    two = [event(source=f"key:web-{n}/ann", value=1.0, call_id=f"other-{n}") for n in range(2)]
+    assert value(RULE, *two, *flood) == 1.0
+    of_one_key = [event(source=f"key:web/{n}", value=float(n < 2), call_id=f"call-{n}") for n in range(3)]
+    assert value(RULE, *of_one_key) == 1.0

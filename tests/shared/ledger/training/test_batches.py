@@ -302,9 +302,16 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         "batch_timeout": 2.0,
     }
     bounds = {"max_staleness": 5, "max_age": 9.0}
-    settings = Settings(model={"model_path": tmp_path}, buffer=chosen, trainer=bounds)
-    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | {"any_reply": False, "by_result": False}
-    assert BatchPolicy.of(Settings(model={"model_path": tmp_path})) == BatchPolicy()
+    raters = {"max_rater_share": 0.25, "trusted_raters": frozenset({"ann", "judge:m"})}
+    settings = Settings(
+        model={"model_path": tmp_path},
+        buffer=chosen,
+        trainer=bounds,
+        feedback={"max_rater_share": 0.25, "trusted_raters": ["ann"]},
+        judge={"url": "http://judge", "model": "m"},
+    )
+    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | {"any_reply": False, "by_result": False}
+    assert BatchPolicy.of(Settings(model={"model_path": tmp_path})) == BatchPolicy(max_rater_share=0.1)
 
 
 @pytest.mark.parametrize(("method", "any_reply"), [("ppo", False), ("sft", True), ("raft", True), ("kto", True)])

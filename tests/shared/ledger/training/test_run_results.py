@@ -140,7 +140,9 @@ def test_what_is_said_of_such_a_call_while_it_is_leased_counts_when_the_lease_en
 def test_rewards_reckoned_anew_leave_the_run_whole(ledger: Ledger, engine: Engine, take: Take) -> None:
     run(ledger)
     assert take(9, BY_RUN) == []
-    assert Ledger(engine, rule=RewardRule(weights={"reward": 2.0})).recording.recompute_rewards().replies == 3
+    assert (
+        Ledger(engine, rule=RewardRule(weights={"reward": 2.0}, clip=None)).recording.recompute_rewards().replies == 3
+    )
     assert [sample.reward for sample in take(1, BY_RUN)] == [1.4] * 3
 
 

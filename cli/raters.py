@@ -1,0 +1,85 @@
+"""This file is `tuneloop raters`."""
+
+import getpass
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
+from tuneloop.shared.ledger.assessment import RaterStanding
+from tuneloop.shared.operations.diagnosis import moment
+
+app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True)
+
+_OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
+_NameArgument = Annotated[str, typer.Argument(help="The source of the feedback; '' is feedback without a source.")]
+_ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it is kept.")]
+_TenantOption = Annotated[str, typer.Option("--tenant", help="The rater's tenant.")]
+_LogOption = Annotated[bool, typer.Option("--log", help="List the decisions instead, the oldest first.")]
+
+
+@app.callback()
+def raters(
+    context: typer.Context, config: _OptionalConfig = None, set_: SetOption = None, log: _LogOption = False
+) -> None:
+    """List the raters, those in quarantine first."""
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        if log:
+            lines = [
+                f"{moment(each.at)}  {_name(each.name)}: {each.state.value} by {visible(each.actor)}:"
+                f" {visible(each.reason)}"
+                for each in ledger.raters.decisions()
+            ]
+        else:
+            lines = [line for each in ledger.raters.all() for line in _lines(each)]
+    echo("\n".join(lines) or "no rater has been compared yet")
+
+
+@app.command()
+def quarantine(
+    name: _NameArgument,
+    reason: _ReasonOption,
+    config: ConfigOption,
+    set_: SetOption = None,
+    tenant: _TenantOption = "default",
+) -> None:
+    """Let a rater's feedback count for nothing. Services may run; rewards not trained on yet are made anew."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        ledger.raters.quarantine(tenant, name, by=getpass.getuser(), reason=reason)
+    echo(f"{_name(name)} is in quarantine")
+
+
+@app.command()
+def release(
+    name: _NameArgument,
+    reason: _ReasonOption,
+    config: ConfigOption,
+    set_: SetOption = None,
+    tenant: _TenantOption = "default",
+) -> None:
+    """Let a rater's feedback count again. From then on it is put into quarantine by hand only."""
+    _settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        ledger.raters.release(tenant, name, by=getpass.getuser(), reason=reason)
+    echo(f"{_name(name)} is released")
+
+
+def _lines(rater: RaterStanding) -> Iterator[str]:
+    known = f"reliability {rater.reliability:.2f} by {rater.compared} comparisons, weight {rater.weight:.2f}"
+    extreme = f", {rater.extreme} of them beyond reward.clip" if rater.extreme else ""
+    yield f"{_name(rater.name)} ({visible(rater.tenant)}): {rater.state.value}, {known}, {rater.events} events{extreme}"
+    if rater.reason is not None:
+        yield f"  {visible(rater.reason)}"
+
+
+def _name(name: str) -> str:
+    return visible(name) or "(no source)"

@@ -1,0 +1,304 @@
+"""The verbs about raters: compare them with each other, put one into quarantine, let one out again.
+
+A rater in quarantine is heard no more: what it said is kept, and what comes is stored, but rewards, pairs and edited
+answers are made without it; those that are not trained on yet are made anew at once, also after a crash in between.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
+
+from tuneloop.shared.errors import UnknownRater
+from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.raters.rater_tables import RaterState, rater_events, raters
+from tuneloop.shared.ledger.raters.reliability import (
+    KNOWN,
+    Rater,
+    RaterFigures,
+    RaterVerdict,
+    figures,
+    weight_of,
+)
+from tuneloop.shared.ledger.raters.standing import rater_of
+from tuneloop.shared.ledger.recording.reward_rule import Event, is_clipped, worth
+from tuneloop.shared.ledger.recording.rewards import replies_of
+from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.storage.schema import feedback
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
+
+#: The newest events that raters are compared by, and so many of one rater at most.
+WINDOW, OF_ONE = 5000, 500
+
+#: A rater is an outlier with so many numbers that are clipped, if they are this part of its own and few of the others'.
+EXTREME_LEAST, EXTREME_SHARE, EXTREME_OF_OTHERS = 10, 0.2, 0.05
+
+#: The same with so many events about one reply under one metric, if they are half of its own.
+ON_ONE_REPLY = 20
+
+#: Replies whose rewards are made anew in one transaction.
+_PAGE = 1000
+
+#: Who decides by himself.
+BY = "tuneloop"
+
+_RATINGS = (Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL)
+
+
+class RaterStanding(NamedTuple):
+    """A row of `raters`; `events` and `extreme` are among the newest WINDOW events."""
+
+    tenant: str
+    name: str
+    state: RaterState
+    reliability: float
+    compared: int
+    events: int
+    extreme: int
+    released: bool
+    reason: str | None
+    updated_at: float
+
+    @property
+    def weight(self) -> float:
+        """How much its word counts among others'."""
+        return 0.0 if self.state is RaterState.QUARANTINED else weight_of(self.reliability, self.compared)
+
+
+class RaterDecision(NamedTuple):
+    """What was decided about a rater."""
+
+    tenant: str
+    name: str
+    at: float
+    state: RaterState
+    actor: str
+    reason: str
+
+
+class _Activity(NamedTuple):
+    """What one rater did in the window.
+
+    Its events, its numbers, those of them that are clipped, and the most events about one reply under one metric.
+    """
+
+    events: int
+    numbers: int
+    extreme: int
+    on_one: int
+
+
+class Raters(LedgerPart):
+    """Who gives feedback, and whose counts."""
+
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
+        self._seen: int | None = None
+
+    def all(self) -> list[RaterStanding]:
+        """All raters, those in quarantine first."""
+        query = select(*(raters.c[name] for name in RaterStanding._fields))
+        rows = self._read(query.order_by(raters.c.state.desc(), raters.c.tenant, raters.c.name))
+        return [RaterStanding(*row)._replace(state=RaterState(row.state)) for row in rows]
+
+    def decisions(self) -> list[RaterDecision]:
+        """What was decided, the oldest first."""
+        query = select(*(rater_events.c[name] for name in RaterDecision._fields)).order_by(rater_events.c.id)
+        return [RaterDecision(*row)._replace(state=RaterState(row.state)) for row in self._read(query)]
+
+    def assess(self, options: FeedbackSettings, *, trusted: Collection[str] = ()) -> list[RaterDecision]:
+        """Compare the raters by the newest feedback, if there is any; outliers go into quarantine. Says which did."""
+        newest = self._read(select(func.max(feedback.c.id)))[0][0]
+        decided: list[RaterDecision] = []
+        if newest is not None and newest != self._seen:
+            decided = self._assess(options, trusted)
+            self._seen = newest
+        self._settle()
+        return decided
+
+    def quarantine(self, tenant: str, name: str, *, by: str, reason: str) -> None:
+        """Hear a rater no more. Raises UnknownRater."""
+        self._decide(tenant, name, RaterState.QUARANTINED, by=by, reason=reason)
+
+    def release(self, tenant: str, name: str, *, by: str, reason: str) -> None:
+        """Hear a rater again; it is not put into quarantine but by hand from now on. Raises UnknownRater."""
+        self._decide(tenant, name, RaterState.ACTIVE, by=by, reason=reason)
+
+    def _decide(self, tenant: str, name: str, state: RaterState, *, by: str, reason: str) -> None:
+        with self._write() as connection:
+            alone(connection, "raters")
+            one = and_(raters.c.tenant == tenant, raters.c.name == name)
+            changed = {
+                "state": state,
+                "reason": reason if state is RaterState.QUARANTINED else None,
+                "released": state is RaterState.ACTIVE,
+                "settled": False,
+            }
+            if not connection.execute(update(raters).where(one).values(changed)).rowcount:
+                said = select(feedback.c.id).where(_is_by(tenant, name)).limit(1)
+                if connection.execute(said).first() is None:
+                    raise UnknownRater(f"there is no feedback by {name or 'a source without a name'} of {tenant}")
+                row = _row((tenant, name), RaterFigures(), _Activity(0, 0, 0, 0), self._clock())
+                connection.execute(insert(raters).values(row | changed))
+            self._note(connection, RaterDecision(tenant, name, self._clock(), state, by, reason))
+        self._settle()
+
+    def _assess(self, options: FeedbackSettings, trusted: Collection[str]) -> list[RaterDecision]:
+        events = _newest_of_each(self._read(_window()))
+        rule, now = self._settlement.rule, self._clock()
+        did = _activities(rule, events)
+        with self._write() as connection:
+            alone(connection, "raters")
+            before = {(row.tenant, row.name): row for row in connection.execute(select(raters))}
+            ignored = {who for who, row in before.items() if row.state == RaterState.QUARANTINED}
+            found = figures(_verdicts(rule, events), trusted=trusted, ignored=ignored)
+            decided = []
+            rows = {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
+            for who, row in rows.items():
+                known = before.get(who)
+                reason = (
+                    None
+                    if known is not None and (known.released or who in ignored)
+                    else _why(options, found.get(who, RaterFigures()), did, who)
+                )
+                if reason is not None and who[1] not in trusted:
+                    row |= {"state": RaterState.QUARANTINED, "reason": reason, "settled": False}
+                    decided.append(RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason))
+            _store(connection, rows, before)
+            for each in decided:
+                self._note(connection, each)
+        return decided
+
+    def _note(self, connection: Connection, decision: RaterDecision) -> None:
+        connection.execute(insert(rater_events).values(decision._asdict()))
+
+    def _settle(self) -> None:
+        """Make the rewards anew that raters had a part in of whom it was decided."""
+        for row in self._read(select(raters).where(~raters.c.settled)):
+            replies = sorted(self._replies_of(row.tenant, row.name))
+            for begin in range(0, len(replies), _PAGE):
+                with self._write() as connection:
+                    alone(connection, "record")
+                    self._settlement.recompute(connection, replies[begin : begin + _PAGE])
+            with self._write() as connection:
+                same = and_(raters.c.tenant == row.tenant, raters.c.name == row.name, raters.c.state == row.state)
+                connection.execute(update(raters).where(same).values(settled=True))
+
+    def _replies_of(self, tenant: str, name: str) -> set[str]:
+        """The replies that a rater's feedback bears on."""
+        columns = (feedback.c[each] for each in ("msg_id", "other_msg_id", "tenant", "task_id", "run_id"))
+        with self._write() as connection:
+            alone(connection, "record")  # else what is being priced with the rater's word just now would be missed
+            rows = connection.execute(select(*columns).distinct().where(_is_by(tenant, name))).all()
+            whole_runs = {(row.tenant, row.task_id, row.run_id) for row in rows if row.msg_id is None}
+            named = {each for row in rows for each in (row.msg_id, row.other_msg_id) if each is not None}
+            return named | set(replies_of(connection, whole_runs))
+
+
+def _is_by(tenant: str, name: str) -> Any:
+    unnamed = feedback.c.source.is_(None) if not name else feedback.c.source == name
+    return and_(feedback.c.tenant == tenant, unnamed)
+
+
+def _window() -> Any:
+    names = ("id", "tenant", "msg_id", "choice", "kind", "metric", "value", "text", "source", "received_at")
+    rated = and_(feedback.c.kind.in_(_RATINGS), feedback.c.msg_id.is_not(None))
+    return select(*(feedback.c[name] for name in names)).where(rated).order_by(feedback.c.id.desc()).limit(WINDOW)
+
+
+def _newest_of_each(newest_first: Sequence[Any]) -> list[Any]:
+    """The events in their order, of one rater OF_ONE at most: a flood must not push the others out."""
+    counts: Counter[Rater] = Counter()
+    kept = []
+    for event in newest_first:
+        counts[rater_of(event)] += 1
+        if counts[rater_of(event)] <= OF_ONE:
+            kept.append(event)
+    return kept[::-1]
+
+
+def _verdicts(rule: RewardRule, events: Sequence[Any]) -> Iterator[RaterVerdict]:
+    for event in events:
+        value = _worth(rule, event)
+        if value is not None:
+            yield RaterVerdict(rater_of(event), (event.tenant, event.msg_id, event.choice), event.metric, value)
+
+
+def _worth(rule: RewardRule, row: Any) -> float | None:
+    content = (Kind(row.kind), row.metric, row.value, row.text, row.source)
+    return worth(rule, Event(row.id, *content, preferred=True, received_at=row.received_at))
+
+
+def _activities(rule: RewardRule, events: Sequence[Any]) -> dict[Rater, _Activity]:
+    by_rater: dict[Rater, list[Any]] = defaultdict(list)
+    for event in events:
+        by_rater[rater_of(event)].append(event)
+    return {rater: _activity(rule, said) for rater, said in by_rater.items()}
+
+
+def _activity(rule: RewardRule, said: Sequence[Any]) -> _Activity:
+    numbers = [each for each in said if each.kind == Kind.NUMBER]
+    extreme = sum(is_clipped(rule, each.metric, each.value) for each in numbers)
+    [(_, on_one)] = Counter((each.msg_id, each.metric) for each in said).most_common(1)
+    return _Activity(len(said), len(numbers), extreme, on_one)
+
+
+def _why(options: FeedbackSettings, found: RaterFigures, did: Mapping[Rater, _Activity], who: Rater) -> str | None:
+    """Why a rater is an outlier, if it is one and others are there that are none."""
+    own = did[who]
+    below = options.quarantine_below
+    if below is None or len(did) < 2:
+        return None
+    if found.compared >= options.quarantine_after and found.highest < below:
+        return (
+            f"it agrees with the others in {found.agreement:.0%} of {found.compared} comparisons: surely less than"
+            f" feedback.quarantine_below, {below:g}"
+        )
+    numbers = sum(each.numbers for rater, each in did.items() if rater != who)
+    of_others = sum(each.extreme for rater, each in did.items() if rater != who)
+    rare = numbers >= EXTREME_LEAST and of_others <= EXTREME_OF_OTHERS * numbers
+    if rare and own.extreme >= max(EXTREME_LEAST, EXTREME_SHARE * own.numbers):
+        return f"{own.extreme} of its {own.numbers} numbers are beyond reward.clip, of the others' {of_others}"
+    if own.on_one > max(ON_ONE_REPLY, own.events / 2):
+        return f"{own.on_one} of its {own.events} events are about one reply, under one metric"
+    return None
+
+
+def _row(who: Rater, found: RaterFigures, did: _Activity, now: float) -> dict[str, Any]:
+    return {
+        "tenant": who[0],
+        "name": who[1],
+        "state": RaterState.ACTIVE,
+        "reliability": found.reliability,
+        "compared": found.compared,
+        "events": did.events,
+        "extreme": did.extreme,
+        "released": False,
+        "settled": True,
+        "reason": None,
+        "updated_at": now,
+    }
+
+
+def _store(connection: Connection, rows: Mapping[Rater, Mapping[str, Any]], before: Mapping[Rater, Any]) -> None:
+    """Write what is new. Raters of whom nothing is known and who say nothing any more are forgotten."""
+    if new := [row for who, row in rows.items() if who not in before]:
+        connection.execute(insert(raters), new)
+    figures_of = ("reliability", "compared", "events", "extreme", "updated_at")
+    for who in rows.keys() & before.keys():
+        row, known = rows[who], before[who]
+        changed = {name: row[name] for name in figures_of}
+        if row["compared"] < min(KNOWN, known.compared):  # what was known of it is worth more
+            changed = {name: row[name] for name in ("events", "extreme", "updated_at")}
+        if row["state"] == RaterState.QUARANTINED:
+            changed |= {name: row[name] for name in ("state", "reason", "settled")}
+        same = and_(raters.c.tenant == who[0], raters.c.name == who[1])
+        connection.execute(update(raters).where(same).values(changed))
+    silent = [who for who in before if who not in rows]
+    unknown = and_(raters.c.state == RaterState.ACTIVE, raters.c.compared < KNOWN, ~raters.c.released, raters.c.settled)
+    for portion in portions(silent, of=2):
+        these = or_(*(and_(raters.c.tenant == tenant, raters.c.name == name) for tenant, name in portion))
+        connection.execute(delete(raters).where(unknown, these))

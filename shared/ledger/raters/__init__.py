@@ -1,0 +1,1 @@
+"""Who rates, and how far each can be relied on."""

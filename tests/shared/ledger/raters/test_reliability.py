@@ -1,0 +1,107 @@
+"""Who agrees with whom, and what that makes of their words."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuneloop.shared.ledger.raters.reliability import (
+    LEAST_WEIGHT,
+    Opinion,
+    RaterFigures,
+    RaterVerdict,
+    figures,
+    together,
+    weight_of,
+)
+
+_opinions = st.lists(st.builds(Opinion, st.floats(-1e6, 1e6), st.floats(0.01, 10)), min_size=1)
+
+
+def verdict(rater: str, reply: int, value: float, metric: str = "reward") -> RaterVerdict:
+    return RaterVerdict(("acme", rater), ("acme", f"chatcmpl-{reply}", None), metric, value)
+
+
+def crowd(honest: int, liars: int, replies: int = 60) -> Iterator[RaterVerdict]:
+    """Each reply is judged by three of the crowd; the liars say the opposite."""
+    chance = random.Random(0)
+    names = [f"honest-{number}" for number in range(honest)] + [f"liar-{number}" for number in range(liars)]
+    for reply in range(replies):
+        right = float(chance.random() < 0.5)
+        for name in chance.sample(names, 3):
+            yield verdict(name, reply, 1 - right if name.startswith("liar") else right)
+
+
+@given(_opinions)
+def test_together_is_between_the_least_and_the_greatest(opinions: list[Opinion]) -> None:
+    values = [each.value for each in opinions]
+    assert min(values) <= together(opinions) <= max(values)
+
+
+@given(_opinions.filter(lambda opinions: len(opinions) > 2), st.floats(-1e6, 1e6))
+def test_who_has_less_than_half_of_the_weight_decides_nothing(opinions: list[Opinion], value: float) -> None:
+    weight = 0.9 * sum(each.weight for each in opinions)
+    values = [each.value for each in opinions]
+    assert min(values) <= together([*opinions, Opinion(value, weight)]) <= max(values)
+
+
+def test_two_that_share_the_middle_meet_half_way() -> None:
+    assert together([Opinion(value, 1.0) for value in (0.0, 0.0, 1.0, 1.0)]) == 0.5
+
+
+def test_liars_are_told_from_the_honest() -> None:
+    found = figures(crowd(18, 2, replies=300))
+    assert min(each.reliability for (_, name), each in found.items() if name.startswith("honest")) > 0.85
+    assert max(each.highest for (_, name), each in found.items() if name.startswith("liar")) < 0.5
+
+
+def test_a_liar_counts_for_as_little_as_a_stranger() -> None:
+    assert RaterFigures(100, 0.1).weight == LEAST_WEIGHT == RaterFigures().weight
+    assert RaterFigures(4, 1.0).weight == LEAST_WEIGHT < RaterFigures(5, 1.0).weight
+
+
+def test_many_strangers_do_not_make_liars_of_the_honest() -> None:
+    """Each reply that a liar is asked about is judged under ten more names, which are used once."""
+    flood = [
+        verdict(f"name-{reply}-{number}", reply, 1 - each.value)
+        for each in crowd(18, 0, replies=300)
+        if int(each.subject[1].rpartition("-")[2]) % 4 == 0
+        for reply in [int(each.subject[1].rpartition("-")[2])]
+        for number in range(10)
+    ]
+    found = figures([*crowd(18, 0, replies=300), *flood])
+    assert min(each.reliability for (_, name), each in found.items() if name.startswith("honest")) > 0.85
+
+
+def test_of_two_nobody_knows_who_is_wrong() -> None:
+    said = [verdict(name, reply, value) for reply in range(50) for name, value in (("a", 1.0), ("b", reply % 2))]
+    assert {each.compared for each in figures(said).values()} == {0}
+
+
+def test_a_trusted_rater_is_enough_to_be_compared_with() -> None:
+    said = [
+        verdict(name, reply, value)
+        for reply in range(50)
+        for name, value in (("gold", reply % 2), ("a", reply % 2), ("b", 1 - reply % 2), ("c", 1 - reply % 2))
+    ]
+    found = figures(said, trusted={"gold"})
+    assert [found["acme", name].agreement for name in "abc"] == [1.0, 0.0, 0.0]
+
+
+def test_a_metric_in_which_all_is_alike_tells_nothing() -> None:
+    said = [verdict(name, reply, 1.0) for reply in range(9) for name in "abc"]
+    assert {each.compared for each in figures(said).values()} == {0}
+
+
+def test_one_verdict_far_out_does_not_make_the_others_alike() -> None:
+    said = [verdict(name, reply, float(reply % 2)) for reply in range(40) for name in "abc"]
+    found = figures([*said, *(verdict("liar", reply, -1e6) for reply in range(40))])
+    assert found["acme", "liar"].agreement == 0.0
+    assert found["acme", "a"].agreement == 1.0
+
+
+@pytest.mark.parametrize("reliability", [0.0, 0.3, 0.5])
+def test_no_better_than_a_coin_is_no_weight(reliability: float) -> None:
+    assert weight_of(reliability, 1000) == LEAST_WEIGHT

@@ -1,0 +1,234 @@
+"""Raters in the ledger: compared, put into quarantine, released; and what their feedback is worth meanwhile."""
+
+from collections.abc import Sequence
+
+import pytest
+from sqlalchemy import Engine, select
+
+from tests.factories import exchange, feedback, ids, trained
+from tuneloop.shared.errors import UnknownRater
+from tuneloop.shared.experience import Exchange, Kind, State
+from tuneloop.shared.ledger.assessment import BY, ON_ONE_REPLY
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.raters.rater_tables import RaterState
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
+
+OPTIONS = FeedbackSettings()
+HONEST = ("ann", "ben", "cid")
+
+
+@pytest.fixture
+def ledger(engine: Engine) -> Ledger:
+    return Ledger(engine, rule=RewardRule())
+
+
+def judged(ledger: Ledger, count: int = 60, *, liar: bool = True, honest: Sequence[str] = HONEST) -> list[Exchange]:
+    """Replies, the half of them good, which the honest tell and a liar turns round."""
+    said = [exchange() for _ in range(count)]
+    events = []
+    for number, each in enumerate(said):
+        good = float(number % 2)
+        verdicts = {name: good for name in honest} | ({"liar": 1 - good} if liar else {})
+        events += [feedback(msg_id=each.msg_id, source=name, value=value) for name, value in verdicts.items()]
+    ledger.recording.record([*said, *events])
+    return said
+
+
+def rewards(engine: Engine) -> list[float | None]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars())
+
+
+def states(ledger: Ledger) -> dict[str, RaterState]:
+    return {each.name: each.state for each in ledger.raters.all()}
+
+
+def test_who_contradicts_all_others_goes_into_quarantine_with_the_reason(ledger: Ledger) -> None:
+    judged(ledger)
+    [decided] = ledger.raters.assess(OPTIONS)
+    assert (decided.name, decided.state, decided.actor) == ("liar", RaterState.QUARANTINED, BY)
+    assert decided.reason.startswith("it agrees with the others in 0% of 60 comparisons")
+    assert states(ledger) == dict.fromkeys(HONEST, RaterState.ACTIVE) | {"liar": RaterState.QUARANTINED}
+    assert ledger.raters.decisions() == [decided]
+    assert ledger.raters.assess(OPTIONS) == []
+    reliable = {each.name: each.reliability for each in ledger.raters.all()}
+    assert reliable["liar"] < 0.1
+    assert min(reliable[name] for name in HONEST) > 0.9
+
+
+def test_what_a_rater_in_quarantine_said_counts_for_nothing_and_again_when_it_is_released(
+    ledger: Ledger, engine: Engine
+) -> None:
+    judged(ledger)
+    alone = exchange()
+    ledger.recording.record([alone, feedback(msg_id=alone.msg_id, source="liar", value=0.25)])
+    assert rewards(engine)[-1] == 0.25
+    ledger.raters.assess(OPTIONS)
+    assert rewards(engine)[-1] is None
+    ledger.recording.record([feedback(msg_id=alone.msg_id, source="liar", value=0.75)])
+    assert rewards(engine)[-1] is None
+    ledger.raters.release("acme", "liar", by="eve", reason="a mistake")
+    assert rewards(engine)[-1] == 0.75
+    judged(ledger)
+    assert ledger.raters.assess(OPTIONS) == []
+    assert [each.actor for each in ledger.raters.decisions()] == [BY, "eve"]
+
+
+def test_who_is_put_into_quarantine_by_hand_is_not_heard(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, source="ann"), feedback(msg_id=said.msg_id, value=0.0)])
+    assert rewards(engine) == [0.5]
+    ledger.raters.quarantine("acme", "ann", by="eve", reason="she left")
+    assert rewards(engine) == [0.0]
+    ledger.raters.quarantine("acme", "", by="eve", reason="nobody knows who")
+    assert rewards(engine) == [None]
+    with pytest.raises(UnknownRater, match="no feedback by bob of acme"):
+        ledger.raters.quarantine("acme", "bob", by="eve", reason="never seen")
+
+
+def test_a_crash_before_the_rewards_are_made_anew_leaves_nothing_behind(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, source="ann")])
+    died = Ledger(engine, rule=RewardRule())
+    died.raters._settle = lambda: None  # type: ignore[method-assign]
+    died.raters.quarantine("acme", "ann", by="eve", reason="she left")
+    assert rewards(engine) == [1.0]
+    ledger.raters.assess(OPTIONS)
+    assert rewards(engine) == [None]
+
+
+def test_what_was_trained_on_stays(ledger: Ledger, engine: Engine) -> None:
+    trained(ledger)
+    ledger.raters.quarantine("acme", "", by="eve", reason="it lied")
+    assert rewards(engine) == [1.0]
+
+
+def test_labels_edits_and_preferences_of_a_rater_in_quarantine_count_for_nothing(ledger: Ledger) -> None:
+    edited, better, worse = exchange(), exchange(), exchange()
+    edit = feedback(msg_id=edited.msg_id, source="liar", kind=Kind.DEMONSTRATION, text="Wrong.", value=None)
+    preference = {"kind": Kind.PREFERENCE, "value": None, "other_msg_id": worse.msg_id, "metric": "preference"}
+    ledger.recording.record([edited, better, worse, edit, feedback(msg_id=better.msg_id, source="liar", **preference)])
+    ledger.recording.record([feedback(msg_id=each.msg_id) for each in (edited, better, worse)])
+    ledger.raters.quarantine("acme", "liar", by="eve", reason="it lies")
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    assert ledger.training.lease(epoch, 2, BatchPolicy(group_by="preference", any_reply=True)) == []
+    assert [each.demonstration for each in ledger.training.lease(epoch, 3, BatchPolicy())] == [None] * 3
+
+
+def test_little_evidence_is_not_enough(ledger: Ledger) -> None:
+    judged(ledger, 10)
+    assert ledger.raters.assess(OPTIONS) == []
+
+
+def test_a_trusted_rater_is_right_against_all_others(ledger: Ledger) -> None:
+    judged(ledger)
+    decided = ledger.raters.assess(OPTIONS, trusted=["liar"])
+    assert {each.name for each in decided} == set(HONEST)
+
+
+def test_quarantine_can_be_switched_off(ledger: Ledger) -> None:
+    judged(ledger)
+    assert ledger.raters.assess(FeedbackSettings(quarantine_below=None)) == []
+
+
+def test_a_single_rater_is_never_an_outlier(ledger: Ledger) -> None:
+    said = [exchange() for _ in range(40)]
+    ledger.recording.record([*said, *(feedback(msg_id=each.msg_id, value=1e6) for each in said)])
+    assert ledger.raters.assess(OPTIONS) == []
+
+
+def test_who_alone_gives_rewards_beyond_the_clip_is_an_outlier(ledger: Ledger) -> None:
+    judged(ledger, liar=False)
+    said = [exchange() for _ in range(15)]
+    ledger.recording.record([*said, *(feedback(msg_id=each.msg_id, source="eve", value=1e6) for each in said)])
+    [decided] = ledger.raters.assess(OPTIONS)
+    assert (decided.name, decided.reason) == ("eve", "15 of its 15 numbers are beyond reward.clip, of the others' 0")
+
+
+def test_who_speaks_of_one_reply_only_is_an_outlier(ledger: Ledger) -> None:
+    [said, *_] = judged(ledger, liar=False)
+    flood = [feedback(msg_id=said.msg_id, source="eve", value=number / 100) for number in range(ON_ONE_REPLY + 1)]
+    ledger.recording.record(flood)
+    [decided] = ledger.raters.assess(OPTIONS)
+    assert (decided.name, decided.reason) == ("eve", "21 of its 21 events are about one reply, under one metric")
+
+
+def test_names_that_are_used_once_are_forgotten(ledger: Ledger) -> None:
+    judged(ledger, liar=False)
+    strangers = [exchange() for _ in range(3)]
+    ledger.recording.record([*strangers, *(feedback(msg_id=each.msg_id, source=each.msg_id) for each in strangers)])
+    ledger.raters.assess(OPTIONS)
+    assert len(ledger.raters.all()) == 6
+    for each in strangers:
+        ledger.stored.delete("acme", each.msg_id)
+    judged(ledger, 2, liar=False)
+    ledger.raters.assess(OPTIONS)
+    assert set(states(ledger)) == set(HONEST)
+
+
+# How much of a batch is one rater's.
+
+
+def crowded(ledger: Ledger, floods: int, others: int = 10) -> tuple[list[str], list[str]]:
+    """Replies that one rater rated, committed first, and others' after them."""
+    flood, rest = [exchange() for _ in range(floods)], [exchange() for _ in range(others)]
+    ledger.recording.record([*flood, *(feedback(msg_id=each.msg_id, source="flood") for each in flood)])
+    names = [f"rater-{number % 10}" for number in range(others)]
+    ledger.recording.record(
+        [*rest, *(feedback(msg_id=each.msg_id, source=name) for each, name in zip(rest, names, strict=True))]
+    )
+    ledger.recording.commit("acme")
+    ledger.raters.assess(OPTIONS)
+    return [each.msg_id for each in flood], [each.msg_id for each in rest]
+
+
+LIMITED = BatchPolicy(max_rater_share=0.1)
+
+
+def test_one_rater_has_no_more_than_its_share_of_a_batch(ledger: Ledger) -> None:
+    flood, rest = crowded(ledger, floods=25)
+    batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, LIMITED)
+    assert {each.msg_id for each in batch} == {flood[0], *rest[:9]}
+
+
+@pytest.mark.parametrize("policy", [BatchPolicy(), LIMITED._replace(trusted_raters=frozenset({"flood"}))])
+def test_without_a_limit_and_for_a_trusted_rater_nothing_changes(ledger: Ledger, policy: BatchPolicy) -> None:
+    flood, _ = crowded(ledger, floods=25)
+    batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, policy)
+    assert [each.msg_id for each in batch] == flood[:10]
+
+
+def test_few_raters_are_not_limited(ledger: Ledger) -> None:
+    said = judged(ledger, 8)
+    ledger.recording.commit("acme")
+    ledger.raters.assess(OPTIONS)
+    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 8, LIMITED)) == len(said)
+
+
+def test_what_one_rater_has_too_many_of_does_not_hide_the_others_for_ever(ledger: Ledger) -> None:
+    """Ten rows to a batch, and forty of one rater before them: more than is looked through."""
+    _, rest = crowded(ledger, floods=60)
+    epoch = ledger.training.take_epoch("trainer")
+    batches = [ledger.training.lease(epoch, 10, LIMITED) for _ in range(4)]
+    [batch] = [each for each in batches if each]
+    assert sum(each.msg_id in rest for each in batch) == 9
+    counts = ledger.reports.counts()
+    assert counts[State.DROPPED] > 0
+    assert sum(counts.values()) == 70
+
+
+def test_groups_are_limited_as_rows_are(ledger: Ledger) -> None:
+    crowded(ledger, floods=0)
+    whole = []
+    for number in range(12):
+        runs = [exchange(task_id=f"task-{number}", run_id=str(run)) for run in range(2)]
+        name = "flood" if number < 4 else f"rater-{number}"
+        whole += [*runs, *(feedback(msg_id=each.msg_id, source=name) for each in runs)]
+    ledger.recording.record(whole)
+    ledger.recording.commit("acme")
+    policy = LIMITED._replace(group_by="task", group_size=2)
+    batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, policy)
+    assert [each.task_id for each in batch[::2]] == ["task-0", *(f"task-{number}" for number in range(4, 8))]
+    assert len(ids(batch)) == 10

@@ -35,6 +35,16 @@ lowest: ## the core of the tests with the lowest, and with the newest, versions 
 	@test -x $(UV) || scripts/install dev
 	@scripts/bounds
 
+.PHONY: audit
+audit: ## known vulnerabilities of the versions in requirements/lock.txt, if an advisory service can be reached
+	@test -x $(UV) || scripts/install dev
+	@scripts/audit
+
+.PHONY: sbom
+sbom: ## build/sbom.cdx.json: what tuneloop is made of, in CycloneDX's format
+	@test -x $(UV) || scripts/install dev
+	@scripts/sbom
+
 .PHONY: check
 VENV ?= .venv
 

@@ -22,6 +22,12 @@ _FOR_GOOD = {0, 2, 4}
 #: Codes that say that a service refuses to start.
 _REFUSED = {2, 3}
 
+#: What a service ends with, for people who wait for it.
+_LAST_WORDS = {
+    "explorer": "the explorer (replies in flight, 30 s at most)",
+    "trainer": "the trainer (its step)",
+}
+
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
 
@@ -110,11 +116,17 @@ class _Supervisor:
         return max(0.0, min([1.0, *due]))
 
     def _stop(self, number: int) -> None:
-        """Pass the signal on, and start nothing any more."""
+        """Pass the signal on, and start nothing any more. Who pressed Ctrl-C hears at once what is waited for."""
+        if number == signal.SIGINT and number not in self.forwarded:
+            _say(f"stopping; waits for {' and '.join(self._waits()) or 'nothing'}")
         self.forwarded.add(number)
         for service in self.services:
             service.starts_at = None
         self._send(number)
+
+    def _waits(self) -> list[str]:
+        running = [service.name for service in self.services if service.process is not None]
+        return [_LAST_WORDS.get(name, f"the {name}") for name in running]
 
     def _send(self, number: int) -> None:
         for service in self.services:

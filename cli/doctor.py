@@ -1,16 +1,11 @@
 """The command `tuneloop doctor`."""
 
-import json
-from typing import Annotated
-
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, echo
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.settings.loader import read_settings
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
 
 
 def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
@@ -21,7 +16,7 @@ def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOptio
     settings = read_settings(config, set_ or ()).valid_settings()
     report = examine_experiment(settings)
     if for_programs:
-        echo(json.dumps(as_json(report), indent=2))
+        echo_json(as_json(report))
     else:
         echo("\n".join(as_text(report, settings)))
     if report.facts.ledger is None:

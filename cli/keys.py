@@ -10,7 +10,17 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, open_to_group, visible
+from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    echo,
+    echo_json,
+    existing_ledger,
+    open_to_group,
+    visible,
+)
 from tuneloop.shared.errors import KeyRefused, TuneloopError
 from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
@@ -19,12 +29,11 @@ from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.diagnosis import moment
 from tuneloop.shared.settings.loader import read_settings
 
-app = typer.Typer(help="The keys that clients are let in by.", no_args_is_help=True)
+app = typer.Typer(help="The keys that clients are let in by.", no_args_is_help=True, cls=CommandGroup)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+)([smhd])").fullmatch
 
-_Json = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
 _Name = Annotated[
     str, typer.Option("--name", metavar="[TENANT/]NAME", help="Whose key it is: its feedback is in this name.")
 ]
@@ -70,7 +79,7 @@ def create(
 
 
 @app.command("list")
-def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = False) -> None:
+def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """List the keys, without their secrets, the oldest first."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
@@ -86,17 +95,21 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="KEY_ID", help="Its id, as `list` shows it.")],
     config: ConfigOption,
     set_: SetOption = None,
+    for_programs: JsonOption = False,
 ) -> None:
     """End a key: a service refuses it a second later."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         if not ledger.keys.revoke(key_id, actor=getpass.getuser()):
             raise TuneloopError(f"no key {key_id} is in force; `tuneloop keys list` shows all")
-    echo(f"{key_id} is revoked")
+    if for_programs:
+        echo_json({"key_id": key_id, "revoked": True})
+    else:
+        echo(f"{key_id} is revoked")
 
 
 @app.command()
-def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_programs: _Json = False) -> None:
+def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_programs: JsonOption = False) -> None:
     """Say who made and revoked which key, the newest first."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):

@@ -1,10 +1,13 @@
 """What the commands share: the options that name the settings, the way to the ledger, and how text is printed."""
 
+import inspect
+import json
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,10 +19,13 @@ from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file; X.yaml alone will do.")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option, such as explorer.proxy_port=80.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 #: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -35,6 +41,24 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Sett
             f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
     return settings, Ledger.of(settings)
+
+
+def command_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
+    """A function whose parameters are the fields of a dataclass: they would be too many to write out."""
+
+    def command(**values: Any) -> None:
+        run(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    command.__doc__ = run.__doc__
+    command.__annotations__ = {each.name: hints[each.name] for each in fields(options)}
+    command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
+    return command
+
+
+def echo_json(value: object) -> None:
+    """Print a value for programs."""
+    echo(json.dumps(value, indent=2))
 
 
 def open_to_group(settings: Settings) -> None:

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
+from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger, visible
 from tuneloop.shared.ledger.assessment import RaterStanding
 from tuneloop.shared.operations.diagnosis import moment
 
-app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True)
+app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True, cls=CommandGroup)
 
 _OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
 _NameArgument = Annotated[str, typer.Argument(help="The source of the feedback; '' is feedback without a source.")]
@@ -23,7 +24,11 @@ _LogOption = Annotated[bool, typer.Option("--log", help="List the decisions inst
 
 @app.callback()
 def raters(
-    context: typer.Context, config: _OptionalConfig = None, set_: SetOption = None, log: _LogOption = False
+    context: typer.Context,
+    config: _OptionalConfig = None,
+    set_: SetOption = None,
+    log: _LogOption = False,
+    for_programs: JsonOption = False,
 ) -> None:
     """List the raters, those in quarantine first."""
     if context.invoked_subcommand is not None:
@@ -32,6 +37,10 @@ def raters(
         raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
+        if for_programs:
+            found = ledger.raters.decisions() if log else ledger.raters.all()
+            echo_json([each._asdict() for each in found])
+            return
         if log:
             lines = [
                 f"{moment(each.at)}  {_name(each.name)}: {each.state.value} by {visible(each.actor)}:"
@@ -50,12 +59,13 @@ def quarantine(
     config: ConfigOption,
     set_: SetOption = None,
     tenant: _TenantOption = "default",
+    for_programs: JsonOption = False,
 ) -> None:
     """Let a rater's feedback count for nothing. Services may run; rewards not trained on yet are made anew."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         ledger.raters.quarantine(tenant, name, by=getpass.getuser(), reason=reason)
-    echo(f"{_name(name)} is in quarantine")
+    _tell(tenant, name, "in quarantine", for_programs=for_programs)
 
 
 @app.command()
@@ -65,12 +75,20 @@ def release(
     config: ConfigOption,
     set_: SetOption = None,
     tenant: _TenantOption = "default",
+    for_programs: JsonOption = False,
 ) -> None:
     """Let a rater's feedback count again. From then on it is put into quarantine by hand only."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         ledger.raters.release(tenant, name, by=getpass.getuser(), reason=reason)
-    echo(f"{_name(name)} is released")
+    _tell(tenant, name, "released", for_programs=for_programs)
+
+
+def _tell(tenant: str, name: str, state: str, *, for_programs: bool) -> None:
+    if for_programs:
+        echo_json({"tenant": tenant, "name": name, "state": state})
+    else:
+        echo(f"{_name(name)} is {state}")
 
 
 def _lines(rater: RaterStanding) -> Iterator[str]:

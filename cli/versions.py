@@ -3,17 +3,36 @@
 import getpass
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger, visible
+from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    command_of,
+    echo,
+    echo_json,
+    existing_ledger,
+    visible,
+)
 from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
 from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.operations.diagnosis import ago, moment, number
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
-from tuneloop.shared.operations.version_decisions import DecisionRequest, pin, promote, reject, roll_back, unpin
+from tuneloop.shared.operations.version_decisions import (
+    DecisionRequest,
+    DecisionResult,
+    pin,
+    promote,
+    reject,
+    roll_back,
+    unpin,
+)
 from tuneloop.shared.operations.version_report import (
     EventRow,
     ScoreRow,
@@ -24,13 +43,14 @@ from tuneloop.shared.operations.version_report import (
 )
 from tuneloop.shared.settings.settings import Settings
 
-app = typer.Typer(help="The versions: which one serves, which may, which must not.", no_args_is_help=True)
+app = typer.Typer(
+    help="The versions: which one serves, which may, which must not.", no_args_is_help=True, cls=CommandGroup
+)
 
 #: The largest number that the database's column holds.
 MAX_VERSION = 2**31 - 1
 
 _Version = Annotated[int, typer.Argument(metavar="N", min=0, max=MAX_VERSION, help="Its number.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print it for programs.")]
 _By = Annotated[str | None, typer.Option("--by", help="Who decides; default: your user name.")]
 _Expect = Annotated[
     int | None,
@@ -40,7 +60,7 @@ _Reason = Annotated[str, typer.Option("--reason", help="The reason, for the reco
 
 
 @app.command("list")
-def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = False) -> None:
+def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """List the versions, the newest first."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
@@ -49,7 +69,7 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: _Json = Fa
 
 
 @app.command()
-def show(version: _Version, config: ConfigOption, set_: SetOption = None, for_programs: _Json = False) -> None:
+def show(version: _Version, config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Show everything about a version."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
@@ -63,7 +83,7 @@ def compare(
     b: Annotated[int, typer.Argument(metavar="B", min=0, max=MAX_VERSION, help="The other.")],
     config: ConfigOption,
     set_: SetOption = None,
-    for_programs: _Json = False,
+    for_programs: JsonOption = False,
 ) -> None:
     """Put two versions side by side: rewards, lengths of their replies, evaluations."""
     _settings, ledger = existing_ledger(config, set_)
@@ -72,77 +92,92 @@ def compare(
     echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
 
 
-@app.command("promote")
-def promote_(
-    version: _Version,
-    config: ConfigOption,
-    set_: SetOption = None,
-    reason: _Reason = "",
-    by: _By = None,
-    expect: _Expect = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _DecisionOptions:
+    config: ConfigOption
+    set_: SetOption = None
+    by: _By = None
+    for_programs: JsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UnpinOptions(_DecisionOptions):
+    reason: _Reason = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PromoteOptions(_UnpinOptions):
+    version: _Version
+    expect: _Expect = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RollbackOptions(_DecisionOptions):
+    reason: _Reason
+    version: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=MAX_VERSION, help="Its number.")] = None
+    expect: _Expect = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RejectOptions(_DecisionOptions):
+    version: _Version
+    reason: _Reason
+
+
+def _promote(options: _PromoteOptions) -> None:
     """Make a version the champion, an older one too."""
-    settings, ledger = existing_ledger(config, set_)
+    settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
-        promote(ledger, version, _decision_request(by, reason, expect))
-    echo(f"version {version} is the champion; {_served_within(settings)}")
+        result = promote(ledger, options.version, _decision_request(options.by, options.reason, options.expect))
+    _tell(options, result, f"version {result.version} is the champion; {_served_within(settings)}")
 
 
-@app.command("rollback")
-def rollback(
-    config: ConfigOption,
-    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
-    version: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=MAX_VERSION, help="Its number.")] = None,
-    set_: SetOption = None,
-    by: _By = None,
-    expect: _Expect = None,
-) -> None:
+def _roll_back(options: _RollbackOptions) -> None:
     """Take a version out of service for good: the canary, or the champion if there is none, unless one is given."""
-    settings, ledger = existing_ledger(config, set_)
+    settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
-        result = roll_back(ledger, version, _decision_request(by, reason, expect))
+        result = roll_back(ledger, options.version, _decision_request(options.by, options.reason, options.expect))
     champion = f"version {result.champion} is the champion"
-    echo(f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
+    _tell(options, result, f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
 
 
-@app.command("reject")
-def reject_(
-    version: _Version,
-    config: ConfigOption,
-    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
-    set_: SetOption = None,
-    by: _By = None,
-) -> None:
+def _reject(options: _RejectOptions) -> None:
     """Say of a candidate that it must never be served."""
-    _settings, ledger = existing_ledger(config, set_)
+    _settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
-        result = reject(ledger, version, _decision_request(by, reason))
-    echo(f"version {version} is rejected; version {result.champion} is the champion")
+        result = reject(ledger, options.version, _decision_request(options.by, options.reason))
+    _tell(options, result, f"version {result.version} is rejected; version {result.champion} is the champion")
 
 
-@app.command("pin")
-def pin_(
-    version: _Version,
-    config: ConfigOption,
-    set_: SetOption = None,
-    reason: _Reason = "",
-    by: _By = None,
-    expect: _Expect = None,
-) -> None:
+def _pin(options: _PromoteOptions) -> None:
     """Serve a version, and no other until it is unpinned."""
-    settings, ledger = existing_ledger(config, set_)
+    settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
-        pin(ledger, version, _decision_request(by, reason, expect))
-    echo(f"version {version} is pinned, and the champion until it is unpinned; {_served_within(settings)}")
+        result = pin(ledger, options.version, _decision_request(options.by, options.reason, options.expect))
+    served = _served_within(settings)
+    _tell(options, result, f"version {result.version} is pinned, and the champion until it is unpinned; {served}")
 
 
-@app.command("unpin")
-def unpin_(config: ConfigOption, set_: SetOption = None, reason: _Reason = "", by: _By = None) -> None:
+def _unpin(options: _UnpinOptions) -> None:
     """Let newer versions be served again."""
-    settings, ledger = existing_ledger(config, set_)
+    settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
-        result = unpin(ledger, _decision_request(by, reason))
-    echo(f"version {result.version} is unpinned; {_served_within(settings)}")
+        result = unpin(ledger, _decision_request(options.by, options.reason))
+    _tell(options, result, f"version {result.version} is unpinned; {_served_within(settings)}")
+
+
+app.command("promote")(command_of(_PromoteOptions, _promote))
+app.command("rollback")(command_of(_RollbackOptions, _roll_back))
+app.command("reject")(command_of(_RejectOptions, _reject))
+app.command("pin")(command_of(_PromoteOptions, _pin))
+app.command("unpin")(command_of(_UnpinOptions, _unpin))
+
+
+def _tell(options: _DecisionOptions, result: DecisionResult, sentence: str) -> None:
+    if options.for_programs:
+        echo_json(result._asdict())
+    else:
+        echo(sentence)
 
 
 def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:

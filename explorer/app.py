@@ -12,6 +12,7 @@ import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
@@ -32,10 +33,12 @@ from tuneloop.explorer.dialects.dialect import (
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
+from tuneloop.explorer.feedback.bound import TokenRoute
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
+from tuneloop.explorer.http.cors import CrossOrigin
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.metrics import Metrics
@@ -52,6 +55,7 @@ from tuneloop.explorer.routes import (
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
+from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
 from tuneloop.shared.job_marks import KEY, load_key
@@ -71,6 +75,7 @@ class Services:
     dialects: Mapping[str, Dialect]
     responses: StoredResponses
     feedback: FeedbackRoutes
+    feedback_tokens: TokenRoute
     fleet: Fleet
     control_client: ControlClient
     limits: SpoolLimits
@@ -111,6 +116,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.state.stopping = asyncio.Event()
     errors.install_error_handlers(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
@@ -120,11 +126,13 @@ def create_app(
     admin.add_routes(app, settings, ledger)
     keys.add_routes(app, ledger.keys)
     training_status.add_routes(app, settings, ledger)
+    page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_not_served_here)
     fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
     fast_routes["POST", TRINITY + CHAT] = fast_routes["POST", CHAT]
-    return FastRoutes(app, fast_routes, _connection_limits(settings), gate)
+    cross_origin = CrossOrigin(settings.explorer.cors_allow_origins)
+    return FastRoutes(app, fast_routes, _connection_limits(settings), gate, cross_origin)
 
 
 def _connection_limits(settings: Settings) -> ConnectionLimits:
@@ -166,6 +174,14 @@ def _add_routes(app: FastAPI) -> None:
     async def feedback(request: Request, services: ServicesOf) -> Response:
         # Not JSONResponse: a hundred thousand outcomes would take it a second, during which streams stand still.
         return Response(orjson.dumps(await services.feedback.feedback(request)), media_type="application/json")
+
+    @app.options("/feedback")
+    async def preflight() -> Response:
+        return Response(status_code=204)
+
+    @app.post("/v1/feedback_tokens")
+    async def feedback_token(request: Request, services: ServicesOf) -> Response:
+        return JSONResponse(await services.feedback_tokens.create(request), headers={"cache-control": "no-store"})
 
     @app.post("/commit")
     @app.post(f"{TRINITY}/commit")
@@ -274,6 +290,7 @@ def open_services(
             metrics=metrics,
             settings=settings,
         ),
+        feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
         fleet=fleet,
         control_client=control_client,

@@ -128,10 +128,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.rejected = Counter(
-            "tuneloop_versions_rejected",
-            "Versions that must not be served: alarm on any",
-            registry=registry,
+        self.version_decisions = Counter(
+            "tuneloop_version_decisions", "Decisions about versions", ["action", "by"], registry=registry
         )
         self.feedback_to_served = Histogram(
             "tuneloop_feedback_to_served_seconds",
@@ -149,14 +147,6 @@ class Metrics:
         self.canary_share = Gauge(
             "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
         )
-        self.rollouts = Counter(
-            "tuneloop_rollouts",
-            "Canary versions, by the explorer's decision about them",
-            ["action"],
-            registry=registry,
-        )
-        for action in ("promote", "roll_back"):
-            self.rollouts.labels(action)
         self.copies = Counter(
             "tuneloop_copies",
             "Shadow copies of requests, sent to a candidate version, by outcome",

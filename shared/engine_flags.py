@@ -117,6 +117,30 @@ def rebuilds_grammars(arguments: Sequence[str]) -> bool:
     return all(rule.effect is not FlagEffect.GRAMMAR or _is_neutral(rule, value) for rule, value in rules)
 
 
+#: The settings that we give to engines under other names. Options of `engine_args` keep vLLM's.
+_SETTINGS = {
+    "--enable-auto-tool-choice": "explorer.rollout_model.enable_auto_tool_choice",
+    "--tool-call-parser": "explorer.rollout_model.tool_call_parser",
+    "--reasoning-parser": "explorer.rollout_model.reasoning_parser",
+    "--max-model-len": "model.max_model_len",
+    "--served-model-name": "model.served_model_name",
+    "--trust-remote-code": "model.trust_remote_code",
+    "--allowed-media-domains": "explorer.allowed_media_domains",
+    "--gpu-memory-utilization": "explorer.rollout_model.gpu_memory_utilization",
+    "--kv-cache-memory-bytes": "explorer.rollout_model.kv_cache_memory_bytes",
+}
+_SETTING = re.compile(rf"(?<![\w-])(?:{'|'.join(_SETTINGS)})(?![\w-])")
+
+
+def name_settings(sentence: str) -> str:
+    """An engine's sentence with our settings in place of the arguments of vLLM that they become.
+
+    >>> name_settings('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')[28:]
+    'explorer.rollout_model.enable_auto_tool_choice and explorer.rollout_model.tool_call_parser to be set'
+    """
+    return _SETTING.sub(lambda flag: _SETTINGS[flag[0]], sentence)
+
+
 def gates_renderer(release: str | None) -> bool:
     """Whether the renderer of a vLLM, such as `vllm 0.32.0`, answers only with --enable-scale-out.
 

@@ -18,6 +18,7 @@ SECONDS = {
     "test_main": 100,
     "test_kills": 90,
     "test_shapes": 75,
+    "test_generated": 70,
     "test_outage": 80,
     "test_clocks": 80,
     "test_batches": 75,

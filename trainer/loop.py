@@ -27,7 +27,7 @@ from tuneloop.shared.errors import (
     TeacherAway,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import Sample, VersionAction
 from tuneloop.shared.job_marks import note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
@@ -55,6 +55,7 @@ _log = structlog.get_logger()
 _RUN = "trainer"
 _NOT_FINITE = "steps_not_finite"
 _AGAIN_S = 3.0
+_ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
 
 def run(settings: Settings, stop: Stop) -> None:
@@ -155,7 +156,7 @@ class TrainingLoop:
             self._settle()
         self._ledger.training.extend(self._epoch)
         if self._ledger.versions.newest().version != self._version:
-            _log.warning("version_rejected", version=self._version)
+            _tell_why_back(self._ledger, self._version)
             self._settle()
         if self._skipped >= self._settings.algorithm.max_skipped_steps:
             self._alarm()
@@ -345,3 +346,12 @@ def _require_whole(version: Version, store: CheckpointStore) -> None:
             f"or mark version {version.version} as rejected in the database's table versions (and the one before it as "
             "champion, if this one was), and start again"
         ) from error
+
+
+def _tell_why_back(ledger: Ledger, version: int) -> None:
+    """Say who took the newest version out of service, and why: training goes on from an older one."""
+    ended = [each for each in ledger.versions.events(version) if each.action in _ENDINGS]
+    by, reason = (ended[-1].actor, ended[-1].reason or "") if ended else ("", "")
+    state = ended[-1].action.value if ended else "unknown"
+    to = ledger.versions.newest().version
+    _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, SetOption, echo, open_to_group
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, open_to_group
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.operations.backup import back_up
 from tuneloop.shared.operations.backup_format import BackupManifest
@@ -16,7 +16,6 @@ from tuneloop.shared.operations.restore import check_backup, restore
 from tuneloop.shared.settings.loader import read_settings
 
 _Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The backup's own folder.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,7 +28,7 @@ def _backup(
     folder: _Folder,
     config: ConfigOption,
     check: Annotated[bool, typer.Option("--check", help="Write nothing: say whether FOLDER is whole.")] = False,
-    as_json: _AsJson = False,
+    as_json: JsonOption = False,
     set_: SetOption = None,
 ) -> None:
     """Write ledger, spool, checkpoints and key into FOLDER, as of one moment. Services may run."""
@@ -45,7 +44,7 @@ def _restore(
     next_version: Annotated[
         int | None, typer.Option(min=1, help="The next version's number; else one that none published since can have.")
     ] = None,
-    as_json: _AsJson = False,
+    as_json: JsonOption = False,
     set_: SetOption = None,
 ) -> None:
     """Put a backup back where the settings say, after all of it was found whole. No service may run."""

@@ -1,18 +1,16 @@
 """This file is `tuneloop export` and `tuneloop import`."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.cli.data.importing import import_file
-from tuneloop.cli.options import echo, open_to_group
+from tuneloop.cli.options import command_of, echo, echo_json, open_to_group
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
@@ -40,6 +38,7 @@ class _CommonOptions:
     tenant: Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")] = (
         "default"
     )
+    for_programs: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False
 
     def settings(self) -> Settings:
         """The settings that the command is to use."""
@@ -68,21 +67,8 @@ class _ImportOptions(_CommonOptions):
 
 def add_to(app: typer.Typer) -> None:
     """Give the command line these two commands."""
-    app.command("export")(_command(_ExportOptions, _export))
-    app.command("import")(_command(_ImportOptions, _import))
-
-
-def _command(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
-    """A function whose parameters are the fields of a dataclass: they would be too many to write out."""
-
-    def command(**values: Any) -> None:
-        run(options(**values))
-
-    hints = get_type_hints(options, include_extras=True)
-    command.__doc__ = run.__doc__
-    command.__annotations__ = {each.name: hints[each.name] for each in fields(options)}
-    command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
-    return command
+    app.command("export")(command_of(_ExportOptions, _export))
+    app.command("import")(command_of(_ImportOptions, _import))
 
 
 def _export(options: _ExportOptions) -> None:
@@ -98,6 +84,9 @@ def _export(options: _ExportOptions) -> None:
         result = export(ledger, request, options.to)
     finally:
         ledger.close()
+    if options.for_programs:
+        echo_json({"file": str(options.to), "rows": result.rows, "left_out": dict(sorted(result.left_out.items()))})
+        return
     echo(f"{options.to}: {result.rows} rows")
     for reason, count in sorted(result.left_out.items()):
         echo(f"  left out {count}: {reason}")
@@ -115,6 +104,9 @@ def _import(options: _ImportOptions) -> None:
         result = import_file(ledger, options.file, tenant=options.tenant, redactor=redactor)
     finally:
         ledger.close()
+    if options.for_programs:
+        echo_json({"file": str(options.file), **result._asdict()})
+        return
     echo(f"{options.file}: {result.rows} rows, {result.new} of them new")
     if result.changed_rewards:
         echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")

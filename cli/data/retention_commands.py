@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.data.erasure import Erasure, erase
-from tuneloop.cli.options import ConfigOption, SetOption, echo, existing_ledger
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of
@@ -20,7 +20,6 @@ from tuneloop.shared.settings.settings import Settings
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only report what would be deleted.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -44,7 +43,7 @@ def _purge(
         float | None, typer.Option(parser=seconds, metavar="30d", help="Only what was sampled longer ago.")
     ] = None,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
     set_: SetOption = None,
 ) -> None:
     """Delete what is older than the settings' retention allows, or than --older-than. Services may run."""
@@ -85,7 +84,7 @@ def _erase(
     user: Annotated[str, typer.Option(help="The person, as requests name them in `user`, or feedback as its source.")],
     tenant: Annotated[str, typer.Option(help="Whose person.")] = "default",
     dry_run: DryRun = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
     set_: SetOption = None,
 ) -> None:
     """Delete a person everywhere, and list the versions that were trained on them. Services may run.

@@ -32,9 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with folder.start_afresh(), view_on(console) as view:
             settings = _prepare(folder, options.seed, view)
+            folder.make_key(settings)
             logs = {name: folder.log(name) for name in ("explorer", "trainer")}
             with Services(("explorer", "trainer"), config=folder.settings, logs=logs) as services:
-                summary = asyncio.run(_run(Loop(options, settings, services, view), options, settings, started))
+                agent = _agent(options, settings, folder.key.read_text())
+                summary = asyncio.run(_run(Loop(options, settings, services, view), agent, started))
     except (FolderRefused, ServiceFailed, DemoFailed) as error:
         console.print(f"The demo failed: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
@@ -46,9 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if summary.as_hoped else 1
 
 
-async def _run(loop: Loop, options: argparse.Namespace, settings: Settings, started: float) -> Summary:
+def _agent(options: argparse.Namespace, settings: Settings, key: str) -> Agent:
     reward = reward_by(options.reward, options.seed)
-    async with Agent(url_of(settings), model=MODEL_NAME, reward=reward) as agent:
+    return Agent(url_of(settings), model=MODEL_NAME, reward=reward, key=key)
+
+
+async def _run(loop: Loop, agent: Agent, started: float) -> Summary:
+    async with agent:
         return await loop.run(started, agent)
 
 

@@ -57,13 +57,14 @@ class Requests:
 
 
 class Client:
-    """A client of the explorer at `url`, which counts its requests."""
+    """A client of the explorer at `url`, which counts its requests; without a `key`, one of this machine."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.requests = Requests()
         # A retried failure would be a hidden one.
-        self._chat = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60.0)
-        self._http = httpx.AsyncClient(base_url=url, timeout=60.0)
+        self._chat = AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=60.0)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0)
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,8 +106,8 @@ class Client:
 class Agent(Client):
     """The demo's agent."""
 
-    def __init__(self, url: str, *, model: str, reward: Reward) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, *, model: str, reward: Reward, key: str | None = None) -> None:
+        super().__init__(url, key)
         self._reward = reward
         self._model = model
 

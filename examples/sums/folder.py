@@ -5,19 +5,24 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import KeyGrant
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
 BATCH = 64
 MODEL_NAME = "sums"
 _MARK = ".tuneloop-demo"
-_OURS = ("model", "logs", "checkpoints", "tuneloop.yaml", "summary.json")
+_OURS = ("model", "logs", "checkpoints", "tuneloop.yaml", "summary.json", "key")
 
 
 class FolderRefused(Exception):
@@ -44,6 +49,11 @@ class Folder:
     def summary(self) -> Path:
         """What came of it."""
         return self.root / "summary.json"
+
+    @property
+    def key(self) -> Path:
+        """The key of the agent."""
+        return self.root / "key"
 
     def log(self, service: str) -> Path:
         """Where a service's log goes."""
@@ -81,6 +91,15 @@ class Folder:
             f"# Written by the demo; try: tuneloop run --config {os.path.relpath(self.settings)}\n{text}"
         )
         return load_settings(self.settings)
+
+    def make_key(self, settings: Settings) -> None:
+        """Make a key for the agent, as `tuneloop keys create` does, and keep it beside the settings."""
+        upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+        scopes = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
+        with closing(Ledger.of(settings)) as ledger:
+            _, key = ledger.keys.create(KeyGrant(name="agent", scopes=scopes), actor="demo")
+        self.key.touch(0o600)
+        self.key.write_text(key)
 
 
 def _free_port() -> int:

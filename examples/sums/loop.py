@@ -50,7 +50,7 @@ class Loop:
 
     async def run(self, started: float, agent: Driver) -> Summary:
         """Measure, drive, measure again."""
-        self._view.phase("starting vLLM, the explorer and the trainer")
+        self._view.phase(f"starting vLLM (35 to 70 s), the explorer at {self._url}, and the trainer")
         await self._until_ready()
         ledger = Ledger(connect(self._settings.database_url))
         try:

@@ -45,6 +45,7 @@ class Summary:
         """For people: the numbers, where everything lies, and what to try next."""
         lag = "-" if self.feedback_to_served_s is None else f"{self.feedback_to_served_s:.1f} s"
         question = json.dumps({"model": MODEL_NAME, "messages": [{"role": "user", "content": "3+4="}]})
+        key = f"x-api-key: $(cat {config.with_name('key')})"
         url = f"http://127.0.0.1:{settings.explorer.proxy_port}"
         failed = f"{self.requests_failed}   last: {self.last_failure}" if self.requests_failed else "0"
         if self.commits_put_off:
@@ -64,8 +65,12 @@ checkpoints              {settings.job_dir}
 TensorBoard              {settings.tensorboard_dir}
 database                 {without_password(settings.database_url)}
 
+Of the experiences, "trained" are in a version; "dropped" are the agent's questions that nobody rated: those by which it
+measured the reward.
+
 Try next:
   .venv/bin/tensorboard --logdir {settings.tensorboard_dir}
   .venv/bin/tuneloop run --config {config}
-  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'
+  curl {url}/v1/chat/completions -H "{key}" -H 'content-type: application/json' \\
+    -d '{question}'
 """

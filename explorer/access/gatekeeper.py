@@ -5,16 +5,19 @@ is not in it is refused, whether the database answers or not.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import Counter
 
-from tuneloop.explorer.access import key_prefix
+from tuneloop.explorer.access import feedback_tokens, key_prefix
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.loopback import HostRules
 from tuneloop.explorer.access.rate_limits import KeyMeter, KeyUsage
 from tuneloop.explorer.access.route_scopes import OPEN, required_scopes
 from tuneloop.explorer.http import run_prefix
 from tuneloop.explorer.http.caller import Caller
+from tuneloop.explorer.http.cors import ROUTE, CrossOrigin
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Scope
@@ -42,15 +45,18 @@ class _Holder:
         self.key_id = key.key_id
         self.meter = meter
         self.expires_at = float("inf") if key.expires_at is None else key.expires_at
-        self.caller = Caller(name=key.name, tenant=key.tenant, scopes=frozenset(key.scopes), meter=meter)
+        scopes = frozenset(key.scopes)
+        self.caller = Caller(name=key.name, tenant=key.tenant, scopes=scopes, meter=meter, key_id=key.key_id)
 
 
 class Gatekeeper:
     """Decides who comes in."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tokens: FeedbackTokens) -> None:
         explorer = settings.explorer
         self._refused: Counter | None = None
+        self._tokens = tokens
+        self._cross_origin = CrossOrigin(explorer.cors_allow_origins)
         self._holders: dict[bytes, _Holder] = {}
         self._insecure, self._on_loopback = explorer.insecure, is_loopback(explorer.listen_address)
         self._hosts = None if self._insecure else HostRules(explorer.allowed_hosts)
@@ -91,13 +97,16 @@ class Gatekeeper:
     def _admit(self, scope: Mapping[str, Any]) -> Caller:
         method, path = scope["method"], scope["path"]
         required = required_scopes(method, path)
-        if required is OPEN:
+        if required is OPEN or self._cross_origin.is_preflight(scope):
             return _STRANGER
         headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
         if self._open and self._hosts is not None:
-            self._hosts.check(method, headers.get(b"host"), headers.get(b"origin"))
+            origin = None if self._cross_origin.allows(scope) else headers.get(b"origin")
+            self._hosts.check(method, headers.get(b"host"), origin)
         candidates = list(_candidates(scope, headers))
         for secret in candidates:
+            if secret.startswith(feedback_tokens.PREFIX):
+                return self._bearer_of(secret, path)
             digest = digest_of(secret)
             if (holder := self._holders.get(digest)) is not None:
                 return _check(holder, required)
@@ -110,6 +119,41 @@ class Gatekeeper:
         if self._admin_digest is None:
             raise RequestRefused(f"no route {path}", status=404, code="not_found")
         raise _no_entry("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
+
+    def _bearer_of(self, token: str, path: str) -> Caller:
+        """Who brings a token for feedback. Raises RequestRefused."""
+        claims = self._tokens.read(token)
+        if claims is None:
+            raise _no_entry("this token is not one of ours", "token_unknown")
+        if steady_time.now() >= claims.expires_at:
+            raise _no_entry("this token has expired", "token_expired")
+        if path != ROUTE:
+            raise RequestRefused("a token is for POST /feedback alone", status=403, code="scope_missing")
+        if claims.key_id:
+            holder = next((each for each in self._holders.values() if each.key_id == claims.key_id), None)
+            if holder is None:
+                raise _no_entry("the key that made this token was revoked", "token_unknown")
+            maker = _check(holder, frozenset({Scope.FEEDBACK}))
+        elif self._open:
+            maker = _LOCAL
+        else:
+            raise _no_entry("keys are needed now: this token was made without one", "token_unknown")
+        return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
+
+    @property
+    def needs_admin_key(self) -> bool:
+        """Whether an administrator must show a key; else being at this machine is enough."""
+        return self._admin_digest is not None or self._insecure or not self._open
+
+    def admin_tenants(self) -> Mapping[bytes, str]:
+        """The tenants of the keys with the scope `admin` that are in force now, by the keys' digests."""
+        now = steady_time.now()
+        found = {
+            digest: holder.caller.tenant
+            for digest, holder in self._holders.items()
+            if Scope.ADMIN in holder.caller.scopes and now < holder.expires_at
+        }
+        return found if self._admin_digest is None else {**found, self._admin_digest: self._operator.tenant}
 
     def usage(self) -> dict[str, KeyUsage]:
         """What each key that has been used here has taken, by its id."""

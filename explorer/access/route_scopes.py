@@ -25,6 +25,7 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("GET", "/v1/models"): _INFERENCE | _READ,
     ("GET", "/v1/chat/completions"): _READ,
     ("POST", "/feedback"): _FEEDBACK,
+    ("POST", "/v1/feedback_tokens"): _FEEDBACK,
     ("POST", "/commit"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,
     ("GET", "/training/calls"): _READ | _COMMIT,
@@ -35,6 +36,9 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("GET", "/ping"): OPEN,
     ("POST", "/ping"): OPEN,
 }
+
+#: The page decides by its sessions who may see it: a browser sends no key.
+PAGE = "/ui"
 
 #: The same for all routes that begin so; the first counts.
 _BELOW: tuple[tuple[str, str, Scopes], ...] = (
@@ -55,6 +59,8 @@ def required_scopes(method: str, path: str) -> Scopes:
     found = _ROUTES.get((method, path))
     if found is not None:
         return found
+    if path == PAGE or path.startswith(f"{PAGE}/"):
+        return OPEN
     if path.startswith(_TRINITY):
         return required_scopes(method, path[len(_TRINITY) - 1 :])
     return next((scopes for verb, begin, scopes in _BELOW if verb == method and path.startswith(begin)), _ADMIN)

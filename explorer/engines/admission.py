@@ -1,55 +1,54 @@
-"""Bounds concurrency: so many requests in flight, so many that wait for that, and 429 for all beyond."""
+"""Bounds concurrency: so many requests in flight, so many that wait for that, and 429 for all beyond.
+
+Callers share the places: whoever has the least in flight is next, and its own requests come in their order. Where no
+more may wait, those give way who have the most waiting.
+"""
 
 import asyncio
-import contextlib
-from collections import deque
+from collections import Counter, deque
 
 from tuneloop.shared.errors import RequestRefused
 
+_Turn = asyncio.Future[None]
+
 
 class Admission:
-    """A bounded number of requests in flight, and a bounded first-in-first-out queue of those that wait."""
+    """A bounded number of requests in flight, and a bounded queue, fair between callers, of those that wait."""
 
     def __init__(self, *, limit: int, max_waiting: int, wait_timeout_s: float) -> None:
         self._free = limit
         self._limit = limit
         self._max_waiting = max_waiting
         self._wait_timeout_s = wait_timeout_s
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queues: dict[str, deque[_Turn]] = {}
+        self._in_flight_of: Counter[str] = Counter()
+        self.waiting = 0
 
     @property
     def in_flight(self) -> int:
         """Requests that are being answered."""
         return self._limit - self._free
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait to be answered."""
-        return len(self._queue)
-
-    async def acquire(self) -> None:
+    async def acquire(self, caller: str = "") -> None:
         """Count one more request in flight, or wait. Raises RequestRefused if too many wait, or for too long."""
         if self._free:
             self._free -= 1
+            self._in_flight_of[caller] += 1
             return
-        if len(self._queue) >= self._max_waiting:
-            raise RequestRefused(
-                f"{self._limit} requests are in flight and {len(self._queue)} wait; try again later",
-                status=429,
-                code="too_many_requests",
-                retry_after_s=1.0,
-            )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        if self.waiting >= self._max_waiting:
+            self._make_room(caller)
+        turn: _Turn = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(caller, deque()).append(turn)
+        self.waiting += 1
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self.release()  # the turn had been granted already
+                if turn.exception() is None:
+                    self.release(caller)  # the turn had been granted already
             else:
-                with contextlib.suppress(ValueError):
-                    self._queue.remove(turn)
+                self._leave(caller, turn)
             if isinstance(error, TimeoutError):
                 raise RequestRefused(
                     f"too many requests are in flight: this one waited for {self._wait_timeout_s:g} seconds",
@@ -59,11 +58,50 @@ class Admission:
                 ) from None
             raise
 
-    def release(self) -> None:
-        """Count one request less in flight, and let the next one proceed."""
-        while self._queue:
-            turn = self._queue.popleft()
+    def release(self, caller: str = "") -> None:
+        """Count one request of a caller less in flight, and let the next one proceed."""
+        self._in_flight_of[caller] -= 1
+        if not self._in_flight_of[caller]:
+            del self._in_flight_of[caller]
+        self._free += 1
+        while self._queues:
+            following = min(self._queues, key=self._in_flight_of.__getitem__)  # of several the one that waits longest
+            turn = self._pop(following, first=True)
             if not turn.done():  # else the waiting request has just been cancelled
+                self._free -= 1
+                self._in_flight_of[following] += 1
                 turn.set_result(None)
                 return
-        self._free += 1
+
+    def _make_room(self, caller: str) -> None:
+        """Refuse the last one of who has the most waiting. Raises RequestRefused if that is the caller."""
+        refusal = RequestRefused(
+            f"{self._limit} requests are in flight and {self.waiting} wait; try again later",
+            status=429,
+            code="too_many_requests",
+            retry_after_s=1.0,
+        )
+        most = max(self._queues, key=lambda each: len(self._queues[each]), default=caller)
+        if len(self._queues.get(most, ())) <= 1 + len(self._queues.get(caller, ())):
+            raise refusal
+        turn = self._pop(most, first=False)
+        if not turn.done():
+            turn.set_exception(refusal)
+
+    def _pop(self, caller: str, *, first: bool) -> _Turn:
+        queue = self._queues[caller]
+        turn = queue.popleft() if first else queue.pop()
+        self._tidy(caller)
+        return turn
+
+    def _leave(self, caller: str, turn: _Turn) -> None:
+        queue = self._queues.get(caller)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+            self._tidy(caller)
+
+    def _tidy(self, caller: str) -> None:
+        """One less waits; who goes on waiting goes behind the others who have as much in flight."""
+        self.waiting -= 1
+        if queue := self._queues.pop(caller):
+            self._queues[caller] = queue

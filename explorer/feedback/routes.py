@@ -8,14 +8,17 @@ from functools import partial
 import structlog
 from fastapi import Request
 
+from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
+from tuneloop.explorer.feedback.bound import bind
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, read_object, wrong_type
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
@@ -63,6 +66,7 @@ class FeedbackRoutes:
         settings: Settings,
     ) -> None:
         self._signer = signer
+        self._token_uses = TokenUses()
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
@@ -73,9 +77,15 @@ class FeedbackRoutes:
         """Store what is said of the replies named, and tell what became of it."""
         caller = caller_of(request.scope)
         body = await read_object(request, max_bytes=MAX_BODY_BYTES)
+        return await self.take(caller, body, request.headers.get("idempotency-key"))
+
+    async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
+        """The same for a body that was read already, under an idempotency key if it has one."""
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
-        heard = await asyncio.to_thread(self._hear, caller, body, request.headers.get("idempotency-key"))
+        heard = await asyncio.to_thread(self._hear, caller, body, key)
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
+        if caller.binding is not None:
+            self._token_uses.take(caller.binding, len(events), steady_time.now())
         caller.meter.take_feedback(len(events))
         outcomes, apart = await self._store(events) if events else ({}, {})
         told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
@@ -123,7 +133,8 @@ class FeedbackRoutes:
 
     def _hear(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
         factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
-        return factory.hear(parse_entries(body, key))
+        entries = parse_entries(body, key)
+        return factory.hear(bind(entries, caller.binding) if caller.binding else entries)
 
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)

@@ -1,8 +1,8 @@
 """Who sends a request: the tenant, what the caller may do, and the meter that counts what it takes."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
 
@@ -51,6 +51,16 @@ class Unmetered:
 _UNMETERED = Unmetered()
 
 
+class FeedbackBinding(NamedTuple):
+    """What the bearer of a token may say: of one reply, in one name, so many events, until a time (since 1970)."""
+
+    msg_id: str
+    source: str
+    expires_at: float
+    max_events: int
+    nonce: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """A key's holder, or a caller without one: then `name` is empty."""
@@ -59,6 +69,17 @@ class Caller:
     tenant: str = DEFAULT_TENANT
     scopes: frozenset[Scope] = frozenset()
     meter: Meter = _UNMETERED
+    key_id: str = ""
+    binding: FeedbackBinding | None = None
+
+    @property
+    def identity(self) -> str:
+        """Who shares places with others: a tenant's key, or all who have none.
+
+        >>> Caller(name="web", tenant="acme").identity, Caller().identity
+        ('acme/web', '')
+        """
+        return f"{self.tenant}/{self.name}" if self.name else ""
 
     def rater(self, source: str | None) -> str | None:
         """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
@@ -79,8 +100,15 @@ class Caller:
 class EntryGate(Protocol):
     """Decides who comes in, by the head of a request."""
 
+    @property
+    def needs_admin_key(self) -> bool:
+        """Whether an administrator must show a key; else being at this machine is enough."""
+
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
+
+    def admin_tenants(self) -> Mapping[bytes, str]:
+        """The tenants of the keys with the scope `admin` that are in force now, by the keys' digests."""
 
 
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:

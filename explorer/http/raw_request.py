@@ -143,14 +143,14 @@ class RawRequest:
 FastRoute = Callable[[RawRequest], Awaitable[None]]
 
 
-def send_error(request: RawRequest, error: RequestRefused) -> None:
-    """Send the response to a request that is refused."""
-    send(request, errors.error_response(error, request.path, request.header(REQUEST_ID)))
+def send_error(request: RawRequest, error: RequestRefused, more: Headers = ()) -> None:
+    """Send the response to a request that is refused, with some more headers."""
+    send(request, errors.error_response(error, request.path, request.header(REQUEST_ID)), more)
 
 
-def send(request: RawRequest, response: Response) -> None:
+def send(request: RawRequest, response: Response, more: Headers = ()) -> None:
     """Send a response object, outside ASGI."""
-    headers = [(name, value) for name, value in response.raw_headers if name != b"content-length"]
+    headers = [(name, value) for name, value in response.raw_headers if name != b"content-length"] + [*more]
     request.respond(response.status_code, headers, bytes(response.body))
 
 

@@ -20,7 +20,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tuneloop.explorer.http import errors, run_prefix
 from tuneloop.explorer.http.caller import Caller, EntryGate, find_caller, set_caller
 from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch
-from tuneloop.explorer.http.raw_request import REQUEST_ID, FastRoute, RawRequest, header_lines, send_error
+from tuneloop.explorer.http.cors import CrossOrigin
+from tuneloop.explorer.http.raw_request import REQUEST_ID, FastRoute, Headers, RawRequest, header_lines, send_error
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
 
 log = structlog.get_logger()
@@ -65,11 +66,13 @@ class FastRoutes:
         fast_routes: Mapping[tuple[str, str], FastRoute],
         limits: ConnectionLimits | None = None,
         gate: EntryGate | None = None,
+        cross_origin: CrossOrigin | None = None,
     ) -> None:
         self.app = app
         self.fast_routes = fast_routes
         self.limits = limits or ConnectionLimits()
         self._gate = gate
+        self.cross_origin = cross_origin or CrossOrigin()
 
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """Who sends a request. Its scope says so from now on, and its path has no prefix. Raises RequestRefused."""
@@ -91,6 +94,7 @@ class FastRoutes:
                     headers.append(
                         (REQUEST_ID, dict(scope["headers"]).get(REQUEST_ID) or b"req_" + uuid.uuid4().hex.encode())
                     )
+                headers += self.cross_origin.headers(scope)
                 message = message | {"headers": headers}
             await send(message)
 
@@ -257,7 +261,7 @@ class FastProtocol(HttpToolsProtocol):
         try:
             self._caller = caller = admitted.admit(scope)
         except RequestRefused as error:
-            self._respond(cycle, partial(_refuse, error))
+            self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)))
             return
         caller.meter.begin_request()
         route = admitted.fast_routes.get((scope["method"], scope["path"]))
@@ -286,10 +290,10 @@ class FastProtocol(HttpToolsProtocol):
             self.cycle.on_response = _do_nothing  # else the two would hold each other
 
 
-async def _refuse(error: RequestRefused, request: RawRequest) -> None:
+async def _refuse(error: RequestRefused, more: Headers, request: RawRequest) -> None:
     """Refuse a request by its head; its body is not waited for."""
     request.leave_body()
-    raise error
+    send_error(request, error, more)
 
 
 async def _respond(route: FastRoute, request: RawRequest) -> None:

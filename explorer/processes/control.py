@@ -310,6 +310,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
             await ending.wait()
+            log.info("explorer_stopping", sentence="replies in flight are ended first, within 45 s")
             for each in sockets:
                 each.close()
             await _end(workers, serving)
@@ -339,7 +340,8 @@ async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> Non
 
 def _say(settings: Settings, sockets: Sequence[socket.socket], keys: KeyTable) -> None:
     host, port = sockets[0].getsockname()[:2]
-    log.info("explorer_listening", url=f"http://{host}:{port}", model=settings.served_model_name, workers=len(sockets))
+    url = f"http://{host}:{port}"
+    log.info("explorer_listening", url=url, page=f"{url}/ui", model=settings.served_model_name, workers=len(sockets))
     if settings.explorer.insecure:
         log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
     elif not keys.in_force:

@@ -31,6 +31,7 @@ from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
+from tuneloop.explorer.processes.version_log import VersionLog
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
@@ -132,6 +133,7 @@ async def open_control_services(
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [
         watch.run(),
+        VersionLog(ledger, metrics, interval_s=interval_s).run(),
         forgetting.run(),
         reloader.run(),
         examination.run(),

@@ -22,6 +22,7 @@ import structlog
 import uvicorn
 import uvloop
 
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, create_app, open_services, open_spool
@@ -55,6 +56,7 @@ from tuneloop.explorer.processes.channel import (
 )
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -106,9 +108,10 @@ class ChannelControlClient:
 class _Server(uvicorn.Server):
     """Ends cleanly on SIGTERM and SIGINT, with exit code 0; uvicorn itself dies of the signal in the end."""
 
-    def __init__(self, config: uvicorn.Config, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: Sequence[socket.socket], stopping: asyncio.Event) -> None:
         super().__init__(config)
         self._sockets = sockets
+        self._stopping = stopping
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -120,6 +123,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, and leave no socket open where others could wait for us in vain."""
+        self._stopping.set()  # else pages that are open would be waited for
         await super().shutdown([*self._sockets])
 
 
@@ -161,7 +165,7 @@ class Worker:
     async def _serve(self, settings: Settings, beginning: StartInfo) -> None:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
-        self._gate = Gatekeeper(settings)
+        self._gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
         self._gate.count_in(self._metrics.refused)
         app = create_app(
             settings, ledger, gate=self._gate, opening=partial(self._open, ledger, beginning), on_failure=self._fail
@@ -176,7 +180,7 @@ class Worker:
             timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
         )
-        self._server = server = _Server(config, self._sockets)
+        self._server = server = _Server(config, self._sockets, app.app.state.stopping)
         await server.serve(sockets=[self._sockets[self._number]])
         self._served = server.started and not self._failed
         ledger.close()

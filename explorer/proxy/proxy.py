@@ -25,6 +25,7 @@ from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request, RequestParser
+from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
 from tuneloop.shared.settings.settings import Settings
 
@@ -88,12 +89,12 @@ class Proxy:
             request = await self._parser.parse(dialect, raw, started)
             if request.store:
                 self._recorder.admit()
-            await self.admission.acquire()
+            await self.admission.acquire(request.caller.identity)
             try:
                 await self._answer_in_time(request, raw, outcome)
             finally:
                 if not outcome.in_background:
-                    self.admission.release()
+                    self.admission.release(request.caller.identity)
         except asyncio.CancelledError:
             outcome.status = 499
             raise
@@ -242,7 +243,7 @@ class Proxy:
 
     def _release(self, in_flight: ReplyInFlight) -> None:
         self._fleet.release(in_flight.engine)
-        self.admission.release()
+        self.admission.release(in_flight.request.caller.identity)
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""
@@ -287,6 +288,9 @@ async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:
     if not isinstance(parsed, dict) or not isinstance(parsed.get("error"), dict):
         error = {"message": f"the engine answered {reply.status}", "type": "server_error", "param": None, "code": None}
         parsed = {"error": error}
+    elif isinstance(parsed["error"].get("message"), str):
+        # Who can change it writes settings, not the command line of an engine.
+        parsed["error"]["message"] = engine_flags.name_settings(parsed["error"]["message"])
     return orjson.dumps(request.writer.convert_error(parsed, reply.status))
 
 

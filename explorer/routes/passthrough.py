@@ -47,7 +47,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     async def models(fleet: FleetOf) -> Response:
         if pins.allowed:
             return _json({"object": "list", "data": await list_models(fleet)})
-        response = await _forward(fleet, "GET", "/v1/models")
+        response = await ask_engine(fleet, "GET", "/v1/models")
         return Response(without_adapters(bytes(response.body)), response.status_code, media_type="application/json")
 
     @app.get("/v1/models/{name:path}")
@@ -68,7 +68,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         body, pin = _resolve_pin(await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES)), pins)
         await admission.acquire()
         try:
-            return await _forward(fleet, "POST", request.url.path, body, pin)
+            return await ask_engine(fleet, "POST", request.url.path, body, pin)
         finally:
             admission.release()
 
@@ -76,7 +76,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         app.post(path)(pass_through)
 
     async def pass_query_through(request: Request, fleet: FleetOf) -> Response:
-        return await _forward(fleet, "GET", request.url.path)
+        return await ask_engine(fleet, "GET", request.url.path)
 
     for path in _PASSTHROUGH_QUERIES:
         app.get(path)(pass_query_through)
@@ -106,7 +106,7 @@ async def context_length(fleet: Fleet) -> int | None:
 
 async def _models(fleet: Fleet) -> list[dict[str, Any]]:
     """An engine's list of models. Raises EngineError if it cannot be read."""
-    response = await _forward(fleet, "GET", "/v1/models")
+    response = await ask_engine(fleet, "GET", "/v1/models")
     try:
         models = orjson.loads(without_adapters(bytes(response.body)))["data"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
@@ -116,7 +116,9 @@ async def _models(fleet: Fleet) -> list[dict[str, Any]]:
     return models
 
 
-async def _forward(fleet: Fleet, method: str, path: str, body: bytes = b"", pin: VersionPin | None = None) -> Response:
+async def ask_engine(
+    fleet: Fleet, method: str, path: str, body: bytes = b"", pin: VersionPin | None = None
+) -> Response:
     """The answer of an engine, one of the pinned version if there is a pin. Raises RequestRefused unless it is JSON
     of the engine's API."""
     engine = await fleet.acquire(pin)

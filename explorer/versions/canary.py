@@ -130,8 +130,6 @@ class CanaryController:
             await asyncio.to_thread(promote, version, by=_BY, reason=decision.reason, details=decision.details)
         else:
             return
-        self._metrics.rollouts.labels(decision.action).inc()
-        log.info("rollout_decided", version=version, action=decision.action, reason=decision.reason)
 
 
 def request_counts(totals: ProcessTotals) -> dict[str, Share]:

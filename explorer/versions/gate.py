@@ -4,7 +4,6 @@ import asyncio
 
 import structlog
 
-from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.off_policy import is_replay_against
@@ -26,7 +25,7 @@ class Gate:
     Raises EnvironmentRefused if the tasks cannot be read, or the function that judges is not there.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, metrics: Metrics, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, *, patience_s: float = PATIENCE_S) -> None:
         self.mode = settings.gate.mode
         self.tasks = tasks_of(settings.monitor.evaluation) if self.mode != "off" else []
         self.on_engine = self.mode != "off" and evaluator_of(settings) is Evaluator.ENGINE
@@ -36,7 +35,6 @@ class Gate:
         self._evaluator = evaluator_of(settings)
         self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation)
         self._ledger = ledger
-        self._metrics = metrics
         self._patience_s = patience_s
         self._unanswered: dict[int, str] = {}
         self._told: set[int] = set()
@@ -81,8 +79,6 @@ class Gate:
 
     async def reject(self, version: Version, reason: str, figures: dict[str, object] | None = None) -> None:
         """The candidate must not be served."""
-        log.error("version_rejected", version=version.version, reason=reason)
-        self._metrics.rejected.inc()
         await asyncio.to_thread(self._ledger.versions.reject, version.version, reason, details=figures)
 
     async def _without_figures(self, candidate: Version) -> bool:

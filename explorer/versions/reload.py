@@ -207,7 +207,7 @@ class Reloader(WeightSwapper):
         self._champion: int | None = None
         #: The champion whose files were found whole when engines began to follow it.
         self._whole: int | None = None
-        self.gate = Gate(settings, ledger, metrics)
+        self.gate = Gate(settings, ledger)
 
     async def run(self) -> None:
         """Look for a new version every `service_status_check_interval` seconds."""
@@ -244,10 +244,11 @@ class Reloader(WeightSwapper):
     async def _see(self, champion: Version) -> None:
         """Note which version is served; of one that came from a trial, how long its feedback took to get there."""
         self._metrics.version_served.set(champion.version)
-        if self._champion is not None and champion.version > self._champion:
-            for seconds in await asyncio.to_thread(self._ledger.reports.feedback_to_served, champion.version):
-                self._metrics.feedback_to_served.observe(seconds)
-            log.info("version_served", version=champion.version, step=champion.step)
+        if self._champion is not None and champion.version != self._champion:
+            if champion.version > self._champion:
+                for seconds in await asyncio.to_thread(self._ledger.reports.feedback_to_served, champion.version):
+                    self._metrics.feedback_to_served.observe(seconds)
+            log.info("version_served", version=champion.version, from_version=self._champion, step=champion.step)
         self._champion = champion.version
 
     async def _divide(self, champion: Version, trial: CanaryTrial | None) -> None:
@@ -317,7 +318,6 @@ class Reloader(WeightSwapper):
                 details={"mode": mode, "share": share},
             )
             await self._fleet.set_split(split)
-            log.info("version_tried", version=candidate.version, mode=mode, share=share)
 
         for engine in to_try_on(self._fleet.engines, candidate.version, share)[:1]:
             await self._try_on(engine, candidate, champion, entering=begin)
@@ -374,8 +374,6 @@ class Reloader(WeightSwapper):
         return True
 
     async def _reject(self, version: Version, reason: str) -> None:
-        log.error("version_rejected", version=version.version, reason=reason)
-        self._metrics.rejected.inc()
         if version.state is VersionState.CANARY:
             await asyncio.to_thread(self._ledger.versions.roll_back, version.version, by="explorer", reason=reason)
         else:

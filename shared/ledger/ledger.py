@@ -14,6 +14,10 @@ from sqlalchemy import Engine, select
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.assessment import Raters
+from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
+from tuneloop.shared.ledger.browsing.reward_history import RewardHistory
+from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
 from tuneloop.shared.ledger.recording.attestation import Attestations
@@ -79,6 +83,10 @@ class Ledger:
         self.runs = Runs(self.transactions)
         self.exports = Exports(self.transactions)
         self.keys = Keys(self.transactions)
+        self.reply_pages = ReplyPages(self.transactions)
+        self.exchange_views = ExchangeViews(self.transactions)
+        self.reward_history = RewardHistory(self.transactions)
+        self.same_prompts = SamePrompts(self.transactions)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

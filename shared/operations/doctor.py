@@ -25,7 +25,8 @@ from tuneloop.shared.steady_time import SteadyClock
 #: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
 
-_WAITS_FOR = {
+#: What a reply waits for in each state.
+WAITS_FOR = {
     State.RECORDED: "feedback",
     State.REWARDED: "a commit",
     State.COMMITTED: "a batch",
@@ -143,6 +144,12 @@ def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
 
 def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
     """The report for people, line by line."""
+    for title, lines in as_sections(report, settings).items():
+        yield from (f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
+
+
+def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]]:
+    """The report for people: its lines by what they are about."""
     facts = report.facts
     sections: dict[str, list[str]] = {}
     if facts.ledger is None:
@@ -165,12 +172,11 @@ def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
     if report.restoring:
         sections["Restore"] = [report.restoring]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
-    for title, lines in sections.items():
-        yield from (f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
+    return sections
 
 
 def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
-    for state, what in _WAITS_FOR.items():
+    for state, what in WAITS_FOR.items():
         waiting = ledger.count(state)
         of = f" of {facts.rules.batch_size}" if state is State.COMMITTED else ""
         yield f"{state.value:<10} {waiting.rows:>8} for {what}{of}{_oldest(facts.now, waiting.oldest)}"

@@ -125,6 +125,7 @@ class ExplorerSettings(Section):
     listen_address: str = "127.0.0.1"  # not Trinity's default: that lets every host in that reaches this one
     allowed_hosts: tuple[str, ...] = ()
     insecure: bool = False
+    cors_allow_origins: tuple[str, ...] = ()
     proxy_port: Port = 8010
     workers: Positive = 1
     service_status_check_interval: Seconds = 60.0

@@ -66,10 +66,14 @@ class EvaluationSettings(Section):
     samples: Positive | None = None
 
 
+#: The alarms that say that the feedback cannot be trusted, or that the model is worse for it.
+SUSPECT = frozenset({"reward_hack", "reward_jump", "extreme_rewards", "rater_outliers", "degraded"})
+
+
 class DriftSettings(Section):
     """When a monitor raises its alarm; a threshold of null switches it off."""
 
-    action: Literal["report", "hold"] = "report"
+    action: Literal["report", "suspect", "hold"] = "suspect"
     baseline: Positive = 20
     window: Positive = 20
     reward_rise: NotNegativeReal | None = 0.05
@@ -85,6 +89,14 @@ class DriftSettings(Section):
     replies: Positive = 256
     single_rater: Share | None = 0.8
     rater_events: Positive = 200
+    reward_jump: Share | None = 0.25
+    extreme_rewards: Fraction | None = 0.05
+    rater_outliers: Fraction | None = 0.2
+    degraded: Fraction | None = 0.2
+
+    def holds(self, alarm: str) -> bool:
+        """Whether the alarm of this name keeps new versions from being served."""
+        return self.action == "hold" or (self.action == "suspect" and alarm in SUSPECT)
 
     @property
     def refusals_found(self) -> list[re.Pattern[str]]:

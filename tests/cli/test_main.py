@@ -16,32 +16,6 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.storage.revisions import newest
 
 TRINITY = Path(__file__).parent.parent / "fixtures" / "trinity"
-SERVICE = """
-import json, os, signal, sys, time
-name = os.path.basename(os.path.dirname(__file__))
-say = lambda word: os.write(1, f"{name} {word}\\n".encode())
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, _: (say(signal.Signals(number).name), sys.exit(0)))
-say(json.dumps(sys.argv[1:]))
-say(os.getpid())
-script = os.environ.get(name.upper() + "_DOES", "wait")
-if script == "wait":
-    while True: time.sleep(0.05)
-if script == "die":
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(1)
-sys.exit(int(script))
-"""
-
-
-@pytest.fixture
-def services(tmp_path: Path) -> Path:
-    """A folder with stand-ins for the two services, which say what they were told."""
-    for name in ("explorer", "trainer"):
-        (tmp_path / "services" / "tuneloop" / name).mkdir(parents=True)
-        (tmp_path / "services" / "tuneloop" / name / "__main__.py").write_text(SERVICE)
-        (tmp_path / "services" / "tuneloop" / name / "__init__.py").touch()
-    return tmp_path / "services"
 
 
 def settings_file(folder: Path, text: str = "") -> Path:
@@ -56,7 +30,8 @@ def environment_of(more: dict[str, str]) -> dict[str, str]:
 
 def start(*arguments: object, path: Path | None = None, cwd: Path | None = None, **environment: str):
     command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
-    variables = environment_of({"PYTHONPATH": str(path or ""), **environment})
+    ours = os.environ.get("PYTHONPATH", "")  # of a checkout that is not the one installed
+    variables = environment_of({"PYTHONPATH": os.pathsep.join(filter(None, (str(path or ""), ours))), **environment})
     return subprocess.Popen(command, env=variables, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -192,8 +167,10 @@ def test_run_both_passes_a_signal_on_and_ends_with_0(tmp_path, services, number)
     process = start("run", "-c", settings_file(tmp_path), path=services)
     pids(process)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=10)
+    out, error = process.communicate(timeout=10)
     assert sorted(out.splitlines()) == [f"explorer {number.name}", f"trainer {number.name}"]
+    waits = "waits for the explorer (replies in flight, 30 s at most) and the trainer (its step)"
+    assert error == (f"tuneloop run: stopping; {waits}\n" if number == signal.SIGINT else "")
     assert process.returncode == 0
 
 

@@ -1,5 +1,6 @@
 """`tuneloop raters`: who is listed, and decisions by hand."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def test_raters_are_listed_quarantined_and_released(file: Path, ledger: Ledger) 
     assert len(log) == 2
     assert log[0].endswith("lie")
     assert log[1].endswith("no lie")
+    told = json.loads(raters("-c", str(file), "--log", "--json").output)
+    assert [each["reason"] for each in told] == ["a\nlie", "no lie"]
+    assert {each["name"] for each in json.loads(raters("-c", str(file), "--json").output)} >= {"eve\x1b[2J"}
+    ended = json.loads(raters("release", "eve\x1b[2J", "-c", str(file), "--reason", "no", "--json").output)
+    assert ended["state"] == "released"
 
 
 def test_nobody_of_that_name(file: Path) -> None:

@@ -179,11 +179,12 @@ class EngineDouble:
                 return await _send_reply(send, 400, recorded("error_json.json"))
             try:
                 ids = list(json.loads(body)["prompt"].encode())
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, LookupError, AttributeError):
                 return await _send_reply(send, 400, recorded("error_json.json"))
-            return await _send_reply(
-                send, 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()
-            )
+            answer = {"count": len(ids), "max_model_len": 4096, "tokens": ids}
+            if json.loads(body).get("return_token_strs"):
+                answer["token_strs"] = [chr(each).replace(" ", "Ġ") for each in ids]
+            return await _send_reply(send, 200, json.dumps(answer).encode())
         if path.endswith("/render"):
             self.renders.append(json.loads(body))
             return await _send_reply(send, 200 if self.rendered else 403, self.rendered or recorded("error_model.json"))

@@ -191,6 +191,13 @@ class RunningExplorer:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
+    def decisions(self, action: str) -> int:
+        """How many decisions of that kind about versions /metrics counts."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        counted = [each for each in samples if each.name == "tuneloop_version_decisions_total"]
+        return int(sum(each.value for each in counted if each.labels["action"] == action))
+
     def version(self) -> int:
         """The version that answers a request now."""
         return int(self.chat().headers["x-tuneloop-version"])

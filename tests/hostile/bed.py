@@ -25,12 +25,12 @@ from tuneloop.shared.ledger.storage.database import connect
 
 ADMIN_KEY = "an-administrators-key"
 
-_names = (f"n{number:07d}" for number in itertools.count())
+_numbers = itertools.count()
 
 
 def fresh_name() -> str:
     """An id that was in no prompt yet."""
-    return next(_names)
+    return f"n{next(_numbers):07d}"
 
 
 def asking(name: str, **but: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def bed_with(folder: Path, engine_urls: Sequence[str], **explorer: Any) -> Itera
         )
     try:
         with httpx.Client(base_url=_url(log), timeout=30) as http:
-            eventually(lambda: http.get("/health/ready").status_code == 200)
+            eventually(lambda: http.get("/health/ready").status_code == 200, within_s=600)
             yield Bed(folder, process, http)
         process.terminate()
         assert process.wait(60) == 0, log.read_text()[-10_000:]

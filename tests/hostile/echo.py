@@ -6,14 +6,21 @@
 import asyncio
 import json
 import re
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.doubles.serving import Resettable
+from tests.explorer.running import eventually
+from tests.loop.harness.services import free_port
 
 Json = dict[str, Any]
 
@@ -148,6 +155,28 @@ async def _send(send: Any, status: int, answer: Json) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+def listens(port: int) -> bool:
+    """Whether somebody answers at a port of this machine."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@contextmanager
+def echo_process(folder: Path) -> Iterator[str]:
+    """The URL of a double in a process of its own."""
+    port = free_port()
+    with (folder / "echo.log").open("wb") as log:
+        command = [sys.executable, "-m", "tests.hostile.echo", str(port)]
+        running = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        eventually(lambda: listens(port), within_s=600)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        running.kill()
+        running.wait()
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@
 """
 
 import os
-import random
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -17,6 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.explorer.running import eventually
+from tests.hostile.echo import listens
+from tests.loop.harness.services import free_port
 
 Front = Literal["direct", "nginx", "haproxy"]
 
@@ -66,14 +66,14 @@ def front_before(url: str, kind: Front, folder: Path) -> Iterator[str]:
         yield url
         return
     program = _program(kind)
-    port, settings = _free_port(), folder / f"{kind}.conf"
+    port, settings = free_port(), folder / f"{kind}.conf"
     template = _NGINX if kind == "nginx" else _HAPROXY
     settings.write_text(template.format(folder=folder, port=port, explorer=urlsplit(url).netloc))
     arguments = ["-p", folder, "-e", folder / "errors", "-c", settings] if kind == "nginx" else ["-db", "-f", settings]
     with (folder / f"{kind}.log").open("wb") as log:
         running = subprocess.Popen([program, *map(str, arguments)], stdout=log, stderr=log, env=_environment())
     try:
-        eventually(lambda: _listens(port) or running.poll() is not None)
+        eventually(lambda: listens(port) or running.poll() is not None)
         assert running.poll() is None, (folder / f"{kind}.log").read_text()
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -94,18 +94,3 @@ def _program(kind: Front) -> str:
 def _environment() -> dict[str, str]:
     libraries = os.pathsep.join(str(each) for each in (_UNPACKED / "usr" / "lib").glob("*-linux-gnu"))
     return os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-
-
-def _free_port() -> int:
-    """Below those that outgoing connections get."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as taken, suppress(OSError):
-            taken.bind(("127.0.0.1", port))
-            return port
-
-
-def _listens(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False

@@ -94,7 +94,7 @@ def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
 @pytest.mark.usefixtures("as_it_was")
 def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path, bare_engine: httpx.Client) -> None:
     evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2, "most_tokens": 16}
-    others = {"entropy": None, "reply_length": None}
+    others = {"entropy": None, "reply_length": None, "degraded": None}
     monitor = {"evaluation": evaluation, "drift": {"action": "hold", "baseline": 4, "window": 3, **others}}
     # Only what is rewarded is learnt: with batches of 16, learning what not to say makes room for anything.
     # Slowly at first, so that the other answer is still given when the app begins to count it.

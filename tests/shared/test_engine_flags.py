@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tuneloop.shared import engine_flags
 from tuneloop.shared.engine_flags import FLAGS, HOLDING_PARSERS, holds_tools, problems_of, sounds_like_sampling
+from tuneloop.shared.settings.settings import options
 
 
 @pytest.mark.parametrize(
@@ -106,3 +108,18 @@ def test_every_parser_that_holds_calls_unasked_is_known() -> None:
     names = {name for name, module in re.findall(r'"(\w+)": \(\s*"(\w+)",', table) if module in strict}
     assert names
     assert names <= HOLDING_PARSERS
+
+
+def test_what_an_engine_says_of_its_arguments_names_our_settings() -> None:
+    said = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    option = "explorer.rollout_model"
+    assert engine_flags.name_settings(said) == (
+        f'"auto" tool choice requires {option}.enable_auto_tool_choice and {option}.tool_call_parser to be set'
+    )
+    other = "set --tool-call-parser-plugin, or --x"
+    assert engine_flags.name_settings(other) == other
+
+
+def test_every_setting_that_an_argument_is_named_by_exists() -> None:
+    names = {name for name, _ in options()}
+    assert set(engine_flags._SETTINGS.values()) <= names

@@ -1,6 +1,14 @@
+import json
+import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import structlog
+
+from tuneloop.shared.logging import LINES_AT_ONCE, LINES_PER_S, LineLimiter
 
 _SCRIPT = """
 import sys
@@ -27,3 +35,94 @@ def test_a_log_on_a_full_disk_stops_nobody() -> None:
             [sys.executable, "-c", _SCRIPT], stdout=subprocess.PIPE, stderr=full, text=True, check=False
         )
     assert said.stdout == "went on"
+
+
+_FLOOD = """
+import logging
+import sys
+import time
+import structlog
+from tuneloop.shared import logging as ours
+
+ours._SUMMARY_S = 0.2
+ours.configure_logging()
+for number in range(5000):
+    structlog.get_logger().error("request_failed", number=number)
+    logging.getLogger("library").warning("number %d", number)
+structlog.get_logger().error("another_event")
+time.sleep(0.5)
+"""
+
+
+def test_an_event_that_comes_too_often_is_counted_and_the_others_are_written() -> None:
+    said = subprocess.run([sys.executable, "-c", _FLOOD], capture_output=True, text=True, check=True).stderr
+    assert LINES_AT_ONCE <= said.count("request_failed  ") < 1000
+    assert LINES_AT_ONCE <= said.count(" library number") < 1000
+    assert "another_event" in said
+    summaries = [line for line in said.splitlines() if "lines_left_out" in line]
+    assert any("request_failed=" in each for each in summaries)
+    assert any("library:" in each for each in summaries)
+
+
+def test_lines_come_back_with_time_and_are_told_once() -> None:
+    told: list[dict[str, int]] = []
+    now = [0.0]
+    limiter = LineLimiter(told.append, clock=lambda: now[0])
+    assert sum(limiter.admits("one") for _ in range(LINES_AT_ONCE + 7)) == LINES_AT_ONCE
+    assert limiter.admits("another")
+    limiter.summarise()
+    limiter.summarise()
+    assert told == [{"one": 7}]
+    now[0] = 1.0
+    assert sum(limiter.admits("one") for _ in range(100)) == LINES_PER_S
+    now[0] = 1e6
+    assert sum(limiter.admits("one") for _ in range(2 * LINES_AT_ONCE)) == LINES_AT_ONCE
+
+
+def test_both_kinds_of_lines_are_limited_and_the_summary_is_not() -> None:
+    limiter = LineLimiter(lambda lines: None)
+    record = logging.LogRecord("a", logging.WARNING, "a.py", 1, "x", (), None)
+    assert sum(limiter.filter(record) for _ in range(2 * LINES_AT_ONCE)) == LINES_AT_ONCE
+    for _ in range(2 * LINES_AT_ONCE):
+        assert limiter.process(None, "", {"event": "lines_left_out"})
+    for _ in range(LINES_AT_ONCE):
+        limiter.process(None, "", {"event": "x"})
+    with pytest.raises(structlog.DropEvent):
+        limiter.process(None, "", {"event": "x"})
+
+
+_LEVELS = """
+import logging
+import structlog
+from tuneloop.shared.logging import configure_logging
+
+configure_logging()
+log = structlog.get_logger()
+log.debug("seen_by_few")
+log.info("engine_ready", engine=0)
+log.error("spool_write_failed", path=Exception("odd"))
+logging.getLogger("lib").warning("careful")
+logging.getLogger("lib").error("worse")
+"""
+
+
+def logged(**environment: str) -> list[str]:
+    said = subprocess.run(
+        [sys.executable, "-c", _LEVELS], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    return said.stderr.splitlines()
+
+
+def test_the_environment_names_the_least_level() -> None:
+    assert len(logged()) == 4
+    assert len(logged(TUNELOOP_LOG_LEVEL="debug")) == 5
+    assert len(logged(TUNELOOP_LOG_LEVEL="error")) == 2
+    assert len(logged(TUNELOOP_LOG_LEVEL="loud")) == 4
+
+
+def test_each_line_is_one_json_object_if_so_wanted() -> None:
+    lines = [json.loads(line) for line in logged(TUNELOOP_LOG_JSON="1")]
+    assert [line["event"] for line in lines] == ["engine_ready", "spool_write_failed", "careful", "worse"]
+    assert lines[0]["engine"] == 0
+    assert {line["level"] for line in lines} == {"info", "error", "warning"}
+    assert all(line["timestamp"].endswith("Z") for line in lines)

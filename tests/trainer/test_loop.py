@@ -9,6 +9,7 @@ from threading import Event
 import numpy as np
 import pytest
 from sqlalchemy import make_url
+from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
@@ -329,6 +330,19 @@ def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings,
     newest = ledger.versions.newest()
     assert (newest.version, newest.step, read_manifest(newest.path).parent) == (2, 1, 0)
     assert ledger.reports.imbalance() == []
+
+
+def test_who_ended_a_version_and_why_is_told_when_training_goes_back(settings, ledger):
+    commit(ledger, [sample(i) for i in range(12)])
+    chosen = settings(trainer={"total_steps": 2})
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = Rejecting(ledger.transactions, ledger.settlement)
+    ledger.training.versions = ledger.versions
+    with capture_logs() as logs:
+        TrainingLoop(chosen, ledger, Event()).run()
+    [told] = [each for each in logs if each["event"] == "training_goes_back"]
+    assert (told["version"], told["to"], told["state"]) == (1, 0, "rejected")
+    assert (told["by"], told["reason"]) == ("explorer", "its probe differs")
 
 
 def test_a_batch_that_is_not_finite_is_dropped_and_training_goes_on(settings, ledger):

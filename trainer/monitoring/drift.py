@@ -23,12 +23,16 @@ from tuneloop.shared.settings.versions import DriftSettings
 REWARD, LENGTH = "critic/rewards/mean", "response_length/mean"
 ENTROPY = "actor/entropy"
 KL, KL_BASE = "actor/kl_loss", "actor/kl_base"
+LEVEL, EXTREME, OUTLIERS = "reward/level", "feedback/extreme", "feedback/quarantined"
 REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedback/largest_rater"
 
-SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER)
+SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, OUTLIERS)
 
 # So many windows are kept, because a trainer may go back some steps and must find what was there before.
 _WINDOWS_KEPT = 4
+
+# So many steps at least are compared with as many before them: fewer batches differ by chance.
+_JUMP = 5
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +122,8 @@ def _recent(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple
 
 def _evaluations_since(drift: DriftSettings, history: History, step: int) -> int:
     """The first step whose evaluation counts. While its alarm is open, what it fell from must not be forgotten."""
-    return min(step, history.raised.get("reward_hack", step)) - drift.evaluation_window
+    raised = [history.raised[name] for name in ("reward_hack", "degraded") if name in history.raised]
+    return min([step, *raised]) - drift.evaluation_window
 
 
 def _last(drift: DriftSettings, history: History, signal: str) -> float | None:
@@ -205,6 +210,26 @@ def _first_reward(drift: DriftSettings, history: History) -> float | None:
     return fmean(values) if values else None
 
 
+def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
+    """How far the mean reward of the last quarter of a window is from that of the quarter before, up or down."""
+    steps = max(_JUMP, drift.window // 4)
+    values = [value for _, value in history.series.get(LEVEL, [])][-2 * steps :]
+    if drift.reward_jump is None or len(values) < 2 * steps:
+        return None
+    before, now = fmean(values[:steps]), fmean(values[steps:])
+    reason = f"within {2 * steps} steps the mean reward went from {before:.1%} to {now:.1%} of what rewards can be"
+    return DriftFinding(abs(now - before), drift.reward_jump, abs(now - before) > drift.reward_jump, reason)
+
+
+def _fall_below_best(drift: DriftSettings, history: History) -> DriftFinding | None:
+    """How far the score is below the best of the evaluations that are remembered, whatever the reward did."""
+    if len(history.scores) < 2 or drift.degraded is None:
+        return None
+    best, now = max(history.scores, key=lambda each: each.score), history.scores[-1]
+    reason = f"the score of the evaluation was {best.score:.4g} at step {best.step}, and is {now.score:.4g} now"
+    return DriftFinding(best.score - now.score, drift.degraded, best.score - now.score > drift.degraded, reason)
+
+
 RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
     "reward_hack": _reward_hacking,
     "reply_length": _times(LENGTH, "reply_length", "the mean length of replies"),
@@ -212,5 +237,9 @@ RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
     "kl": _distance,
     "refusals": _rise(REFUSALS, "refusals", "the share of replies that refuse"),
     "tool_errors": _rise(TOOL_ERRORS, "tool_errors", "the share of wrong tool calls"),
+    "reward_jump": _jump,
+    "extreme_rewards": _level(EXTREME, "extreme_rewards", "the share of numbers beyond reward.clip"),
+    "rater_outliers": _level(OUTLIERS, "rater_outliers", "the share of feedback by raters in quarantine"),
+    "degraded": _fall_below_best,
     "single_rater": _level(RATER, "single_rater", "the share of feedback that one source gives"),
 }

@@ -34,7 +34,7 @@ class Monitors:
 
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
         self._drift, self._every = settings.monitor.drift, settings.monitor.evaluation.every
-        self._ledger = ledger
+        self._ledger, self._rule = ledger, settings.reward
         tasks = tasks_of(settings.monitor.evaluation)
         self._distance = Distance(settings)
         self._held_out = HeldOut(settings, tasks) if tasks else None
@@ -57,7 +57,7 @@ class Monitors:
 
         Alarms are raised and cleared.
         """
-        seen = self._ledger_signals()
+        seen = self._ledger_signals() | self._level(learnt)
         if drift.KL not in learnt:
             seen |= self._distance.measure(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})
@@ -70,6 +70,13 @@ class Monitors:
         figures = {f"drift/{name}": verdict.value for name, verdict in verdicts.items()}
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
+    def _level(self, learnt: Mapping[str, float]) -> Metrics:
+        """The mean reward as a share of what rewards can be, where they have a range."""
+        if self._rule.clip is None or drift.REWARD not in learnt:
+            return {}
+        low, high = self._rule.clip
+        return {drift.LEVEL: (learnt[drift.REWARD] - low) / (high - low)}
+
     def _ledger_signals(self) -> Metrics:
         """The signals that the ledger knows of; none while it is away."""
         found: Metrics = {}
@@ -79,8 +86,19 @@ class Monitors:
                 found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
             rater = None if options.single_rater is None else self._ledger.drift.largest_rater(options.rater_events)
             found |= {} if rater is None else {drift.RATER: rater}
+            found |= self._suspect_signals()
         except LedgerError as error:
             _log.warning("monitors_not_read", reason=str(error))
+        return found
+
+    def _suspect_signals(self) -> Metrics:
+        options, found = self._drift, Metrics()
+        if options.extreme_rewards is not None and self._rule.clip is not None:
+            extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
+            found |= {} if extreme is None else {drift.EXTREME: extreme}
+        if options.rater_outliers is not None:
+            outliers = self._ledger.drift.quarantined_share(options.rater_events)
+            found |= {} if outliers is None else {drift.OUTLIERS: outliers}
         return found
 
     def _evaluate(self, learner: Learner) -> Metrics:
@@ -115,7 +133,7 @@ class Monitors:
                     version=version,
                     value=raised.value,
                     threshold=raised.threshold,
-                    holds=self._drift.action == "hold",
+                    holds=self._drift.holds(name),
                 )
                 self._ledger.alarms.raise_alarm(alarm)
                 open_now[name] = step

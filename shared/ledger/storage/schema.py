@@ -255,8 +255,9 @@ experiences = Table(
     CheckConstraint("state <> 'recorded' OR reward IS NULL", name="recorded_without_reward"),
     CheckConstraint("state NOT IN ('recorded', 'rewarded') OR committed_at IS NULL", name="committed_once_committed"),
     CheckConstraint("group_id IS NULL OR committed_at IS NOT NULL", name="grouped_once_committed"),
+    Index(None, "sampled_at"),
     Index(None, "state", "sampled_at"),
-    Index(None, "version_min", "reward"),
+    Index(None, "version_min", "sampled_at", "reward"),
 )
 partial(
     "ix_experiences_trajectory",

@@ -4,14 +4,17 @@ Both read backwards from the newest row, so that they cost the same however much
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import func, select
+from sqlalchemy import and_, exists, func, select
 from zstandard import ZstdError
 
+from tuneloop.shared.experience import MAX_REWARD, Kind
+from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
+from tuneloop.shared.settings.feedback import RewardRule
 
 #: Characters of a reply that are looked at.
 LONGEST = 2000
@@ -62,6 +65,30 @@ class Drift(LedgerPart):
             return None
         latest = sources[:count]
         return max(latest.count(source) for source in set(latest)) / count
+
+    def extreme_share(self, count: int, rule: RewardRule) -> float | None:
+        """The part of the newest `count` numbers under metrics that count that is beyond the clip.
+
+        Those of raters in quarantine are left out. None if there are not so many.
+        """
+        weights = {metric: weight for metric, weight in rule.weights.items() if weight}
+        numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_is_quarantined())
+        newest = select(feedback.c.metric, feedback.c.value).where(numbers).order_by(feedback.c.id.desc())
+        rows = self._read(newest.limit(count))
+        low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
+        beyond = sum(not low <= weights[row.metric] * row.value <= high for row in rows)
+        return beyond / count if len(rows) == count else None
+
+    def quarantined_share(self, count: int) -> float | None:
+        """The part of the newest `count` feedback events that raters in quarantine gave; None if there are fewer."""
+        newest = select(_is_quarantined().label("theirs")).select_from(feedback)
+        rows = self._read(newest.order_by(feedback.c.id.desc()).limit(count))
+        return sum(bool(row.theirs) for row in rows) / count if len(rows) == count else None
+
+
+def _is_quarantined() -> Any:
+    same = and_(raters.c.tenant == feedback.c.tenant, raters.c.name == func.coalesce(feedback.c.source, ""))
+    return exists().where(same, raters.c.state == RaterState.QUARANTINED)
 
 
 def _readable(stored: bytes) -> bytes | None:

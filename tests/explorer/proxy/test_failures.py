@@ -495,3 +495,14 @@ def test_every_answer_is_counted_and_every_error_is_in_an_envelope(running_explo
         assert {key: count for key, count in answered(explorer).items() if key[0] == path} == {
             (path, str(status)): 1 for status in statuses
         }
+
+
+def test_a_refusal_about_tools_names_our_settings(explorer: RunningExplorer, double: EngineDouble) -> None:
+    said = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    double.status, double.answer = 400, json.dumps({"error": {"message": said, "type": "BadRequestError"}}).encode()
+    for stream in (False, True):
+        refused = explorer.chat(stream=stream, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert "explorer.rollout_model.enable_auto_tool_choice" in message
+        assert "--" not in message

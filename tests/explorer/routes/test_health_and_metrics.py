@@ -88,7 +88,7 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     explorer.commit()
     double.refuses_load_of.add("global_step_1")
     register(explorer.ledger, explorer.settings.job_dir)
-    eventually(lambda: explorer.metrics()["tuneloop_versions_rejected_total"] == 1)
+    eventually(lambda: explorer.decisions("rejected") == 1)
     register(explorer.ledger, explorer.settings.job_dir)
     eventually(lambda: explorer.version() == 2)
     eventually(lambda: explorer.metrics()["tuneloop_experiences"] > 2)

@@ -12,7 +12,6 @@ from tests.doubles.judge import judge_place, verdict
 from tests.explorer.checkpoints import register
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.versions.test_reload import until, until_ready, version
-from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.evaluation.scores import Figure
@@ -69,7 +68,7 @@ def test_a_candidate_that_answers_wrongly_is_rejected_and_never_answers_a_client
         assert actions == ["published", "evaluated", "rejected"]
         (rejected,) = [each for each in explorer.ledger.versions.events(1) if each.action is VersionAction.REJECTED]
         assert rejected.details["champion"]["score"] == 1.0
-        assert explorer.metrics()["tuneloop_versions_rejected_total"] == 1
+        eventually(lambda: explorer.decisions("rejected") == 1)
 
         assert register(explorer.ledger, explorer.settings.job_dir) == 2
         until(explorer, 2, VersionState.CHAMPION)
@@ -166,10 +165,10 @@ async def test_one_that_waits_for_long_is_told_of(tmp_path: Path, double: Engine
     register(ledger, settings.job_dir)
     candidate = ledger.versions.candidate()
     assert candidate is not None
-    champion, patient = ledger.versions.champion(), Gate(settings, ledger, Metrics())
+    champion, patient = ledger.versions.champion(), Gate(settings, ledger)
     assert not await patient.admits(candidate, champion)
     assert [each.action for each in ledger.versions.events(1)] == [VersionAction.PUBLISHED]
-    impatient = Gate(settings, ledger, Metrics(), patience_s=-1)
+    impatient = Gate(settings, ledger, patience_s=-1)
     for _ in range(2):
         assert not await impatient.admits(candidate, champion)
     (_, told) = ledger.versions.events(1)
@@ -189,9 +188,9 @@ async def test_figures_of_other_tasks_do_not_count(tmp_path: Path, double: Engin
         ledger.evaluations.record(number, Evaluator.TRAINER, figures(settings, score))
     candidate, champion = ledger.versions.candidate(), ledger.versions.champion()
     assert candidate is not None
-    assert await Gate(settings, ledger, Metrics()).admits(candidate, champion)
+    assert await Gate(settings, ledger).admits(candidate, champion)
     rewrite(settings)
-    assert not await Gate(settings, ledger, Metrics()).admits(candidate, champion)
+    assert not await Gate(settings, ledger).admits(candidate, champion)
     ledger.close()
 
 
@@ -200,5 +199,5 @@ def test_a_file_of_tasks_that_does_not_parse_stops_the_start(tmp_path: Path, dou
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "a"}\n')
     ledger = open_ledger(settings)
     with pytest.raises(EnvironmentRefused, match=r"tasks\.jsonl, line 1: `answer`"):
-        Gate(settings, ledger, Metrics())
+        Gate(settings, ledger)
     ledger.close()

@@ -14,7 +14,6 @@ from tests.explorer.versions.test_gate import events
 from tests.explorer.versions.test_reload import until, until_ready, version
 from tests.factories import exchange, experience, feedback
 from tuneloop.explorer.engines.version_routing import is_held_out
-from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.shared.evaluation.off_policy import MIN_EFFECTIVE_SIZE
 from tuneloop.shared.evaluation.scores import Figure
@@ -226,7 +225,7 @@ async def test_figures_beside_another_champion_do_not_count(tmp_path: Path, doub
     register(ledger, settings.job_dir)
     candidate, champion = ledger.versions.candidate(), ledger.versions.champion()
     assert candidate is not None
-    gate = Gate(settings, ledger, Metrics())
+    gate = Gate(settings, ledger)
     for beside, admitted in ((None, False), (7.0, False), (0.0, True)):
         beside_it = [Figure("replay_of", "", beside, 0.0, 1)] if beside is not None else []
         ledger.evaluations.record(1, Evaluator.TRAINER, [tasks, *beside_it])

@@ -157,7 +157,7 @@ def rejected(explorer: RunningExplorer, number: int, reason: str) -> None:
     """The version is rejected for that reason, and the one before it serves on."""
     until(explorer, number, VersionState.REJECTED)
     assert reason in (version(explorer, number).reason or "")
-    assert explorer.metrics()["tuneloop_versions_rejected_total"] == 1
+    eventually(lambda: explorer.decisions("rejected") == 1)
     until_ready(explorer, len(explorer.services.fleet.engines))
     assert explorer.version() == number - 1
     assert explorer.ledger.versions.champion().version == number - 1

@@ -7,17 +7,20 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from tests.factories import exchange, experience
+from tests.factories import exchange, experience, feedback
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.versions import DriftSettings
+from tuneloop.shared.settings.versions import SUSPECT, DriftSettings
 from tuneloop.trainer.monitoring import drift
 from tuneloop.trainer.monitoring.drift import (
     ENTROPY,
+    EXTREME,
     KL,
     KL_BASE,
     LENGTH,
+    LEVEL,
+    OUTLIERS,
     RATER,
     REFUSALS,
     REWARD,
@@ -27,7 +30,7 @@ from tuneloop.trainer.monitoring.drift import (
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.monitoring.replies import signals, tool_error
 
-SMALL = DriftSettings(baseline=4, window=3)
+SMALL = DriftSettings(baseline=4, window=3, degraded=None)
 
 
 def after(options, *steps, history=None):
@@ -58,6 +61,8 @@ def alarms(options, history):
         ("refusals", REFUSALS, [0.05, 0.14], 0.16),
         ("tool_errors", TOOL_ERRORS, [0.0, 0.09], 0.11),
         ("single_rater", RATER, [0.1, 0.79], 0.81),
+        ("extreme_rewards", EXTREME, [0.0, 0.04], 0.06),
+        ("rater_outliers", OUTLIERS, [0.0, 0.19], 0.21),
     ],
 )
 def test_a_monitor_trips_beyond_its_threshold_and_not_before(alarm, signal, honest, drifted):
@@ -108,6 +113,28 @@ def test_the_baseline_is_kept_however_long_training_goes_on():
     assert drift.verdicts(SMALL, history)["reply_length"].value == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("level", [0.76, 0.24])
+def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
+    before = after(SMALL, *[{LEVEL: 0.5}] * 9)
+    assert drift.verdicts(SMALL, after(SMALL, *[{LEVEL: 0.5}] * 9)) == {}
+    jumped = after(SMALL, *[{LEVEL: level}] * 5, history=before)
+    assert alarms(SMALL, jumped) == {"reward_jump"}
+    assert alarms(SMALL, after(SMALL, *[{LEVEL: level}] * 5, history=jumped)) == set()
+    assert alarms(SMALL.model_copy(update={"reward_jump": None}), jumped) == set()
+
+
+def test_a_model_that_learns_fast_does_not_jump():
+    assert alarms(SMALL, after(SMALL, *[{LEVEL: 0.5 + 0.04 * step} for step in range(12)])) == set()
+
+
+def test_an_evaluation_far_below_its_best_is_an_alarm_whatever_the_reward_does():
+    options = SMALL.model_copy(update={"degraded": 0.2})
+    history = trained(options, (0.5, 0.5), (0.5, 0.8), (0.4, 0.61))
+    assert alarms(options, history) == set()
+    history = trained(options, (0.3, 0.59), history=history)
+    assert alarms(options, history) == {"degraded"}
+
+
 # The reward against the evaluation.
 
 
@@ -144,7 +171,7 @@ def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps()
 
 
 def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
-    options = DriftSettings(baseline=4, window=3, evaluation_window=10)
+    options = DriftSettings(baseline=4, window=3, evaluation_window=10, degraded=None)
     hacked = trained(options, (0.2, 0.9), (0.8, 0.3))
     assert alarms(options, hacked) == {"reward_hack"}
     still = [(0.8, 0.3)] * 5
@@ -291,6 +318,28 @@ def test_an_alarm_is_kept_in_the_ledger_until_it_is_over(watching, ledger):
     learn(watch, [10, 10], first=5)
     assert ledger.alarms.all() == []
     assert not ledger.alarms.promotion_held()
+
+
+@pytest.mark.parametrize(
+    ("action", "held"), [("report", set()), ("suspect", SUSPECT), ("hold", {*SUSPECT, "entropy", "single_rater"})]
+)
+def test_the_action_says_which_alarms_hold(action, held):
+    names = [*SUSPECT, "entropy", "single_rater"]
+    assert {name for name in names if DriftSettings(action=action).holds(name)} == held
+
+
+def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(watching, ledger):
+    watch, _ = watching(rater_events=10)
+    watch.begin(Trained())
+    said = exchange()
+    ledger.recording.record([said, *(feedback(msg_id=said.msg_id, source=f"r{n}", value=n - 5.0) for n in range(10))])
+    curves = [watch.after_step(Trained(step), {REWARD: 0.5}, version=step) for step in (1, 2)]
+    assert curves[1]["drift/extreme_rewards"] == 0.7
+    assert curves[1][LEVEL] == 0.75
+    assert [(alarm.name, alarm.holds) for alarm in ledger.alarms.all()] == [("extreme_rewards", True)]
+    for number in range(10):
+        ledger.raters.quarantine("acme", f"r{number}", by="eve", reason="it is extreme")
+    assert watch.after_step(Trained(3), {}, version=3)["feedback/quarantined"] == 1.0
 
 
 def test_a_report_holds_nothing(watching, ledger):

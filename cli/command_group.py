@@ -1,0 +1,107 @@
+"""How a command line is read: the settings file may stand anywhere in it, and who errs hears what is near."""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from typer.core import TyperGroup
+
+#: What people type, where the command has another name.
+_OTHER_NAMES = {
+    "start": "run",
+    "up": "run",
+    "explorer": "serve",
+    "server": "serve",
+    "proxy": "serve",
+    "trainer": "train",
+    "learn": "train",
+    "check": "validate",
+    "lint": "validate",
+    "setup": "init",
+    "new": "init",
+    "create": "init",
+    "fit": "plan",
+    "memory": "plan",
+    "status": "doctor",
+    "health": "doctor",
+    "why": "doctor",
+    "migrate": "db upgrade",
+    "delete": "erase",
+    "forget": "erase",
+    "settings": "config show",
+    "quarantine": "spool list",
+}
+
+_FILE_ENDINGS = (".yaml", ".yml")
+_CONFIG = "--config"
+
+
+class CommandGroup(TyperGroup):
+    """Commands that all take the settings file alike: `X.yaml`, `-c X.yaml` or `--config X.yaml`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named, and its arguments. An unknown one is refused with what may have been meant."""
+        if ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            ctx.fail(_unknown(args[0], self, ctx.find_root().command))
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command, name_settings_file(command, rest)
+
+
+def name_settings_file(command: Any, arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--config` before the settings file, where that stands without it.
+
+    It is the first one that is no option and no option's value: by any name where the command has no arguments of its
+    own, else by its ending.
+    """
+    options = {flag: each for each in command.params for flag in each.opts if flag.startswith("-")}
+    commands = getattr(command, "commands", {})
+    has_arguments = bool(commands) or any(each.param_type_name == "argument" for each in command.params)
+    if _CONFIG not in options or any(map(_names_config, arguments)):
+        return list(arguments)
+    for index in _positions(arguments, options):
+        if commands and arguments[index] in commands:
+            break
+        if not has_arguments or arguments[index].endswith(_FILE_ENDINGS):
+            return [*arguments[:index], _CONFIG, *arguments[index:]]
+    return list(arguments)
+
+
+def _names_config(argument: str) -> bool:
+    return argument.startswith((_CONFIG, "-c"))
+
+
+def _positions(arguments: Sequence[str], options: dict[str, Any]) -> Iterator[int]:
+    """Where there is neither an option nor its value."""
+    is_value = False
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return
+        if is_value:
+            is_value = False
+        elif argument.startswith("-") and argument != "-":
+            is_value = argument in options and not getattr(options[argument], "is_flag", False)
+        else:
+            yield index
+
+
+def _unknown(word: str, group: Any, root: Any) -> str:
+    meant = _OTHER_NAMES.get(word) if group is root else None
+    names = [meant] if meant else []
+    names += [each for each in get_close_matches(word, group.commands) if each not in names]
+    paths = {path: path.rpartition(" ")[2] for path in _paths(root)}
+    names += [path for path, last in paths.items() if last == word and path not in names]
+    names = names or [path for path, last in paths.items() if get_close_matches(word, [last], cutoff=0.8)]
+    if not names:
+        return f"there is no command {word!r}; tuneloop --help lists them all"
+    return f"there is no command {word!r}. Did you mean {' or '.join(repr(each) for each in names[:3])}?"
+
+
+def _paths(group: Any, before: str = "") -> Iterator[str]:
+    """All commands below a group, as they are typed."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _paths(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"

@@ -1,0 +1,1 @@
+"""Settings files: written, checked, reckoned."""

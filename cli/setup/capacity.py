@@ -1,0 +1,214 @@
+"""What an experiment takes: memory of each process, disk of each version, seconds of each publication."""
+
+import math
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tuneloop.cli.setup.model_shape import ModelShape
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+
+GIB = 1 << 30
+
+#: What processes take before there is a model, in bytes of main memory: Python with torch and transformers; vLLM's CPU
+#: build; the control process and one worker of the explorer.
+TRAINER_BASE, CPU_ENGINE_BASE, EXPLORER_BASE, WORKER_BASE = 500 << 20, 1150 << 20, 150 << 20, 130 << 20
+
+#: What an engine takes of a GPU beside weights, keys and values: activations, CUDA graphs, the context.
+GPU_ENGINE_BASE = 3 * GIB
+
+#: The share of what a step takes on a CPU that malloc holds on to between two of its tensors.
+_CPU_HEAP = 0.15
+
+#: A CUDA context and what torch's allocator cannot give back.
+_CUDA_BASE = 1 * GIB
+
+#: Logits exist for so many reply tokens at a time (trainer/models/model.py), several times over in the backward pass:
+#: so many bytes each, as measured on an H200 (58 GiB for PPO on 0.6 B).
+_LOGIT_TOKENS, _LOGIT_BYTES = 2048, 25
+
+#: vLLM's CPU build keeps so much for keys and values unless told otherwise (explorer/engines/vllm.py).
+_CPU_CACHE_BYTES = 1 * GIB
+
+_WITH_CRITIC = frozenset({"ppo"})
+_PIECE, _PIECES = 4 << 20, 16
+
+
+class TrainerMemory(NamedTuple):
+    """Bytes of the trainer, by what they hold."""
+
+    base: int
+    weights: int
+    optimizer: int
+    gradients: int
+    reference: int
+    activations: int
+    logits: int
+    heap: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, at its peak."""
+        return sum(self)
+
+
+class EngineMemory(NamedTuple):
+    """Bytes of one engine on one device; `cache` is what is left for keys and values, of so many `cache_tokens`."""
+
+    base: int
+    weights: int
+    cache: int
+    cache_tokens: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.base + self.weights + max(0, self.cache)
+
+
+class VersionDisk(NamedTuple):
+    """Bytes on disk: the newest version with what training goes on from, an older one, the most there is at once."""
+
+    newest: int
+    older: int
+    all: int
+
+
+def trained_weights(shape: ModelShape, settings: Settings) -> int:
+    """The parameters that are trained: all, or an adapter's."""
+    lora = settings.model.lora
+    if not lora.rank:
+        return shape.weights
+    queries, keys = shape.heads * shape.head_width, shape.key_value_heads * shape.head_width
+    sides = {
+        "q_proj": (shape.width, queries),
+        "k_proj": (shape.width, keys),
+        "v_proj": (shape.width, keys),
+        "o_proj": (queries, shape.width),
+        "gate_proj": (shape.width, shape.inner_width),
+        "up_proj": (shape.width, shape.inner_width),
+        "down_proj": (shape.inner_width, shape.width),
+    }
+    return shape.layers * lora.rank * sum(sum(sides[each]) for each in lora.targets if each in sides)
+
+
+def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> TrainerMemory:
+    """The trainer at the peak of a step, with micro-batches as full as the settings allow."""
+    algorithm, lora = settings.algorithm, settings.model.lora.rank > 0
+    size = 4 if settings.trainer_dtype == "float32" else 2
+    trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
+    frozen = shape.weights * size if lora else 0
+    if algorithm.algorithm_type in _WITH_CRITIC:
+        body = critic.weights - critic.head_weights
+        trained += trained_weights(critic, settings) if lora else body
+        frozen += body * size if lora else 0
+    # With an adapter the reference is the model without it.
+    reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
+    tokens = settings.trainer.micro_batch_tokens
+    logits = min(_LOGIT_TOKENS, tokens) * shape.vocabulary * _LOGIT_BYTES
+    memory = TrainerMemory(
+        base=_CUDA_BASE if on_gpu else TRAINER_BASE,
+        weights=frozen + trained * size,
+        # AdamW's two moments in float32, and float32 masters of weights that are not.
+        optimizer=trained * (8 if size == 4 else 12),
+        gradients=trained * 4,
+        reference=reference,
+        activations=tokens * max(each.activation_bytes(size) for each in (shape, critic)),
+        logits=logits,
+    )
+    return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))
+
+
+def _needs_reference(settings: Settings) -> bool:
+    kind, algorithm = settings.algorithm.algorithm_type, settings.algorithm
+    if kind in {"dpo", "kto"}:
+        return True
+    return kind not in {"sft", "raft", "distill"} and algorithm.kl_coef > 0
+
+
+def trainer_on_gpu(settings: Settings) -> bool:
+    """Whether the trainer's models are on a GPU."""
+    return settings.trainer.device == "cuda" or (
+        settings.trainer.device == "auto" and settings.cluster.gpu_per_node > 0
+    )
+
+
+def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) -> EngineMemory | None:
+    """One engine on one of its devices; None on a GPU whose memory is not known."""
+    rollout, on_gpu = settings.explorer.rollout_model, settings.cluster.gpu_per_node > 0
+    size = 4 if rollout.dtype == "float32" else 2
+    split = rollout.tensor_parallel_size if on_gpu else 1
+    weights, token = shape.weights * size // split, max(1, shape.cache_bytes(size) // split)
+    if not on_gpu:
+        cache = rollout.kv_cache_memory_bytes or _CPU_CACHE_BYTES
+        return EngineMemory(CPU_ENGINE_BASE, weights, cache, cache // token)
+    if gpu_bytes is None:
+        return None
+    room = int(rollout.gpu_memory_utilization * gpu_bytes) - weights - GPU_ENGINE_BASE
+    cache = rollout.kv_cache_memory_bytes or room
+    return EngineMemory(GPU_ENGINE_BASE, weights, cache, max(0, cache // token))
+
+
+def version_disk(shape: ModelShape, critic: ModelShape, settings: Settings) -> VersionDisk:
+    """What versions take in the job folder: the formula of docs/operations.md, Disk and memory."""
+    size = 4 if settings.trainer_dtype == "float32" else 2
+    whole = size + (8 if size == 4 else 12)
+    trained = trained_weights(shape, settings)
+    newest = trained * whole
+    if settings.algorithm.algorithm_type in _WITH_CRITIC:
+        lora = settings.model.lora.rank > 0
+        newest += whole * (trained_weights(critic, settings) if lora else critic.weights - critic.head_weights)
+    older = trained * size
+    kept = settings.trainer.max_checkpoints_to_keep
+    return VersionDisk(newest, older, 2 * newest + kept * older)
+
+
+def disk_speed(folder: Path) -> float:
+    """Bytes a second that reach the disk below `folder`: 64 MiB are written and removed. Raises EnvironmentRefused."""
+    there = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
+    piece = os.urandom(_PIECE)
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            started = time.monotonic()
+            for _ in range(_PIECES):
+                file.write(piece)
+                file.flush()
+                os.fdatasync(file.fileno())
+            return _PIECES * _PIECE / max(1e-6, time.monotonic() - started)
+    except OSError as error:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: cannot write to {there}: {error.strerror}; choose another folder"
+        ) from None
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest NVIDIA GPU here; None if nvidia-smi does not say."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
+        return min(int(line) for line in said.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def save_interval(newest_bytes: int, speed: float, step_s: float) -> int:
+    """Steps to a version so that publishing takes no longer than the steps between two."""
+    return max(1, min(50, math.ceil(newest_bytes / speed / step_s)))
+
+
+def step_seconds(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> float:
+    """A rough second count of a step: replies of 850 tokens, at the rate measured on an H200, or on one CPU core."""
+    tokens = settings.buffer.train_batch_size * 850
+    with_critic = 2.0 if settings.algorithm.algorithm_type in _WITH_CRITIC else 1.0
+    rate = 32_500 * 6e8 if on_gpu else 2_000 * 6e6
+    return float(tokens * shape.weights * with_critic / rate)
+
+
+def as_numbers(value: Any) -> dict[str, int]:
+    """The fields of one of the tuples above, with their total."""
+    found: dict[str, int] = value._asdict()
+    return {**found, "total": value.total} if hasattr(value, "total") else found

@@ -1,0 +1,207 @@
+"""This file is `tuneloop init`: three questions, and a settings file that starts."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+import yaml
+
+from tuneloop.cli.options import echo
+from tuneloop.cli.setup.capacity import disk_speed, gpu_memory, save_interval, step_seconds
+from tuneloop.cli.setup.model_families import Parsers, parsers_of
+from tuneloop.cli.setup.model_shape import ModelShape, read_shape
+from tuneloop.cli.setup.plan_command import ExperimentPlan, GpuMemoryOption, make_plan
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.hardware import count_gpus
+from tuneloop.shared.settings.settings import Settings
+
+_MOST_TOKENS = 8192
+_CPU_CACHE = 256 << 20
+
+#: Where one GPU does not hold all: what is given up, one after the other.
+_METHODS: tuple[dict[str, Any], ...] = (
+    {},
+    {"algorithm_type": "reinforce"},
+    {"algorithm_type": "reinforce", "rank": 16},
+)
+_MICRO_BATCHES = (16384, 8192, 4096, 2048)
+#: Shares of a GPU's memory for an engine beside the trainer, and for one that has it alone.
+_SHARES, _WHOLE = (0.4, 0.3, 0.25, 0.2, 0.15), 0.9
+
+
+class Setup(NamedTuple):
+    """What a settings file is made of."""
+
+    shape: ModelShape
+    where: Path
+    gpus: int
+    engines: int
+    tensor_parallel: int
+    share: float
+    micro_batch: int
+    method: dict[str, Any]
+    parsers: Parsers
+    interval: int = 1
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="[X.yaml]", help="The file to write.")] = Path("tuneloop.yaml"),
+    model: Annotated[Path | None, typer.Option(help="The folder of a Hugging Face model.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of this machine; 0: none.")] = None,
+    where: Annotated[Path | None, typer.Option(help="Folder for checkpoints, database and logs.")] = None,
+    gpu_memory_gb: GpuMemoryOption = None,
+) -> None:
+    """Ask for a model's folder, GPUs, and where to keep things, and write a settings file that starts.
+
+    What an option says is not asked. A file that is there is never written over.
+    """
+    if file.exists():
+        raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away")
+    folder = (model or Path(_ask("Folder of the model", "--model"))).expanduser()
+    shape = read_shape(folder.absolute())
+    count = int(_ask("GPUs", "--gpus", str(count_gpus()))) if gpus is None else gpus
+    place = (where or Path(_ask("Folder for checkpoints, database and logs", "--where", "tuneloop-data"))).expanduser()
+    bytes_ = gpu_memory() if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
+    if count and bytes_ is None:
+        raise EnvironmentRefused("nvidia-smi does not say how much memory a GPU has; give --gpu-memory, such as 80")
+    text = settings_text(shape, place.absolute(), gpus=count, gpu_bytes=bytes_ if count else None)
+    _write(file, text)
+    echo(f"{file} is written. Look at what it takes, and start it:\n  tuneloop plan {file}\n  tuneloop run {file}")
+
+
+def _ask(question: str, option: str, default: str | None = None) -> str:
+    if not sys.stdin.isatty():
+        raise EnvironmentRefused(f"there is no terminal to ask on: give {option}")
+    answer: str = typer.prompt(question, default=default, err=True)
+    return answer
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        with file.open("x") as opened:
+            opened.write(text)
+    except FileExistsError:
+        raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away") from None
+    except OSError as error:
+        raise EnvironmentRefused(f"{file} cannot be written: {error.strerror}") from None
+
+
+def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int | None) -> str:
+    """The text of a settings file for this machine. Raises EnvironmentRefused if no method fits on its GPUs."""
+    speed = disk_speed(where)
+    choice, plan, settings = next(_fitting(shape, where, gpus, gpu_bytes, speed), (None, None, None))
+    if choice is None or plan is None or settings is None:
+        held = f"{(gpu_bytes or 0) / 1e9:.0f} GB"
+        raise EnvironmentRefused(
+            f"one GPU of {held} is too small for {shape.folder}: neither all {shape.weights / 1e9:.1f} B weights nor an"
+            " adapter of rank 16 can be trained beside an engine, or on a GPU of their own; choose a smaller model, or"
+            " more GPUs"
+        )
+    interval = save_interval(plan.disk.newest, speed, step_seconds(shape, settings, on_gpu=gpus > 0))
+    return _text(choice._replace(interval=interval))
+
+
+def _fitting(
+    shape: ModelShape, where: Path, gpus: int, gpu_bytes: int | None, speed: float
+) -> Iterator[tuple[Setup, ExperimentPlan, Settings]]:
+    """What fits, the best first."""
+    for choice in _choices(shape, where, gpus):
+        settings = Settings.model_validate(yaml.safe_load(_text(choice)))
+        plan = make_plan(settings, gpu_bytes=gpu_bytes, speed=speed)
+        if not [each for each in plan.problems if not each.startswith("checkpoint_root_dir")]:
+            yield choice, plan, settings
+
+
+def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Setup]:
+    parsers = parsers_of(shape)
+    if not gpus:
+        yield Setup(shape, where, 0, 1, 1, _WHOLE, 2048, {"algorithm_type": "reinforce"}, parsers)
+        return
+    sizes = [size for size in (1, 2, 4, 8) if size <= max(1, gpus - 1) and shape.key_value_heads % size == 0]
+    for method in _METHODS:
+        for tokens in _MICRO_BATCHES:
+            for size in sizes:
+                engines = max(1, (gpus - 1) // size)
+                shares = (_WHOLE,) if gpus > engines * size else _SHARES
+                for share in shares:
+                    yield Setup(shape, where, gpus, engines, size, share, tokens, method, parsers)
+
+
+def _text(choice: Setup) -> str:
+    shape, length = choice.shape, _length(choice.shape)
+    lines = [
+        "# Written by `tuneloop init`. Every option: docs/settings.md; what this takes: `tuneloop plan`.",
+        "mode: both                       # serve and train on this machine; serve or train: one of the two",
+        "project: tuneloop",
+        "name: default                    # an experiment; another model needs another name",
+        f"checkpoint_root_dir: {_quote(choice.where)}",
+        "model:",
+        f"  model_path: {_quote(shape.folder)}  # {shape.family}, {shape.weights / 1e6:.1f} M weights",
+        f"  max_model_len: {length}            # tokens of prompt and reply together",
+        *_adapter_lines(choice),
+        "cluster:",
+        f"  gpu_per_node: {choice.gpus}",
+        "explorer:",
+        "  proxy_port: 8010",
+        "  service_status_check_interval: 10  # seconds between two looks for a new version",
+        "  rollout_model:",
+        *_engine_lines(choice),
+        *_parser_lines(choice.parsers),
+        "algorithm:",
+        *_algorithm_lines(choice),
+        "buffer:",
+        "  train_batch_size: 32           # rewarded replies to a step",
+        "trainer:",
+        f"  save_interval: {choice.interval}               # steps to a version: publishing takes no longer",
+        f"  micro_batch_tokens: {choice.micro_batch}       # tokens at once: less memory, more time with fewer",
+        "  max_checkpoints_to_keep: 5",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _length(shape: ModelShape) -> int:
+    return min(shape.max_length or _MOST_TOKENS, _MOST_TOKENS)
+
+
+def _quote(path: Path) -> str:
+    return str(yaml.safe_dump(str(path), default_style='"', allow_unicode=True, width=1 << 20)).strip()
+
+
+def _adapter_lines(choice: Setup) -> Iterator[str]:
+    if rank := choice.method.get("rank"):
+        yield f"  lora: {{rank: {rank}}}              # an adapter: there is no room to train all weights"
+
+
+def _engine_lines(choice: Setup) -> Iterator[str]:
+    if not choice.gpus:
+        yield "    # vLLM for CPUs: one process, float32"
+        yield "    dtype: float32"
+        yield "    single_process: true"
+        yield "    enforce_eager: true"
+        yield f"    kv_cache_memory_bytes: {max(_CPU_CACHE, _length(choice.shape) * choice.shape.cache_bytes(4))}"
+        return
+    yield f"    engine_num: {choice.engines}"
+    yield f"    tensor_parallel_size: {choice.tensor_parallel}"
+    alone = choice.share == _WHOLE
+    why = "the engines have their GPUs to themselves" if alone else "the trainer shares the GPU"
+    yield f"    gpu_memory_utilization: {choice.share:g}  # {why}"
+
+
+def _parser_lines(parsers: Parsers) -> Iterator[str]:
+    if parsers.tool_calls:
+        yield "    enable_auto_tool_choice: true"
+        yield f"    tool_call_parser: {parsers.tool_calls}"
+    else:
+        yield "    # no tool_call_parser: the model's chat template knows no tools, or none is known for its family"
+    if parsers.reasoning:
+        yield f"    reasoning_parser: {parsers.reasoning}"
+
+
+def _algorithm_lines(choice: Setup) -> Iterator[str]:
+    kind = choice.method.get("algorithm_type", "ppo")
+    why = "with a critic" if kind == "ppo" else "without a critic, which would take as much again"
+    yield f"  algorithm_type: {kind}  # {why}; docs/methods.md compares them"
+    if choice.method.get("rank"):
+        yield "  optimizer: {lr: 1.0e-5}      # adapters want a higher rate than all weights do"

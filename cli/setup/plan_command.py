@@ -1,0 +1,207 @@
+"""This file is `tuneloop plan`: what an experiment takes, and whether it fits."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
+from tuneloop.cli.setup.capacity import (
+    EXPLORER_BASE,
+    WORKER_BASE,
+    EngineMemory,
+    TrainerMemory,
+    VersionDisk,
+    as_numbers,
+    disk_speed,
+    engine_memory,
+    gpu_memory,
+    trainer_memory,
+    trainer_on_gpu,
+    version_disk,
+)
+from tuneloop.cli.setup.model_shape import ModelShape, read_shape
+from tuneloop.shared.disk_space import gigabytes, measure_space
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, free_memory
+from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.settings import Settings
+
+GpuMemoryOption = Annotated[
+    float | None,
+    typer.Option("--gpu-memory", metavar="GB", min=0.1, help="A GPU's memory; default: as nvidia-smi says."),
+]
+
+
+class ExperimentPlan(NamedTuple):
+    """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits."""
+
+    shape: ModelShape
+    gpus: int
+    gpu_bytes: int | None
+    engines: int
+    engine: EngineMemory | None
+    trainer: TrainerMemory | None
+    on_gpus: dict[int, list[str]]
+    disk: VersionDisk
+    free_disk: int
+    publish_s: float
+    problems: list[str]
+
+    @property
+    def idle_gpus(self) -> list[int]:
+        """GPUs that nothing runs on."""
+        return [number for number, users in self.on_gpus.items() if not users]
+
+
+def plan(
+    config: ConfigOption,
+    set_: SetOption = None,
+    gpu_memory_gb: GpuMemoryOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Say what an experiment takes: memory by process, disk by version, seconds by publication, GPUs that idle.
+
+    Starts nothing; 64 MiB are written to measure the disk. Exit code 3 if there is no such model, or it does not fit.
+    """
+    settings = read_settings(config, set_ or ()).valid_settings()
+    made = make_plan(settings, gpu_bytes=gpu_memory() if gpu_memory_gb is None else int(gpu_memory_gb * 1e9))
+    if for_programs:
+        echo_json(_as_json(made, settings))
+    else:
+        echo("\n".join(_lines(made, settings)))
+    if made.problems:
+        raise EnvironmentRefused("\n".join(made.problems))
+
+
+def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None = None) -> ExperimentPlan:
+    """Reckon it. Raises EnvironmentRefused where there is no model, or the disk cannot be written to."""
+    shape = read_shape(settings.model.model_path)
+    own_critic = settings.model.critic_model_path
+    critic = read_shape(own_critic, setting="model.critic_model_path") if own_critic else shape
+    if gpu_bytes is None:  # nobody has said that it is for another machine
+        settings = fit_to_machine(settings, gpus_here=count_gpus())
+    serves, trains = settings.mode != "train", settings.mode != "serve"
+    urls = settings.explorer.rollout_model.engine_urls
+    disk = version_disk(shape, critic, settings)
+    rate = disk_speed(settings.job_dir) if speed is None else speed
+    made = ExperimentPlan(
+        shape=shape,
+        gpus=settings.cluster.gpu_per_node,
+        gpu_bytes=gpu_bytes,
+        engines=settings.explorer.rollout_model.engine_num if serves and not urls else 0,
+        engine=engine_memory(shape, settings, gpu_bytes) if serves and not urls else None,
+        trainer=trainer_memory(shape, critic, settings) if trains else None,
+        on_gpus=_users_of_gpus(settings),
+        disk=disk,
+        free_disk=measure_space(settings.job_dir, needed=disk.all).free,
+        publish_s=disk.newest / rate,
+        problems=[],
+    )
+    return made._replace(problems=list(_problems(made, settings)))
+
+
+def _users_of_gpus(settings: Settings) -> dict[int, list[str]]:
+    """Who runs on each GPU of this machine, as explorer and trainer choose them."""
+    count, size = settings.cluster.gpu_per_node, settings.explorer.rollout_model.tensor_parallel_size
+    users: dict[int, list[str]] = {number: [] for number in range(count)}
+    taken = settings.gpus_of_engines if settings.mode != "train" else 0
+    for number in range(min(count, taken)):
+        users[number].append(f"engine {number // size}")
+    if settings.mode != "serve" and count and trainer_on_gpu(settings):
+        users[min(taken if settings.mode == "both" else 0, count - 1)].append("trainer")
+    return users
+
+
+def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
+    if made.engines and made.engine is not None and made.engine.cache <= 0:
+        yield (
+            f"explorer.rollout_model.gpu_memory_utilization: {settings.explorer.rollout_model.gpu_memory_utilization:g}"
+            f" of a GPU with {gigabytes(made.gpu_bytes or 0)} holds no engine with {gigabytes(made.engine.weights)} of"
+            " weights and room for one token; raise it, raise tensor_parallel_size, or choose a smaller model"
+        )
+    longest = settings.model.max_model_len or made.shape.max_length or 0
+    if made.engine is not None and 0 < made.engine.cache_tokens < longest:
+        yield (
+            f"model.max_model_len: an engine has room for {made.engine.cache_tokens} tokens, and one reply may have"
+            f" {longest}; lower it, or give the engine more memory"
+        )
+    for number, users in made.on_gpus.items():
+        needed = _needed_on(made, users, settings)
+        if made.gpu_bytes is not None and needed > made.gpu_bytes:
+            yield (
+                f"GPU {number} is too small: {' and '.join(users)} take {gigabytes(needed)}, it has"
+                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens or gpu_memory_utilization, or take a"
+                " method without a critic (algorithm.algorithm_type: reinforce) or an adapter (model.lora.rank: 16)"
+            )
+    if settings.mode != "serve" and made.disk.all > made.free_disk:
+        yield (
+            f"checkpoint_root_dir: versions take {gigabytes(made.disk.all)}, {gigabytes(made.free_disk)} are free; make"
+            " room, or lower trainer.max_checkpoints_to_keep"
+        )
+
+
+def _needed_on(made: ExperimentPlan, users: list[str], settings: Settings) -> int:
+    needed = made.trainer.total if made.trainer and "trainer" in users else 0
+    share = settings.explorer.rollout_model.gpu_memory_utilization
+    return needed + (int(share * (made.gpu_bytes or 0)) if any(each != "trainer" for each in users) else 0)
+
+
+def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
+    return {
+        "model": {"family": made.shape.family, "weights": made.shape.weights, "stored_bytes": made.shape.stored_bytes},
+        "gpus": made.gpus,
+        "gpu_bytes": made.gpu_bytes,
+        "engines": made.engines,
+        "engine_bytes": as_numbers(made.engine) if made.engine else None,
+        "trainer_bytes": as_numbers(made.trainer) if made.trainer else None,
+        "explorer_bytes": _explorer_bytes(settings) if settings.mode != "train" else None,
+        "on_gpus": {str(number): users for number, users in made.on_gpus.items()},
+        "idle_gpus": made.idle_gpus,
+        "disk_bytes": made.disk._asdict(),
+        "free_disk_bytes": made.free_disk,
+        "publish_seconds": made.publish_s,
+        "problems": made.problems,
+    }
+
+
+def _explorer_bytes(settings: Settings) -> int:
+    return EXPLORER_BASE + settings.explorer.workers * WORKER_BASE
+
+
+def _lines(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
+    shape = made.shape
+    weights = f"{shape.weights / 1e9:.2f} B" if shape.weights > 1e8 else f"{shape.weights / 1e6:.2f} M"
+    yield f"Model      {shape.folder}: {shape.family}, {weights} weights, {gigabytes(shape.stored_bytes)}"
+    if settings.mode != "train":
+        yield f"Explorer   {gigabytes(_explorer_bytes(settings))} of main memory"
+        yield from _engine_lines(made)
+    if made.trainer is not None:
+        yield from _trainer_lines(made, made.trainer, settings)
+    for number, users in made.on_gpus.items():
+        yield f"GPU {number:<6} {' and '.join(users) or 'idle'}"
+    if made.gpus and made.gpu_bytes is None:
+        yield "           nvidia-smi does not say how much memory a GPU has: give --gpu-memory"
+
+
+def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Settings) -> Iterator[str]:
+    disk, interval = made.disk, settings.trainer.save_interval
+    on_gpu = made.gpus > 0 and trainer_on_gpu(settings)
+    parts = (f"{name} {gigabytes(size)}" for name, size in trainer._asdict().items() if size)
+    yield f"Trainer    {gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
+    yield f"           {', '.join(parts)}"
+    yield f"Disk       {gigabytes(disk.newest)} for a version to go on from, {gigabytes(disk.older)} for an older one"
+    yield f"           {gigabytes(disk.all)} in all, {gigabytes(made.free_disk)} are free"
+    yield f"Publishing {made.publish_s:.1f} s a version at this disk's speed, a version every {interval} step(s)"
+
+
+def _engine_lines(made: ExperimentPlan) -> Iterator[str]:
+    if made.engine is None or not made.engines:
+        return
+    place, cache = _place(on_gpu=made.gpus > 0), gigabytes(max(0, made.engine.cache))
+    yield f"Engines    {made.engines} x {gigabytes(made.engine.total)} of {place}"
+    yield f"           weights {gigabytes(made.engine.weights)}, {cache} for {made.engine.cache_tokens} tokens"
+
+
+def _place(*, on_gpu: bool) -> str:
+    return "GPU memory" if on_gpu else f"main memory ({gigabytes(free_memory())} free)"

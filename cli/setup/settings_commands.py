@@ -1,0 +1,124 @@
+"""This file is the commands that read a settings file and start nothing."""
+
+from pathlib import Path
+
+import typer
+import yaml
+
+from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
+from tuneloop.cli.setup.exposure import check_exposure
+from tuneloop.cli.setup.init_command import init
+from tuneloop.cli.setup.plan_command import plan
+from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.ledger.facts import find_ignored_feedback
+from tuneloop.shared.settings.database_url import without_password
+from tuneloop.shared.settings.loader import SettingsReport, read_settings
+from tuneloop.shared.settings.settings import Settings
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give the command line these commands."""
+    config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
+    config_app.command("show")(show)
+    config_app.command("schema")(schema)
+    app.add_typer(config_app, name="config")
+    app.command("init")(init)
+    app.command("plan")(plan)
+    app.command("validate")(validate)
+    app.command("schema")(schema)
+
+
+def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
+    """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
+    report = read_settings(config, set_ or ())
+    if for_programs:
+        told = _report_as_json(config, report)
+        echo_json(told)
+        if not told["valid"]:
+            raise typer.Exit(SettingsError.exit_code)
+        return
+    settings = report.valid_settings()
+    check_exposure(settings)
+    lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
+    lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
+    echo(f"{config} is valid.")
+    for name, value in lines:
+        if value:
+            echo(f"  {name:<18} {value}")
+
+
+def _report_as_json(config: Path, report: SettingsReport) -> dict[str, object]:
+    found: dict[str, object] = {"file": str(config), "valid": report.settings is not None, "problems": report.problems}
+    if report.settings is None:
+        return found
+    try:
+        check_exposure(report.settings)
+    except SettingsError as error:
+        return {**found, "valid": False, "problems": [str(error)]}
+    return {
+        **found,
+        **{name.replace(" ", "_"): value for name, value in summary_of(report.settings)},
+        "notes": notes_on(report.settings),
+        "not_needed": report.not_needed,
+        "trinity_only": report.trinity_only,
+    }
+
+
+def notes_on(settings: Settings) -> list[str]:
+    """What is allowed, and may not be meant."""
+    notes = [find_ignored_feedback(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
+    return [note for note in notes if note]
+
+
+def summary_of(settings: Settings) -> list[tuple[str, str]]:
+    """What the settings mean, for people: name and value."""
+    length = settings.model.max_model_len
+    lines = [
+        ("mode", settings.mode),
+        ("job folder", str(settings.job_dir)),
+        ("database", without_password(settings.database_url)),
+        ("model", f"{settings.model.model_path}, {f'{length} tokens' if length else 'full length'}"),
+    ]
+    if settings.mode != "train":
+        lines += _summary_of_explorer(settings)
+    if settings.mode != "serve":
+        lines += _summary_of_trainer(settings)
+    return lines
+
+
+def _summary_of_explorer(settings: Settings) -> list[tuple[str, str]]:
+    explorer, rollout, cluster = settings.explorer, settings.explorer.rollout_model, settings.cluster
+    engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.gpu_per_node}"
+    if cluster.gpu_per_node == 0:
+        engines = f"{rollout.engine_num}, on the CPU"
+    if rollout.engine_urls:
+        engines = f"running already: {', '.join(rollout.engine_urls)}"
+    return [
+        ("served as", settings.served_model_name),
+        ("listens on", f"{explorer.listen_address}:{explorer.proxy_port}"),
+        ("engines", engines),
+        ("new versions", f"looked for every {explorer.service_status_check_interval:g} s"),
+    ]
+
+
+def _summary_of_trainer(settings: Settings) -> list[tuple[str, str]]:
+    keeps = settings.trainer.max_checkpoints_to_keep or "all"
+    return [
+        ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
+        ("publishes", f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}"),
+    ]
+
+
+def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
+    """Print every option as it will be used, as YAML. Secrets are hidden."""
+    values = read_settings(config, set_ or ()).valid_settings().model_dump(mode="json")
+    if for_programs:
+        echo_json(values)
+        return
+    typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
+
+
+def schema() -> None:
+    """Print the JSON schema of the settings file, for editors."""
+    echo_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()})

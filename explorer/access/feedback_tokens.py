@@ -1,0 +1,101 @@
+"""Tokens with which a browser gives feedback on one reply: signed, short-lived, worthless for anything else.
+
+    fb-<base64url of the claims>.<base64url of HMAC-SHA256 over them>
+
+Nothing is stored for a token: the claims say which key made it, and it lives no longer than that key.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+
+import msgspec
+
+from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.shared.errors import RequestRefused
+
+PREFIX = "fb-"
+
+#: The longest life, in seconds, and the most events.
+MAX_LIFE_S, MAX_EVENTS = 86400.0, 100
+
+_NONCE_BYTES = 12
+
+#: Beyond so many, those that have expired are forgotten.
+_MOST_TOKENS = 10_000
+
+#: A token is a few hundred characters; a longer one is not looked at.
+_LONGEST = 4096
+
+
+class TokenClaims(msgspec.Struct, frozen=True):
+    """What a token says: who made it, of which reply, in whose name, until when (seconds since 1970), how often.
+
+    `key_id` is empty where whoever made it needed no key.
+    """
+
+    key_id: str
+    tenant: str
+    msg_id: str
+    source: str
+    expires_at: float
+    max_events: int
+    nonce: str = ""
+
+    @property
+    def binding(self) -> FeedbackBinding:
+        """What it binds its bearer to."""
+        return FeedbackBinding(self.msg_id, self.source, self.expires_at, self.max_events, self.nonce)
+
+
+class FeedbackTokens:
+    """Signs and reads tokens under a secret of the installation."""
+
+    def __init__(self, secret: bytes) -> None:
+        # The secret signs the names of replies, too: what is signed for one must say nothing to the other.
+        self._key = hashlib.blake2b(key=secret, person=b"feedback-token", digest_size=32).digest()
+
+    def sign(self, claims: TokenClaims) -> str:
+        """A new token."""
+        made = msgspec.structs.replace(claims, nonce=secrets.token_hex(_NONCE_BYTES))
+        payload = _text(msgspec.msgpack.encode(made))
+        return f"{PREFIX}{payload}.{_text(self._mac(payload))}"
+
+    def read(self, token: str) -> TokenClaims | None:
+        """What a token of ours says; None for any other text."""
+        payload, _, mac = token.removeprefix(PREFIX).partition(".")
+        if len(token) > _LONGEST or not token.isascii():
+            return None
+        if not hmac.compare_digest(mac, _text(self._mac(payload))):
+            return None
+        try:
+            data = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))
+            return msgspec.msgpack.decode(data, type=TokenClaims)
+        except (binascii.Error, msgspec.MsgspecError):
+            return None
+
+    def _mac(self, payload: str) -> bytes:
+        return hmac.digest(self._key, payload.encode(), "sha256")
+
+
+class TokenUses:
+    """How many events each token has brought to this worker; forgotten once it has expired."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, int]] = {}
+
+    def take(self, binding: FeedbackBinding, count: int, now: float) -> None:
+        """Count events. Raises RequestRefused beyond what the token allows."""
+        used = self._counts.get(binding.nonce, (0.0, 0))[1] + count
+        if used > binding.max_events:
+            message = f"this token allows {binding.max_events} events of feedback"
+            raise RequestRefused(message, status=403, code="token_used_up")
+        if len(self._counts) >= _MOST_TOKENS:
+            self._counts = {nonce: each for nonce, each in self._counts.items() if each[0] > now}
+        self._counts[binding.nonce] = binding.expires_at, used
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")

@@ -1,0 +1,64 @@
+"""Says what was decided about versions, whoever decided: one line of the log and one count for each event."""
+
+import asyncio
+from typing import Any
+
+import structlog
+
+from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.experience import VersionAction
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.versions.events import VersionEvent
+
+log = structlog.get_logger()
+
+#: Actions that somebody decided on. What follows from one of them for other versions, such as that they retire, is in
+#: the table only.
+DECISIONS = (
+    VersionAction.CANARY,
+    VersionAction.PROMOTED,
+    VersionAction.ROLLED_BACK,
+    VersionAction.REJECTED,
+    VersionAction.PINNED,
+    VersionAction.UNPINNED,
+)
+
+#: Those after which a version is not served although somebody thought that it could be.
+_AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
+
+
+class VersionLog:
+    """Follows the decisions in the table `version_events`, from its first turn on."""
+
+    def __init__(self, ledger: Ledger, metrics: Metrics, *, interval_s: float) -> None:
+        self._versions = ledger.versions
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._seen: int | None = None
+        self._champion = 0
+
+    async def run(self) -> None:
+        """Look for new decisions every `interval_s` seconds."""
+        await every(self._interval_s, self._turn, task="version_log", metrics=self._metrics)
+
+    async def _turn(self) -> None:
+        await asyncio.to_thread(self.update)
+
+    def update(self) -> None:
+        """Tell the decisions since the last time; the first time only take note of where they are."""
+        if self._seen is None:
+            self._champion = self._versions.champion().version
+            self._seen = self._versions.last_event(DECISIONS)
+            return
+        for event in self._versions.events_since(self._seen, DECISIONS):
+            self._tell(event)
+            self._seen = event.id
+
+    def _tell(self, event: VersionEvent) -> None:
+        fields: dict[str, Any] = {"version": event.version, "from_version": self._champion}
+        say = log.warning if event.action in _AGAINST else log.info
+        say(f"version_{event.action}", **fields, by=event.actor, reason=event.reason or "", event_id=event.id)
+        self._metrics.version_decisions.labels(event.action.value, event.actor.partition(":")[0]).inc()
+        if event.action is VersionAction.PROMOTED:
+            self._champion = event.version

@@ -1,0 +1,125 @@
+"""What runs now: the trainer's curves and steps, the doctor's report, and word of what changes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+
+from tuneloop.explorer.ui.overview import LedgerCounts
+from tuneloop.explorer.ui.reading.curves import Curve, CurveReader
+from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.shared.errors import LedgerError, RequestRefused
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.doctor import as_sections, examine_experiment
+
+#: The folder of the trainer's run, below TensorBoard's.
+RUN = "trainer"
+
+#: Steps in the list.
+STEPS = 30
+
+#: The curves that are shown first, if there are any of these names.
+FIRST = ("reward", "loss", "kl", "entropy")
+
+#: How often it is looked for what has changed, for how long a browser is told before it asks again, and how many are.
+_LOOK_S, _STREAM_S, _MAX_LISTENERS = 2.0, 300.0, 32
+
+
+def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
+    """Add the pages."""
+    curves = CurveReader(site.settings.tensorboard_dir / RUN)
+    examining = asyncio.Lock()
+
+    @router.get("/trainer")
+    async def trainer(request: Request) -> Response:
+        site.guard.admit(request)
+        return site.show(request, "trainer.html", **await in_thread(_trainer, site.ledger, curves))
+
+    @router.get("/trainer/status")
+    async def status(request: Request) -> Response:
+        site.guard.admit(request)
+        return site.show(request, "_trainer.html", facts=await in_thread(counts.get))
+
+    @router.get("/doctor")
+    async def doctor(request: Request) -> Response:
+        site.guard.admit(request)
+        return site.show(request, "doctor.html")
+
+    @router.get("/doctor/report")
+    async def report(request: Request) -> Response:
+        site.guard.admit(request)
+        async with examining:  # it looks at every row
+            found = await in_thread(examine_experiment, site.settings)
+        return site.show(request, "_doctor.html", report=found, sections=as_sections(found, site.settings))
+
+
+def add_changes(router: APIRouter, site: Site) -> None:
+    """Add the stream of changes."""
+    watch = ChangeWatch(site.ledger)
+
+    @router.get("/events")
+    async def events(request: Request) -> Response:
+        site.guard.admit(request)
+        if watch.listeners >= _MAX_LISTENERS:
+            raise RequestRefused("too many pages listen to this worker already", status=503, code="too_many")
+        stopping: asyncio.Event = request.app.state.stopping
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(watch.changes(stopping), media_type="text/event-stream", headers=headers)
+
+
+class ChangeWatch:
+    """Tells browsers that the ledger has changed, not what: they ask for that."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._marks: Sequence[int] = ()
+        self._looked_at = 0.0
+        self.listeners = 0
+
+    async def changes(self, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+        """Server-sent events, until the service stops or it is time to ask again."""
+        self.listeners += 1
+        try:
+            yield b"retry: 3000\n\n"
+            known, until = await self._look(), time.monotonic() + _STREAM_S
+            while time.monotonic() < until and not stopping.is_set():
+                try:
+                    await asyncio.wait_for(stopping.wait(), _LOOK_S)
+                except TimeoutError:
+                    marks = await self._look()
+                    yield b"event: changed\ndata: \n\n" if marks != known else b": nothing new\n\n"
+                    known = marks
+        finally:
+            self.listeners -= 1
+
+    async def _look(self) -> Sequence[int]:
+        """The ledger's marks, looked at once for all who listen."""
+        if time.monotonic() - self._looked_at >= _LOOK_S / 2:
+            self._looked_at = time.monotonic()
+            try:
+                self._marks = await in_thread(self._ledger.reward_history.marks)
+            except LedgerError:  # it is away: the page says so to whoever asks
+                self._marks = ()
+        return self._marks
+
+
+def _trainer(ledger: Ledger, curves: CurveReader) -> dict[str, Any]:
+    found = curves.read()
+    order = sorted(found, key=lambda name: (_place(name), name))
+    versions = [each for each in ledger.versions.all() if each.version][::-1]
+    return {
+        "charts": [(name, _chart_of(name, found[name])) for name in order if found[name]],
+        "steps": versions[:STEPS],
+        "more": max(0, len(versions) - STEPS),
+    }
+
+
+def _chart_of(name: str, curve: Curve) -> dict[str, Any]:
+    return {"kind": "line", "x": "step", "y": name, "data": [list(each) for each in zip(*curve, strict=True)]}
+
+
+def _place(name: str) -> int:
+    return next((place for place, word in enumerate(FIRST) if word in name), len(FIRST))

@@ -1,0 +1,158 @@
+"""The first page: is it training, did it help, what waits where and why."""
+
+import statistics
+import threading
+import time
+from typing import Any, NamedTuple
+
+from tuneloop.explorer.ui.reading.verdict import RewardVerdict, compare_rewards
+from tuneloop.shared import steady_time
+from tuneloop.shared.evaluation.samples import SampleStatistics
+from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
+from tuneloop.shared.operations.diagnosis import Reason, diagnose
+from tuneloop.shared.operations.doctor import MAX_DROP_REASONS, WAITS_FOR
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import spool_status
+
+#: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
+SHOWN, AMONG = 20, 500
+
+#: The newest replies of each of the two versions that the verdict is about.
+AMONG_OF_TWO = 2_000
+
+#: Counting the ledger takes longer the larger it is: so old may counts be.
+_COUNTS_S = 5.0
+
+#: Half of a 95 % interval, in standard errors.
+_HALF = 1.96
+
+
+class RewardPoint(NamedTuple):
+    """The rewards of a version; `low` and `high` are the ends of the mean's 95 % interval, None from one source."""
+
+    version: int
+    state: VersionState
+    replies: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+class Wait(NamedTuple):
+    """What waits in one state, and for what."""
+
+    state: State
+    rows: int
+    what: str
+    oldest: float | None
+
+
+class LedgerCounts:
+    """The ledger's counts, made anew when they are asked for and older than a few seconds."""
+
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        self._settings, self._ledger = settings, ledger
+        self._lock = threading.Lock()
+        self._counted_at, self._facts = 0.0, LedgerFacts(states={})
+
+    def get(self) -> Facts:
+        """The facts, in a thread of one's own."""
+        with self._lock:
+            if time.monotonic() - self._counted_at > _COUNTS_S or not self._counted_at:
+                policy = BatchPolicy.of(self._settings)
+                self._facts = self._ledger.reports.facts(policy, drops=MAX_DROP_REASONS)
+                self._counted_at = time.monotonic()
+            facts = self._facts
+        spool = spool_status(self._settings.spool_dir)
+        return Facts(now=steady_time.now(), rules=Rules.of(self._settings), spool=spool, ledger=facts)
+
+
+class WaitingRows(NamedTuple):
+    """What waits where, and why no step is happening."""
+
+    waits: list[Wait]
+    counts: dict[str, int]
+    reasons: list[Reason]
+    facts: LedgerFacts
+
+
+def find_waiting(counts: LedgerCounts) -> WaitingRows:
+    """What waits now."""
+    facts = counts.get()
+    ledger = facts.ledger or LedgerFacts(states={})
+    waits = [
+        Wait(state, *ledger.count(state)[:1], what, ledger.count(state).oldest) for state, what in WAITS_FOR.items()
+    ]
+    states = {state.value: ledger.count(state).rows for state in State}
+    return WaitingRows(waits, states, diagnose(facts), ledger)
+
+
+def build_overview(ledger: Ledger) -> dict[str, Any]:
+    """What the page shows of the versions."""
+    versions = ledger.versions.all()
+    champion = next((each for each in versions if each.state is VersionState.CHAMPION), None)
+    tried = next((each for each in versions if each.state is VersionState.CANARY), None)
+    waiting = next((each for each in reversed(versions) if each.state is VersionState.CANDIDATE), None)
+    points = reward_points(ledger, versions)
+    delays = ledger.reward_history.feedback_to_served(champion.version) if champion else []
+    return {
+        "verdict": _verdict(ledger, versions, champion),
+        "canary_verdict": champion and tried and compare_versions_by_reward(ledger, tried.version, champion.version),
+        "champion": champion,
+        "canary": tried,
+        "candidate": waiting,
+        "newest": versions[-1] if versions else None,
+        "points": points,
+        "among": AMONG,
+        "chart": chart_of(points),
+        "delay": statistics.median(delays) if delays else None,
+        "slowest": delays[-1] if delays else None,
+        "alarms": ledger.alarms.all(),
+    }
+
+
+def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN) -> list[RewardPoint]:
+    """The rewards of the newest versions that have some, oldest first."""
+    points = []
+    for version in reversed(versions):
+        found = ledger.reward_history.newest(version.version, among=AMONG)
+        if found.replies:
+            half = _HALF * (found.variance / found.replies) ** 0.5 if found.units > 1 else None
+            ends = (None, None) if half is None else (found.mean - half, found.mean + half)
+            points.append(RewardPoint(version.version, version.state, found.replies, found.mean, *ends))
+        if len(points) == shown:
+            break
+    return points[::-1]
+
+
+def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
+    """The points as the page's script draws them."""
+    data = [[getattr(each, name) for each in points] for name in ("version", "low", "high", "mean")]
+    return {"kind": "interval", "x": "version", "y": "reward", "data": data}
+
+
+def _verdict(ledger: Ledger, versions: list[Version], champion: Version | None) -> RewardVerdict:
+    served = [each for each in versions if each.served_at is not None]
+    if champion is None or len(served) < 2:
+        return RewardVerdict(
+            "open",
+            "Only the base model has been served: there is nothing to compare yet",
+            "the first version is trained once enough replies are rewarded and committed",
+        )
+    others = [each for each in served if each.version != champion.version and each.version < champion.version]
+    if not others:
+        return RewardVerdict(
+            "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
+        )
+    return compare_versions_by_reward(ledger, champion.version, others[-1].version)
+
+
+def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> RewardVerdict:
+    """Whether a version earns more than an earlier one, by the newest replies of both."""
+
+    def rewards(of: int) -> SampleStatistics:
+        return ledger.reward_history.newest(of, among=AMONG_OF_TWO)
+
+    return compare_rewards(version, rewards(version), before, rewards(before))

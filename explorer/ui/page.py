@@ -1,0 +1,23 @@
+"""All of the page: its parts put together."""
+
+from functools import partial
+
+from fastapi import FastAPI
+
+from tuneloop.explorer.http.caller import EntryGate
+from tuneloop.explorer.ui.operations import add_changes, add_operations
+from tuneloop.explorer.ui.overview import LedgerCounts
+from tuneloop.explorer.ui.pages import add_exchanges, add_overview
+from tuneloop.explorer.ui.rating import add_rating
+from tuneloop.explorer.ui.site import Site, add_site
+from tuneloop.explorer.ui.version_pages import add_versions
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
+
+
+def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
+    """Add the page to the app."""
+    site, counts = Site(settings, ledger, gate), LedgerCounts(settings, ledger)
+    operations = partial(add_operations, counts=counts)
+    overview = partial(add_overview, counts=counts)
+    add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations, add_changes)

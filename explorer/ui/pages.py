@@ -1,0 +1,98 @@
+"""The overview, the exchanges, and one of them."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, find_waiting
+from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
+from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter
+from tuneloop.explorer.ui.reading.tokens import list_tokens
+from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import Outcome, State
+from tuneloop.shared.ledger.browsing.exchange_view import ExchangeView
+from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW, ReplyPage
+
+#: Replies on one page.
+PAGE = 50
+
+#: What became of feedback, in sentences.
+SENTENCES = {
+    Outcome.ACCEPTED: "Stored. It counts towards the reward as the reward rule says.",
+    Outcome.DUPLICATE: "That was said already: nothing has changed.",
+    Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
+    Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
+}
+
+
+def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
+    """Add the first page."""
+
+    @router.get("")
+    @router.get("/")
+    async def overview(request: Request) -> Response:
+        site.guard.admit(request)
+        context = await in_thread(build_overview, site.ledger)
+        engines = request.app.state.services.fleet.engines
+        return site.show(request, "overview.html", **context, engines=engines)
+
+    @router.get("/waiting")
+    async def waiting(request: Request) -> Response:
+        site.guard.admit(request)
+        return site.show(request, "_waiting.html", waiting=await in_thread(find_waiting, counts))
+
+
+def add_exchanges(router: APIRouter, site: Site) -> None:
+    """Add the list and the pages of exchanges."""
+    ledger = site.ledger
+
+    @router.get("/exchanges")
+    async def exchanges(request: Request) -> Response:
+        tenant = site.tenant_of(request)
+        query = dict(request.query_params)
+        context: dict[str, Any] = {"query": {name: query.get(name, "") for name in FIELDS}, "states": list(State)}
+        try:
+            wanted, after = parse_filter(query), parse_cursor(query)
+        except RequestRefused as error:
+            return site.show(request, "exchanges.html", 400, **context, page=None, rows=[], wrong=error, next_page="")
+        page: ReplyPage = await in_thread(lambda: ledger.reply_pages.page(tenant, wanted, after=after, limit=PAGE))
+        rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
+        next_page = link(query, page.after) if page.after else ""
+        return site.show(request, "exchanges.html", **context, page=page, rows=rows, wrong=None, next_page=next_page)
+
+    @router.get("/exchanges/{msg_id}")
+    async def exchange(request: Request, msg_id: str) -> Response:
+        site.guard.admit(request)
+        said = request.query_params.get("said", "")
+        notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
+        return await show_exchange(request, site, msg_id, notice=notice)
+
+    @router.get("/exchanges/{msg_id}/tokens/{choice}")
+    async def tokens(request: Request, msg_id: str, choice: str) -> Response:
+        tenant = site.tenant_of(request)
+        number = int(choice) if choice.isascii() and choice.isdigit() and len(choice) < 6 else -1
+        view = await in_thread(ledger.exchange_views.tokens, tenant, msg_id, number)
+        if view is None:
+            raise _no_exchange(msg_id)
+        fleet = request.app.state.services.fleet
+        found = await list_tokens(fleet, site.settings.served_model_name, view)
+        return site.show(request, "_tokens.html", tokens=found)
+
+
+async def show_exchange(
+    request: Request, site: Site, msg_id: str, *, status: int = 200, notice: str = "", wrong: str = ""
+) -> Response:
+    """The page of one exchange. Raises RequestRefused if there is none."""
+    view: ExchangeView | None = await in_thread(site.ledger.exchange_views.get, site.tenant_of(request), msg_id)
+    if view is None:
+        raise _no_exchange(msg_id)
+    calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}
+    said = read_request(view.request)
+    return site.show(request, "exchange.html", status, view=view, said=said, calls=calls, notice=notice, wrong=wrong)
+
+
+def _no_exchange(msg_id: str) -> RequestRefused:
+    message = f"there is no exchange {msg_id[:80]}: it was deleted, has expired, or is of another experiment"
+    return RequestRefused(message, status=404, code="not_found")

@@ -1,0 +1,100 @@
+"""Feedback that people give on the page: a thumb, a number, words, the answer as it should have been, a preference."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import RedirectResponse, Response
+
+from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.http.caller import Caller
+from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
+from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
+from tuneloop.explorer.ui.reading.reply_query import parse_cursor
+from tuneloop.explorer.ui.sessions import PATH
+from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import Outcome
+from tuneloop.shared.ledger.browsing.same_prompts import PromptAnswer
+
+#: Who says it, in feedback events.
+SOURCE = "page"
+
+
+def add_rating(router: APIRouter, site: Site) -> None:
+    """Add the forms."""
+
+    @router.post("/exchanges/{msg_id}/feedback")
+    async def rate(request: Request, msg_id: str) -> Response:
+        session, form = await site.form(request)
+        try:
+            outcome = await _give(request, site.guard.tenant_of(session), parse_rating(msg_id, form))
+        except RequestRefused as error:
+            if error.status == 404:
+                raise
+            return await show_exchange(request, site, msg_id, status=error.status, wrong=str(error))
+        return RedirectResponse(f"{PATH}/exchanges/{msg_id}?said={outcome}", 303)
+
+    @router.get("/preferences")
+    async def preferences(request: Request) -> Response:
+        tenant = site.tenant_of(request)
+        after = parse_cursor({"after": request.query_params.get("after", "")})
+        pair = await in_thread(site.ledger.same_prompts.next_pair, tenant, after)
+        said = request.query_params.get("said", "")
+        notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
+        return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)
+
+    @router.post("/preferences")
+    async def prefer(request: Request) -> Response:
+        session, form = await site.form(request)
+        better, worse = form.get("better", ""), form.get("worse", "")
+        if not better or not worse:
+            raise RequestRefused("say which of the two answers is better", code="missing", param="better")
+        said = {"msg_ids": [better], "preferred_over": worse, "source": SOURCE}
+        outcome = await _give(request, site.guard.tenant_of(session), said)
+        return RedirectResponse(f"{PATH}/preferences?said={outcome}", 303)
+
+
+def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
+    """The body of /feedback for what a form says of one choice. Raises RequestRefused for an empty form."""
+    choice = form.get("choice", "")
+    body: dict[str, Any] = {"msg_ids": [f"{msg_id}:{choice}" if choice else msg_id], "source": SOURCE}
+    match form.get("thumb", ""):
+        case "up" | "down" as thumb:
+            body["value"] = thumb == "up"
+        case _ if reward := form.get("reward", "").strip():
+            body["reward"] = _number(reward)
+    if comment := form.get("comment", "").strip():
+        body["comment"] = comment
+    edited = form.get("demonstration", "").replace("\r\n", "\n")
+    if edited.strip() and edited != form.get("was", "").replace("\r\n", "\n"):
+        body["demonstration"] = edited
+    if not body.keys() - {"msg_ids", "source"}:
+        raise RequestRefused("Nothing was said: rate the reply, write a comment, or edit the answer.", code="missing")
+    return body
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward") from None
+
+
+async def _give(request: Request, tenant: str, body: dict[str, Any]) -> str:
+    feedback: FeedbackRoutes = request.app.state.services.feedback
+    answer = await feedback.take(Caller(tenant=tenant), body)
+    outcomes = answer["outcomes"]
+    assert isinstance(outcomes, dict)
+    return str(next(iter(outcomes.values())))
+
+
+def _view_of(pair: tuple[PromptAnswer, PromptAnswer] | None) -> dict[str, Any]:
+    """The pair in an order that tells nothing; the older one says where to look on."""
+    if pair is None:
+        return {"turns": [], "answers": [], "skip": ""}
+    older = pair[1]
+    answers = random.sample(pair, 2)
+    shown = [{"name": each.name, "text": each.text, "calls": read_calls(each.tool_calls)} for each in answers]
+    return {"turns": read_request(older.request).turns, "answers": shown, "skip": f"{older.sampled_at!r}_{older.id}"}

@@ -1,0 +1,137 @@
+"""Reads the curves that the trainer writes for TensorBoard: what is new since one looked last."""
+
+import math
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Points of a curve that are kept, and those that are drawn.
+MAX_KEPT, MAX_DRAWN = 20_000, 400
+
+#: Bytes that are read at once: what is written more is read when one looks again.
+_MAX_BYTES = 8 << 20
+
+_LONGEST_RECORD = 1 << 20
+
+Curve = list[tuple[int, float]]
+
+
+class CurveReader:
+    """The curves of one run, by their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._read_to: dict[Path, int] = {}
+        self._curves: dict[str, dict[int, float]] = {}
+
+    def read(self) -> dict[str, Curve]:
+        """The curves as they are now: by name, points by step. Empty while there is no run."""
+        with self._lock:
+            for file in self._files():
+                self._read_on(file)
+            return {name: thin(sorted(points.items())) for name, points in sorted(self._curves.items())}
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(self._folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
+        except OSError:  # a file was deleted just now
+            return []
+
+    def _read_on(self, path: Path) -> None:
+        begin = self._read_to.get(path, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(begin)
+                data = file.read(_MAX_BYTES)
+        except OSError:  # deleted just now, or not ours to read: its curves are missing
+            return
+        for event, end in _records(data):
+            self._take(event)
+            self._read_to[path] = begin + end
+
+    def _take(self, event: bytes) -> None:
+        step, values, restarted = _event(event)
+        if restarted:  # an earlier run's points from here on are drawn no more
+            for points in self._curves.values():
+                for late in [each for each in points if each >= step]:
+                    del points[late]
+        for name, value in values:
+            points = self._curves.setdefault(name, {})
+            points[step] = value
+            if len(points) > MAX_KEPT:
+                del points[next(iter(points))]
+
+
+def thin(curve: Curve) -> Curve:
+    """The curve with so few points as are drawn: what is not finite is left out, the last is kept."""
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    every = max(1, math.ceil(len(finite) / MAX_DRAWN))
+    return finite[::-1][::every][::-1]
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """The whole records, each with where it ends: a length in eight bytes, four of checksum, the event, four more."""
+    at = 0
+    while len(data) - at >= 16:
+        length = struct.unpack_from("<Q", data, at)[0]
+        if length > _LONGEST_RECORD or len(data) - at < 16 + length:
+            return
+        yield data[at + 12 : at + 12 + length], at + 16 + length
+        at += 16 + length
+
+
+def _event(event: bytes) -> tuple[int, list[tuple[str, float]], bool]:
+    """The step, the scalars, and whether a run begins again at this step."""
+    step, values, restarted = 0, [], False
+    for field, value in _fields(event):
+        if field == 2 and isinstance(value, int):
+            step = value
+        elif field == 5 and isinstance(value, bytes):
+            values += [scalar for _, each in _fields(value) if isinstance(each, bytes) and (scalar := _scalar(each))]
+        elif field == 7:
+            restarted = True
+    return step, values, restarted
+
+
+def _scalar(value: bytes) -> tuple[str, float] | None:
+    found = dict(_fields(value))
+    name, number = found.get(1), found.get(2)
+    return (name.decode(errors="replace"), number) if isinstance(name, bytes) and isinstance(number, float) else None
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
+    """The fields of a protobuf message, as far as it can be read."""
+    at = 0
+    try:
+        while at < len(data):
+            tag, at = _varint(data, at)
+            match tag & 7:
+                case 0:
+                    value, at = _varint(data, at)
+                    yield tag >> 3, value
+                case 1:
+                    yield tag >> 3, struct.unpack_from("<d", data, at)[0]
+                    at += 8
+                case 2:
+                    length, at = _varint(data, at)
+                    yield tag >> 3, data[at : at + length]
+                    at += length
+                case 5:
+                    yield tag >> 3, struct.unpack_from("<f", data, at)[0]
+                    at += 4
+                case _:
+                    return
+    except (IndexError, struct.error):  # it is damaged: what could be read was
+        return
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,165 @@
+"""Who may use the page: holders of a key with the scope `admin`, or, where no keys are, people at this very machine.
+
+A session is a cookie that is signed with the key that signs reply ids, so that any worker takes what another gave. A
+page of another site can neither send it (SameSite) nor know the token that every form must bring.
+"""
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from tuneloop.explorer.http.caller import EntryGate
+from tuneloop.shared import steady_time
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import DEFAULT_TENANT
+from tuneloop.shared.ledger.keys import digest_of
+
+COOKIE = "tuneloop_ui"
+PATH = "/ui"
+
+#: The field of a form that proves that our own page sent it.
+TOKEN_FIELD = "token"
+
+#: How long a session lasts.
+SESSION_S = 12 * 3600
+
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]/@]+))(?::\d{1,5})?").fullmatch
+
+#: Only a proxy sends these: who is behind it may be anywhere.
+_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+
+
+class LoginNeeded(RequestRefused):
+    """There are keys, and the request comes without a session of one with the scope `admin`."""
+
+    def __init__(self) -> None:
+        super().__init__("log in with an admin key first", status=401, code="login_needed")
+
+
+class BrowserSession(NamedTuple):
+    """One browser's session; `expires_at` is in seconds since 1970.
+
+    `key_mark` tells with which key it was begun, and nothing of the key; it is empty for people at this machine.
+    """
+
+    nonce: str
+    expires_at: int
+    key_mark: str
+
+
+class SessionGuard:
+    """Gives sessions, and recognises them."""
+
+    def __init__(self, gate: EntryGate, secret: bytes) -> None:
+        """`secret` signs the sessions."""
+        self._gate = gate
+        self._key = hashlib.blake2b(secret, person=b"tuneloop-ui", digest_size=32).digest()
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a session is given for a key only."""
+        return self._gate.needs_admin_key
+
+    def admit(self, request: Request) -> BrowserSession:
+        """The session of a request; one that is new is not on its browser yet. Raises RequestRefused."""
+        session = self._read(request.cookies.get(COOKIE, ""))
+        if self.needs_key:
+            if session is None or session.key_mark not in self._tenants():
+                raise LoginNeeded
+            return session
+        _require_local(request)
+        return session or self._begin("")
+
+    def log_in(self, admin_key: str) -> BrowserSession | None:
+        """A new session for a key that has the scope `admin` now; None for any other."""
+        digest = digest_of(admin_key)
+        return self._begin(self._mark(digest)) if digest in self._gate.admin_tenants() else None
+
+    def tenant_of(self, session: BrowserSession) -> str:
+        """Whose exchanges a session shows: those of its key's tenant."""
+        return self._tenants().get(session.key_mark, DEFAULT_TENANT)
+
+    def _tenants(self) -> Mapping[str, str]:
+        return {self._mark(digest): tenant for digest, tenant in self._gate.admin_tenants().items()}
+
+    def _begin(self, key_mark: str) -> BrowserSession:
+        return BrowserSession(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S, key_mark)
+
+    def _mark(self, digest: bytes) -> str:
+        return self._sign("key", digest.hex())[:22]
+
+    def token_of(self, session: BrowserSession) -> str:
+        """What every form of this session must bring."""
+        return self._sign("form", *map(str, session))
+
+    def check_form(self, request: Request, session: BrowserSession, form: Mapping[str, str]) -> None:
+        """Raise RequestRefused unless a page of ours, of this session, has sent the form."""
+        require_same_origin(request)
+        if not hmac.compare_digest(form.get(TOKEN_FIELD, "").encode(), self.token_of(session).encode()):
+            message = "the form is not of this session, or too old: reload the page and send it again"
+            raise RequestRefused(message, status=403, code="wrong_token")
+
+    def keep(self, response: Response, session: BrowserSession, *, secure: bool) -> None:
+        """Put the session onto its browser."""
+        value = f"{'.'.join(map(str, session))}.{self._sign('session', *map(str, session))}"
+        response.set_cookie(
+            COOKIE, value, max_age=SESSION_S, path=PATH, httponly=True, samesite="strict", secure=secure
+        )
+
+    def _read(self, cookie: str) -> BrowserSession | None:
+        parts = cookie.split(".")
+        if len(parts) != 4 or not (parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 12):
+            return None
+        session = BrowserSession(parts[0], int(parts[1]), parts[2])
+        if not hmac.compare_digest(parts[3].encode(), self._sign("session", *map(str, session)).encode()):
+            return None
+        return session if session.expires_at > steady_time.now() else None
+
+    def _sign(self, *words: str) -> str:
+        mac = hmac.digest(self._key, "\n".join(words).encode(), "sha256")
+        return base64.urlsafe_b64encode(mac).decode().rstrip("=")
+
+
+def require_same_origin(request: Request) -> None:
+    """Raise RequestRefused if the browser says that another site's page has sent this."""
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    same = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    if not same or site not in {"same-origin", "none"}:
+        raise RequestRefused("another site's page has sent this: nothing was done", status=403, code="other_origin")
+
+
+def _require_local(request: Request) -> None:
+    """Raise RequestRefused unless it comes from this machine, to this machine by a name that only it can have.
+
+    The name is checked because any site may give its own name the address 127.0.0.1.
+    """
+    client = request.client.host if request.client else ""
+    matched = _HOST(request.headers.get("host", ""))
+    name = (matched["v6"] or matched["name"]).lower() if matched else ""
+    through_proxy = any(header in request.headers for header in _OF_PROXIES)
+    if _is_loopback(client) and name in _LOCAL_NAMES and not through_proxy:
+        return
+    message = (
+        "without keys this page is only for this machine itself, at http://localhost:<port>/ui: to reach it from "
+        "elsewhere, make a key with the scope admin (tuneloop keys create), or set explorer.admin_key"
+    )
+    raise RequestRefused(message, status=403, code="not_local")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback

@@ -1,0 +1,177 @@
+"""The routes below /ui."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import RedirectResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
+
+from tuneloop.explorer.http.bodies import read_bytes
+from tuneloop.explorer.http.caller import EntryGate
+from tuneloop.explorer.http.errors import refusal_of
+from tuneloop.explorer.ui.rendering import FOLDER, Renderer
+from tuneloop.explorer.ui.sessions import PATH, BrowserSession, LoginNeeded, SessionGuard, require_same_origin
+from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, TuneloopError
+from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
+
+#: The pages that every page leads to, by their addresses.
+PAGES = (
+    ("", "Overview"),
+    ("/exchanges", "Exchanges"),
+    ("/versions", "Versions"),
+    ("/preferences", "Preferences"),
+    ("/trainer", "Trainer"),
+    ("/doctor", "Doctor"),
+)
+
+_MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
+
+
+class Site:
+    """What the pages share: sessions, templates, the ledger. `Visit`s are made of it."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
+        self.settings, self.ledger = settings, ledger
+        self.guard = SessionGuard(gate, load_key(settings.job_dir / KEY))
+        self.renderer = Renderer(project=settings.project, experiment=settings.name, ui=PATH, pages=PAGES)
+
+    def show(self, request: Request, template: str, status: int = 200, **context: Any) -> Response:
+        """A page for who may see it. Raises RequestRefused for others."""
+        session = self.guard.admit(request)
+        known = {"token": self.guard.token_of(session), "path": request.url.path, "with_key": self.guard.needs_key}
+        response = self.renderer.page(template, {**known, **context}, status)
+        self.guard.keep(response, session, secure=request.url.scheme == "https")
+        return response
+
+    def tenant_of(self, request: Request) -> str:
+        """Whose exchanges a request may see. Raises RequestRefused for who may see none."""
+        return self.guard.tenant_of(self.guard.admit(request))
+
+    def refuse(self, request: Request, error: Exception) -> Response:
+        """The page that says what is wrong, or where to log in."""
+        if isinstance(error, LoginNeeded):
+            if request.headers.get("hx-request"):  # the whole page goes there, not the part that was asked for
+                return Response(status_code=401, headers={"hx-redirect": f"{PATH}/login"})
+            return RedirectResponse(f"{PATH}/login?next={quote(_here(request))}", 303)
+        refusal = _refusal_of(error, request)
+        context = {"status": refusal.status, "sentence": str(refusal), "path": request.url.path, "token": ""}
+        return self.renderer.page("error.html", context, refusal.status)
+
+    async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
+        """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""
+        session = self.guard.admit(request)
+        form = await read_form(request)
+        self.guard.check_form(request, session, form)
+        return session, form
+
+
+def add_site(app: FastAPI, site: Site, *pages: Callable[[APIRouter, Site], None]) -> None:
+    """Add the routes to the app: those of the pages, the way in, and our files."""
+    app.mount(f"{PATH}/static", StaticFiles(directory=FOLDER / "static"))
+    router = APIRouter(prefix=PATH, route_class=_route_of(site), include_in_schema=False)
+    _add_login(router, site)
+    for add_pages in pages:
+        add_pages(router, site)
+
+    @router.get("/{path:path}")
+    async def nothing(request: Request) -> Response:
+        site.guard.admit(request)
+        raise RequestRefused(f"there is no page {request.url.path}", status=404, code="not_found")
+
+    app.include_router(router)
+
+
+async def read_form(request: Request) -> Mapping[str, str]:
+    """The fields of a form, the last of each name. Raises RequestRefused."""
+    data = await read_bytes(request, max_bytes=_MAX_FORM_BYTES)
+    try:
+        pairs = parse_qsl(data.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
+    except ValueError:
+        raise RequestRefused("the form cannot be read: it is no URL-encoded UTF-8", code="invalid_form") from None
+    return dict(pairs)
+
+
+async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of what waits for the database."""
+    return await asyncio.to_thread(work, *arguments)
+
+
+def _add_login(router: APIRouter, site: Site) -> None:
+    guard = site.guard
+
+    @router.get("/login")
+    async def login_page(request: Request) -> Response:
+        if not guard.needs_key:
+            return RedirectResponse(PATH, 303)
+        return _login_page(request, failed=False)
+
+    @router.post("/login")
+    async def log_in(request: Request) -> Response:
+        require_same_origin(request)
+        form = await read_form(request)
+        session = guard.log_in(form.get("key", ""))
+        if session is None:
+            return _login_page(request, failed=True)
+        response = RedirectResponse(_target(form.get("next", "")), 303)
+        guard.keep(response, session, secure=request.url.scheme == "https")
+        return response
+
+    @router.post("/logout")
+    async def log_out(request: Request) -> Response:
+        await site.form(request)
+        response = RedirectResponse(f"{PATH}/login", 303)
+        response.delete_cookie("tuneloop_ui", path=PATH, httponly=True, samesite="strict")
+        return response
+
+    def _login_page(request: Request, *, failed: bool) -> Response:
+        context = {"failed": failed, "next": _target(request.query_params.get("next", "")), "path": "", "token": ""}
+        return site.renderer.page("login.html", context, 401 if failed else 200)
+
+
+def _target(wanted: str) -> str:
+    """Where to go after the login: only to a page of ours."""
+    parts = urlsplit(wanted)
+    ours = not parts.scheme and not parts.netloc and (wanted == PATH or wanted.startswith((f"{PATH}/", f"{PATH}?")))
+    return wanted if ours and "\\" not in wanted and wanted.isprintable() else PATH
+
+
+def _here(request: Request) -> str:
+    return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+
+
+def _refusal_of(error: Exception, request: Request) -> RequestRefused:
+    if isinstance(error, HTTPException):
+        message = f"there is no page {request.url.path}" if error.status_code == 404 else str(error.detail)
+        return RequestRefused(message, status=error.status_code)
+    if isinstance(error, LedgerUnavailable | EnvironmentRefused):
+        message = (
+            "The database cannot be read at the moment. Replies are served and feedback is taken all the same: it "
+            "waits on this machine's disk until the database is back."
+        )
+        return RequestRefused(message, status=503)
+    return refusal_of(error)
+
+
+def _route_of(site: Site) -> type[APIRoute]:
+    """Routes that answer what is refused with a page, not with JSON."""
+
+    class PageRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            answer = super().get_route_handler()
+
+            async def handler(request: Request) -> Response:
+                try:
+                    return await answer(request)
+                except (TuneloopError, HTTPException) as error:
+                    return site.refuse(request, error)
+
+            return handler
+
+    return PageRoute

@@ -1,0 +1,58 @@
+// Charts, and what changes while one looks. All else works without this file.
+"use strict";
+(() => {
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function draw(box) {
+    const { kind, x, y, data } = JSON.parse(box.dataset.chart);
+    const interval = kind === "interval";
+    const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1, size: 4 } };
+    const edge = { stroke: "transparent", points: { show: false }, spanGaps: true };
+    const line = { label: y, stroke: color("--accent"), width: 2, points: { size: 7, fill: color("--accent"), show: data[0].length < 60 }, spanGaps: true };
+    box.replaceChildren();
+    new uPlot({
+      width: box.clientWidth, height: box.clientHeight, padding: [8, 12, 0, 0], legend: { show: false },
+      scales: { x: { time: false } },
+      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5, 1e6], label: x, labelSize: 18, size: 30 }, { ...axis, size: 56 }],
+      series: interval ? [{ label: x }, { ...edge, label: "low" }, { ...edge, label: "high" }, line] : [{ label: x }, line],
+      cursor: { y: false }, bands: interval ? [{ series: [2, 1], fill: color("--t1") }] : [],
+    }, data, box);
+  }
+
+  const drawAll = (root) => root.querySelectorAll("[data-chart]").forEach(draw);
+  const ready = () => {
+    drawAll(document);
+    document.body.addEventListener("htmx:afterSettle", (event) => drawAll(event.detail.elt.parentElement || document));
+    let timer;
+    const again = () => { clearTimeout(timer); timer = setTimeout(() => drawAll(document), 150); };
+    window.addEventListener("resize", again);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  };
+
+  // What a page shows is asked for again when the ledger has changed, but never under somebody's fingers.
+  function listen() {
+    if (!document.querySelector("[hx-trigger*='tuneloop-changed']")) return;
+    let last = 0, waits;
+    const tell = () => {
+      clearTimeout(waits);
+      const busy = document.activeElement && document.activeElement.closest("[hx-trigger*='tuneloop-changed']");
+      if (document.hidden || busy || Date.now() - last < 3000) { waits = setTimeout(tell, 3000); return; }
+      last = Date.now();
+      htmx.trigger(document.body, "tuneloop-changed");
+    };
+    const source = new EventSource(document.body.dataset.events);
+    source.addEventListener("changed", tell);
+    window.addEventListener("pagehide", () => source.close());
+  }
+
+  // One key for each choice.
+  function press(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select")) return;
+    const chosen = document.querySelector(`[data-key="${CSS.escape(event.key.toLowerCase())}"]`);
+    if (chosen) { event.preventDefault(); chosen.click(); }
+  }
+
+  document.addEventListener("DOMContentLoaded", ready);
+  document.addEventListener("DOMContentLoaded", listen);
+  document.addEventListener("keydown", press);
+})();

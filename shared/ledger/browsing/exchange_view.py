@@ -1,0 +1,146 @@
+"""One exchange whole: its request, its replies with their log-probabilities, and what was said of them."""
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import and_, or_, select
+
+from tuneloop.shared.experience import Kind, Outcome, State
+from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.schema import changed_metadata, exchanges, experiences, feedback, reward_rules
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
+
+#: Feedback events of one exchange that are shown: the newest.
+MAX_EVENTS = 200
+
+_REPLY = (
+    *("id", "choice", "correction", "state", "reason", "reward", "version_min", "version_max", "temperature"),
+    *("finish_reason", "text", "tool_calls", "completion_tokens", "task_id", "run_id", "rewarded_at"),
+    *("committed_at", "lease_until", "trained_version", "unsampled"),
+)
+_EVENT = (
+    *("id", "choice", "kind", "metric", "value", "text", "other_msg_id", "other_choice", "source"),
+    *("received_at", "outcome", "msg_id"),
+)
+
+
+class ReplyView(NamedTuple):
+    """One choice of the reply. `correction` 0 is the reply as it was sampled; `rule` is the reward rule, as JSON."""
+
+    id: int
+    choice: int
+    correction: int
+    state: State
+    reason: str | None
+    reward: float | None
+    version_min: int
+    version_max: int
+    temperature: float
+    finish_reason: str | None
+    text: str
+    tool_calls: bytes | None
+    completion_tokens: int
+    task_id: str | None
+    run_id: str | None
+    rewarded_at: float | None
+    committed_at: float | None
+    lease_until: float | None
+    trained_version: int | None
+    unsampled: str | None
+    rule: str | None
+
+
+class FeedbackView(NamedTuple):
+    """A feedback event about the exchange, or that names it as the other one (`msg_id` is then another's)."""
+
+    id: int
+    choice: int | None
+    kind: Kind
+    metric: str
+    value: float | None
+    text: str | None
+    other_msg_id: str | None
+    other_choice: int | None
+    source: str | None
+    received_at: float
+    outcome: Outcome
+    msg_id: str | None
+
+
+class ExchangeView(NamedTuple):
+    """An exchange; `request` is the client's JSON, `metadata` JSON where it was changed."""
+
+    msg_id: str
+    endpoint: str
+    user: str | None
+    received_at: float
+    latency_s: float
+    engine: int | None
+    request: bytes
+    metadata: str | None
+    replies: list[ReplyView]
+    events: list[FeedbackView]
+
+
+class TokenView(NamedTuple):
+    """The tokens of a reply: ids, and the log-probability that each was sampled with."""
+
+    prompt_tokens: int
+    completion_ids: list[int]
+    logprobs: list[float]
+    text: str
+
+
+class ExchangeViews(LedgerPart):
+    """Exchanges, one by one."""
+
+    def get(self, tenant: str, msg_id: str) -> ExchangeView | None:
+        """One exchange; None if there is none."""
+        names = ("msg_id", "endpoint", "user_id", "received_at", "latency_s", "engine", "request")
+        changed = changed_metadata.c.msg_id == exchanges.c.msg_id
+        query = select(*(exchanges.c[name] for name in names), changed_metadata.c.metadata)
+        query = query.outerjoin_from(exchanges, changed_metadata, changed)
+        replies = select(*(experiences.c[name] for name in _REPLY), reward_rules.c.definition)
+        replies = replies.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)
+        about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
+        events = select(*(feedback.c[name] for name in _EVENT)).where(feedback.c.tenant == tenant, about)
+        found, sampled, heard = self._read_together(
+            query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant),
+            replies.where(experiences.c.msg_id == msg_id).order_by(experiences.c.choice, experiences.c.correction),
+            events.order_by(feedback.c.received_at.desc(), feedback.c.id.desc()).limit(MAX_EVENTS),
+        )
+        if not found:
+            return None
+        row = found[0]
+        return ExchangeView(
+            msg_id=row.msg_id,
+            endpoint=row.endpoint,
+            user=row.user_id,
+            received_at=row.received_at,
+            latency_s=row.latency_s,
+            engine=row.engine,
+            request=codec.unpack_text(row.request),
+            metadata=row.metadata,
+            replies=[_reply(each) for each in sampled],
+            events=[_event(each) for each in reversed(heard)],
+        )
+
+    def tokens(self, tenant: str, msg_id: str, choice: int) -> TokenView | None:
+        """The tokens of one choice; None if there is none."""
+        which = and_(experiences.c.msg_id == msg_id, experiences.c.choice == choice, experiences.c.correction == 0)
+        query = select(experiences.c.blob, experiences.c.text).where(which, experiences.c.tenant == tenant)
+        rows = self._read(query)
+        if not rows:
+            return None
+        prompt_ids, completion_ids, logprobs = codec.from_blob(rows[0].blob)
+        return TokenView(len(prompt_ids), completion_ids.tolist(), logprobs.tolist(), rows[0].text)
+
+
+def _reply(row: Any) -> ReplyView:
+    fields = {name: getattr(row, name) for name in _REPLY}
+    fields["state"] = State(row.state)
+    return ReplyView(**fields, rule=row.definition)
+
+
+def _event(row: Any) -> FeedbackView:
+    fields = {name: getattr(row, name) for name in _EVENT}
+    return FeedbackView(**fields | {"kind": Kind(row.kind), "outcome": Outcome(row.outcome)})

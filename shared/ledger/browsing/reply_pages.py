@@ -1,0 +1,208 @@
+"""Replies from the newest to the oldest, page by page, by what people look for.
+
+No page costs more because the ledger is larger: each looks at so many replies at most, and says how far back that was.
+"""
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Select, and_, func, select, true, tuple_
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
+
+#: Replies that are looked at for one page by their columns; those whose words are read, which costs more.
+MAX_EXAMINED, MAX_READ = 20_000, 2_000
+
+#: A person or a task with no more replies than this is found by an index of its own.
+_RARE = 2_000
+
+#: Characters of a reply that a list shows.
+PREVIEW = 300
+
+_PORTION = 250
+
+_ROW = (
+    *("id", "msg_id", "choice", "sampled_at", "state", "reason", "reward", "version_min", "version_max"),
+    *("task_id", "run_id", "completion_tokens"),
+)
+_EXAMINED = ("id", "sampled_at", "tenant", "correction", "state", "reward", "version_min", "version_max")
+_EXAMINED_NAMES = (*_EXAMINED, "task_id", "run_id")
+
+
+class ReplyCursor(NamedTuple):
+    """Where a page ends."""
+
+    sampled_at: float
+    id: int
+
+
+class ReplyFilter(NamedTuple):
+    """What is looked for; None is anything. `text` stands somewhere in the request or the reply, in either case."""
+
+    text: str | None = None
+    state: State | None = None
+    version: int | None = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    task_id: str | None = None
+    run_id: str | None = None
+    user: str | None = None
+    since: float | None = None
+    until: float | None = None
+
+
+class ReplyRow(NamedTuple):
+    """A reply in the list; `text` is its beginning, `request` the client's JSON."""
+
+    id: int
+    msg_id: str
+    choice: int
+    sampled_at: float
+    state: State
+    reason: str | None
+    reward: float | None
+    version_min: int
+    version_max: int
+    task_id: str | None
+    run_id: str | None
+    completion_tokens: int
+    user: str | None
+    text: str
+    request: bytes
+
+
+class ReplyPage(NamedTuple):
+    """Some replies. `after`: where the next page begins, None at the end of the list.
+
+    `back_to`: the page is not full because so many were looked at, down to this time; None: it is full, or the last.
+    """
+
+    rows: list[ReplyRow]
+    after: ReplyCursor | None
+    back_to: float | None
+
+
+class ReplyPages(LedgerPart):
+    """The list of replies."""
+
+    def page(self, tenant: str, wanted: ReplyFilter, *, after: ReplyCursor | None, limit: int) -> ReplyPage:
+        """The next `limit` replies that are `wanted`, the newest first. A reply counts once, as it was sampled."""
+        examined, bound = self._select_examined(tenant, wanted, after)
+        most = MAX_READ if wanted.text else limit + 1
+        keys = [ReplyCursor(*row) for row in self._read(_matching(examined, tenant, wanted).limit(most))]
+        if wanted.text:
+            return self._containing(wanted.text, keys, examined, bound, limit)
+        rows = self._rows(keys[:limit])
+        if len(keys) > limit:
+            return ReplyPage(rows, keys[limit - 1], None)
+        return ReplyPage(rows, *self._end_of(examined, bound))
+
+    def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
+        """The replies that are looked at, and how many those are at most; None: all that could be wanted."""
+        names = [experiences.c[name] for name in _EXAMINED_NAMES]
+        within = _within(wanted, after)
+        if wanted.user is not None:
+            joined = experiences.c.msg_id == exchanges.c.msg_id
+            query = select(*names, exchanges.c.user_id).join_from(exchanges, experiences, joined).where(within)
+            theirs = and_(exchanges.c.tenant == tenant, exchanges.c.user_id == wanted.user)
+            if self._is_rare(select(exchanges.c.msg_id).where(theirs)):
+                return query.where(theirs).subquery(), None
+        else:
+            query = select(*names).where(within)
+        if wanted.task_id is not None:
+            of_task = and_(experiences.c.tenant == tenant, experiences.c.task_id == wanted.task_id)
+            if self._is_rare(select(experiences.c.id).where(of_task)):
+                return query.where(of_task).subquery(), None
+        newest_first = experiences.c.sampled_at.desc(), experiences.c.id.desc()
+        return query.where(_driving(wanted)).order_by(*newest_first).limit(MAX_EXAMINED).subquery(), MAX_EXAMINED
+
+    def _is_rare(self, query: Select[Any]) -> bool:
+        some = query.limit(_RARE + 1).subquery()
+        return int(self._read(select(func.count()).select_from(some))[0][0]) <= _RARE
+
+    def _end_of(self, examined: Any, bound: int | None) -> tuple[ReplyCursor | None, float | None]:
+        """Where to look on, and from which time, if not all was looked at."""
+        if bound is None:
+            return None, None
+        [(count,)] = self._read(select(func.count()).select_from(examined))
+        if count < bound:
+            return None, None
+        [last] = self._read(select(examined.c.sampled_at, examined.c.id).order_by(*_oldest_first(examined)).limit(1))
+        return ReplyCursor(*last), last.sampled_at
+
+    def _containing(
+        self, text: str, keys: list[ReplyCursor], examined: Any, bound: int | None, limit: int
+    ) -> ReplyPage:
+        """Those of the replies that have the text, as far as there is room on the page."""
+        found: list[ReplyRow] = []
+        sought = text.casefold()
+        for start in range(0, len(keys), _PORTION):
+            for row in self._rows(keys[start : start + _PORTION], whole=True):
+                if sought in row.text.casefold() or sought in _readable(row.request).casefold():
+                    found.append(row._replace(text=row.text[:PREVIEW]))
+                if len(found) == limit:
+                    return ReplyPage(found, ReplyCursor(row.sampled_at, row.id), None)
+        if len(keys) == MAX_READ:
+            return ReplyPage(found, keys[-1], keys[-1].sampled_at)
+        return ReplyPage(found, *self._end_of(examined, bound))
+
+    def _rows(self, keys: list[ReplyCursor], *, whole: bool = False) -> list[ReplyRow]:
+        text = experiences.c.text if whole else func.substr(experiences.c.text, 1, PREVIEW).label("text")
+        columns = (*(experiences.c[name] for name in _ROW), exchanges.c.user_id, text, exchanges.c.request)
+        joined = exchanges.c.msg_id == experiences.c.msg_id
+        query = select(*columns).join_from(experiences, exchanges, joined)
+        rows = self._read(query.where(experiences.c.id.in_([key.id for key in keys])))
+        found = {row.id: _row(row) for row in rows}
+        return [found[key.id] for key in keys if key.id in found]
+
+
+def _within(wanted: ReplyFilter, after: ReplyCursor | None) -> ColumnElement[bool]:
+    """The stretch of time, and what is not on an earlier page."""
+    conditions: list[ColumnElement[bool]] = [true()]
+    if wanted.since is not None:
+        conditions.append(experiences.c.sampled_at >= wanted.since)
+    if wanted.until is not None:
+        conditions.append(experiences.c.sampled_at <= wanted.until)
+    if after is not None:
+        conditions.append(experiences.c.sampled_at <= after.sampled_at)  # which an index understands
+        conditions.append(tuple_(experiences.c.sampled_at, experiences.c.id) < after)
+    return and_(*conditions)
+
+
+def _driving(wanted: ReplyFilter) -> ColumnElement[bool]:
+    """The one condition by whose index the replies are gone through."""
+    if wanted.version is not None:
+        return experiences.c.version_min == wanted.version
+    return true() if wanted.state is None else experiences.c.state == wanted.state
+
+
+def _matching(examined: Any, tenant: str, wanted: ReplyFilter) -> Select[Any]:
+    columns = examined.c
+    conditions = [columns.tenant == tenant, columns.correction == 0]
+    same = {"state": wanted.state, "task_id": wanted.task_id, "run_id": wanted.run_id, "user_id": wanted.user}
+    conditions += [columns[name] == value for name, value in same.items() if value is not None]
+    if wanted.version is not None:
+        conditions.append(columns.version_min == wanted.version)
+    if wanted.reward_from is not None:
+        conditions.append(columns.reward >= wanted.reward_from)
+    if wanted.reward_to is not None:
+        conditions.append(columns.reward <= wanted.reward_to)
+    # The sum: no index is gone through for the sake of the order.
+    order = (columns.sampled_at + 0).desc(), columns.id.desc()
+    return select(columns.sampled_at, columns.id).where(*conditions).order_by(*order)
+
+
+def _oldest_first(examined: Any) -> tuple[ColumnElement[Any], ...]:
+    return (examined.c.sampled_at + 0).asc(), examined.c.id.asc()
+
+
+def _readable(request: bytes) -> str:
+    return request.decode(errors="replace")
+
+
+def _row(row: Any) -> ReplyRow:
+    fields = {name: getattr(row, name) for name in _ROW}
+    fields["state"] = State(row.state)
+    return ReplyRow(**fields, user=row.user_id, text=row.text, request=codec.unpack_text(row.request))

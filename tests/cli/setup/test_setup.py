@@ -1,0 +1,230 @@
+"""`tuneloop init` and `tuneloop plan`: what they write and reckon, and how they refuse."""
+
+import json
+import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import tuneloop
+from tuneloop.cli.setup.capacity import GIB, disk_speed, save_interval, trainer_memory, version_disk
+from tuneloop.cli.setup.init_command import settings_text
+from tuneloop.cli.setup.model_families import FAMILIES, parsers_of
+from tuneloop.cli.setup.model_shape import ModelShape, read_shape
+from tuneloop.cli.setup.plan_command import make_plan
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.settings import Settings
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+TOOLS = "{% if tools %}{% endif %}{% if enable_thinking %}<think>{% endif %}"
+
+
+def model_folder(folder: Path, weights: int = 596_049_920, template: str = TOOLS, **but: object) -> Path:
+    """A folder that looks like a model's: a configuration, and a header without the weights that it tells of."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_06B | but))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [weights], "data_offsets": [0, 2 * weights]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def settings_of(folder: Path, **sections: object) -> Settings:
+    tree = {"checkpoint_root_dir": folder.parent, "model": {"model_path": folder}, "cluster": {"gpu_per_node": 1}}
+    shared = {"explorer": {"rollout_model": {"gpu_memory_utilization": 0.4}}}
+    return Settings.model_validate(tree | shared | sections)
+
+
+@pytest.mark.parametrize(("kind", "measured"), [("ppo", 58), ("reinforce", 49)])
+def test_the_trainers_memory_is_what_was_measured_on_an_h200(tmp_path: Path, kind: str, measured: int) -> None:
+    shape = read_shape(model_folder(tmp_path / "m"))
+    memory = trainer_memory(shape, shape, settings_of(tmp_path / "m", algorithm={"algorithm_type": kind}))
+    assert memory.total / GIB == pytest.approx(measured, rel=0.15)
+
+
+def test_the_disk_of_versions_is_that_of_the_operations_page(tmp_path: Path) -> None:
+    shape = read_shape(model_folder(tmp_path / "m", weights=600_000_000))
+    disk = version_disk(shape, shape, settings_of(tmp_path / "m"))
+    assert (disk.newest, disk.older) == (28 * 600_000_000, 2 * 600_000_000)
+    assert disk.all == 2 * disk.newest + 5 * disk.older
+
+
+def test_a_head_that_is_the_embeddings_counts_once(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", vocab_size=10, hidden_size=4)
+    tensors = {"model.embed_tokens.weight": [10, 4], "lm_head.weight": [10, 4], "x": [2]}
+    header = json.dumps({name: {"shape": shape, "data_offsets": [0, 8]} for name, shape in tensors.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert read_shape(folder).weights == 42
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_what_a_token_keeps_for_the_backward_pass_is_what_torch_keeps(tmp_path: Path, kind: str, size: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dims = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens, kept = 64, []
+    for layers in (1, 2):
+        config = AutoConfig.for_model(kind, **dims, head_dim=16, num_hidden_layers=layers, vocab_size=64)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if size == 2 else torch.float32)
+        own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        found: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, own: set[int] = own, found: dict[int, torch.Tensor] = found) -> torch.Tensor:
+            if (place := tensor.untyped_storage().data_ptr()) not in own:
+                found[place] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(torch.zeros(1, tokens, dtype=torch.long))
+        kept.append(sum(each.untyped_storage().nbytes() for each in found.values()) / tokens)
+    folder = model_folder(tmp_path / "m", model_type=kind, **dims, head_dim=16, num_hidden_layers=1)
+    assert read_shape(folder).activation_bytes(size) == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
+def test_a_plan_says_which_gpus_idle_and_what_does_not_fit(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    four = settings_of(folder, cluster={"gpu_per_node": 4}, explorer={"rollout_model": {"engine_num": 2}})
+    plan = make_plan(four, gpu_bytes=141 * 10**9, speed=1e9)
+    assert plan.on_gpus == {0: ["engine 0"], 1: ["engine 1"], 2: ["trainer"], 3: []}
+    assert plan.idle_gpus == [3]
+    assert [each for each in plan.problems if "GPU" in each] == []
+    assert plan.publish_s == pytest.approx(16.7, rel=0.01)
+    [problem] = [
+        each for each in make_plan(settings_of(folder), gpu_bytes=80 * 10**9, speed=1e9).problems if "GPU" in each
+    ]
+    assert problem.startswith("GPU 0 is too small: engine 0 and trainer take 9")
+
+
+def test_a_plan_is_told_people_and_programs(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", weights=1_000_000)
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        f"checkpoint_root_dir: {tmp_path}\nmodel: {{model_path: {folder}, max_model_len: 512}}\n"
+        "trainer: {micro_batch_tokens: 128}\n"
+    )
+    code, out, error = tuneloop("plan", file)
+    assert (code, error) == (0, "")
+    assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == [
+        *("Model", "Explorer", "Engines", "Trainer", "Disk", "Publishing"),
+    ]
+    told = json.loads(tuneloop("plan", file, "--json")[1])
+    assert told["trainer_bytes"]["optimizer"] == 2 * 8 * (1_000_000)  # the actor's and the critic's
+    assert (told["problems"], told["gpus"], told["idle_gpus"]) == ([], 0, [])
+    assert told["publish_seconds"] > 0
+
+
+@pytest.mark.parametrize("command", ["plan", "init"])
+def test_a_folder_without_a_model_is_refused_in_a_sentence(tmp_path: Path, command: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, said in ((tmp_path / "none", "is not there"), (tmp_path / "empty", "is not a model folder")):
+        file = tmp_path / "x.yaml"
+        if command == "plan":
+            file.write_text(f"model: {{model_path: {folder}}}\n")
+            code, _, error = tuneloop("plan", file)
+        else:
+            code, _, error = tuneloop("init", file, "--model", folder, "--gpus", 0, "--where", tmp_path)
+            assert not file.exists()
+        assert code == 3
+        assert error.startswith(f"model.model_path: {folder} {said}")
+
+
+def test_init_writes_what_validate_takes_and_plan_finds_room_for(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", weights=1_000_000, hidden_size=64, vocab_size=300)
+    file = tmp_path / "x.yaml"
+    answers = ("--model", folder, "--gpus", 0, "--where", tmp_path / "data")
+    code, out, error = tuneloop("init", file, *answers)
+    assert (code, error) == (0, "")
+    assert f"tuneloop run {file}" in out
+    text = file.read_text()
+    assert "tool_call_parser: hermes" in text
+    assert "reasoning_parser: qwen3" in text
+    assert tuneloop("validate", file)[0] == 0
+    assert tuneloop("plan", file)[0] == 0
+    again = tuneloop("init", file, *answers)
+    assert (again[0], again[2]) == (3, f"{file} is there already; name another file, or move that one away\n")
+    assert file.read_text() == text
+    assert tuneloop("init", tmp_path / "y.yaml")[2] == "there is no terminal to ask on: give --model\n"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gb", "expected"),
+    [
+        (1, 141, ("ppo", 0, 1, 16384)),
+        (1, 48, ("ppo", 0, 1, 4096)),
+        (1, 24, ("reinforce", 16, 1, 2048)),
+        (2, 80, ("ppo", 0, 1, 16384)),
+        (4, 80, ("ppo", 0, 3, 16384)),
+    ],
+)
+def test_init_shares_gpus_out_so_that_it_fits(tmp_path: Path, gpus: int, gb: int, expected: tuple[object, ...]) -> None:
+    shape = read_shape(model_folder(tmp_path / "m"))
+    file = tmp_path / "x.yaml"
+    file.write_text(settings_text(shape, tmp_path, gpus=gpus, gpu_bytes=gb * 10**9))
+    settings = read_settings(file, environment={}).valid_settings()
+    rollout, method = settings.explorer.rollout_model, settings.algorithm.algorithm_type
+    found = (method, settings.model.lora.rank, rollout.engine_num, settings.trainer.micro_batch_tokens)
+    assert found == expected
+    problems = make_plan(settings, gpu_bytes=gb * 10**9, speed=1e9).problems
+    assert [each for each in problems if not each.startswith("checkpoint_root_dir")] == []
+
+
+def test_one_gpu_that_is_too_small_is_said_to_be_so(tmp_path: Path) -> None:
+    shape = read_shape(model_folder(tmp_path / "m", weights=8_000_000_000))
+    with pytest.raises(EnvironmentRefused, match=r"one GPU of 12 GB is too small for .*m: neither all 8.0 B weights"):
+        settings_text(shape, tmp_path, gpus=1, gpu_bytes=12 * 10**9)
+
+
+def test_versions_come_as_often_as_the_disk_allows(tmp_path: Path) -> None:
+    assert save_interval(10**9, 10**9, 10.0) == 1
+    assert save_interval(17 * 10**9, 10**9, 1.5) == math.ceil(17 / 1.5)
+    assert save_interval(10**12, 10**6, 1.0) == 50
+    assert disk_speed(tmp_path / "not" / "yet") > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "expected"),
+    [
+        ("qwen2", "{{ tools }}", ("hermes", None)),
+        ("qwen3_moe", TOOLS, ("hermes", "qwen3")),
+        ("llama", "{{ tools }}", ("llama3_json", None)),
+        ("mistral", "{{ tools }}", ("mistral", None)),
+        ("qwen3", "{{ messages }}", (None, None)),
+        ("unheard_of", TOOLS, (None, None)),
+    ],
+)
+def test_parsers_go_by_family_and_chat_template(
+    tmp_path: Path, family: str, template: str, expected: tuple[str | None, str | None]
+) -> None:
+    shape: ModelShape = read_shape(model_folder(tmp_path / "m", model_type=family, template=template))
+    assert tuple(parsers_of(shape)) == expected
+
+
+def test_vllm_has_every_parser_that_we_name() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+
+    def names(folder: str) -> set[str]:
+        text = (Path(str(spec.origin)).parent / folder / "__init__.py").read_text()
+        return set(re.findall(r'^    "([\w-]+)": \(', text, re.MULTILINE))
+
+    tools, thoughts = names("tool_parsers"), names("reasoning")
+    assert {each.tool_calls for each in FAMILIES.values()} - {None} <= tools
+    assert {each.reasoning for each in FAMILIES.values()} - {None} <= thoughts

@@ -1,0 +1,276 @@
+"""Tenants are apart: every route of the application, with every scope, about one's own, another's and no object.
+
+A route that is added without a row here fails.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import KeyGrant
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+READ, COMMIT, INFERENCE, FEEDBACK, ADMIN = Scope.READ, Scope.COMMIT, Scope.INFERENCE, Scope.FEEDBACK, Scope.ADMIN
+
+#: The scopes of which one opens each route; none: anybody may ask.
+ROWS: dict[tuple[str, str], set[Scope]] = {
+    ("POST", CHAT): {INFERENCE},
+    ("POST", "/v1/completions"): {INFERENCE},
+    ("POST", RESPONSES): {INFERENCE},
+    ("POST", "/v1/messages"): {INFERENCE},
+    ("POST", "/v1/messages/count_tokens"): {INFERENCE},
+    ("POST", "/tokenize"): {INFERENCE},
+    ("POST", "/detokenize"): {INFERENCE},
+    ("GET", "/tokenizer_info"): {INFERENCE},
+    ("GET", "/version"): {INFERENCE},
+    ("GET", "/v1/models"): {INFERENCE, READ},
+    ("GET", "/v1/models/{name:path}"): {INFERENCE, READ},
+    ("GET", f"{RESPONSES}/{{response_id}}"): {INFERENCE, READ},
+    ("POST", f"{RESPONSES}/{{response_id}}/cancel"): {INFERENCE},
+    ("GET", CHAT): {READ},
+    ("GET", f"{CHAT}/{{msg_id}}"): {READ},
+    ("GET", f"{CHAT}/{{msg_id}}/messages"): {READ},
+    ("POST", f"{CHAT}/{{msg_id}}"): {COMMIT},
+    ("DELETE", f"{CHAT}/{{msg_id}}"): {COMMIT},
+    ("POST", "/feedback"): {FEEDBACK},
+    ("OPTIONS", "/feedback"): {ADMIN},  # but for the browsers of pages that are listed
+    ("POST", "/v1/feedback_tokens"): {FEEDBACK},
+    ("POST", "/commit"): {COMMIT},
+    ("GET", "/training"): {READ, COMMIT},
+    ("GET", "/training/calls"): {READ, COMMIT},
+    ("GET", "/metrics"): {ADMIN},
+    ("GET", "/admin/keys"): {ADMIN},
+    ("POST", "/admin/keys"): {ADMIN},
+    ("GET", "/admin/keys/audit"): {ADMIN},
+    ("DELETE", "/admin/keys/{key_id}"): {ADMIN},
+    ("GET", "/admin/versions"): {ADMIN},
+    ("GET", "/admin/versions/events"): {ADMIN},
+    ("GET", "/admin/versions/compare"): {ADMIN},
+    ("GET", "/admin/versions/{version}"): {ADMIN},
+    ("POST", "/admin/versions/unpin"): {ADMIN},
+    ("POST", "/admin/versions/rollback"): {ADMIN},
+    ("POST", "/admin/versions/{version}/rollback"): {ADMIN},
+    ("POST", "/admin/versions/{version}/reject"): {ADMIN},
+    ("POST", "/admin/versions/{version}/promote"): {ADMIN},
+    ("POST", "/admin/versions/{version}/pin"): {ADMIN},
+    ("GET", "/health"): set(),
+    ("GET", "/health/live"): set(),
+    ("GET", "/health/ready"): set(),
+    ("GET", "/ping"): set(),
+    ("POST", "/ping"): set(),
+}
+
+Headers = dict[str, str]
+
+
+def routes_of(explorer: RunningExplorer) -> set[tuple[str, str]]:
+    """Every route of the application, Trinity's without its prefix; the page has sessions of its own in their place."""
+    app = explorer.app
+    found = {(method, each.path) for each in app.app.routes if isinstance(each, APIRoute) for method in each.methods}
+    return {
+        (method, path.removeprefix("/trinity"))
+        for method, path in found | set(app.fast_routes)
+        if not path.startswith(PAGE)
+    }
+
+
+class Names(NamedTuple):
+    """What one asks about: an object of somebody, or of nobody."""
+
+    completion: str
+    response: str
+    task: str
+    run: str
+    tag: str
+
+
+class Tenant(NamedTuple):
+    """A tenant with an object of each kind; one key with every scope but admin, and one of each scope."""
+
+    headers: Headers
+    by_scope: dict[Scope, Headers]
+    names: Names
+
+
+UNKNOWN = Names(
+    "chatcmpl-06gvpfojv39qtg7p5hf4v7lb077k9f1ug8tl37d8",
+    "resp_06gvpfojv39qtg7p5hf4v7lb077k9f1ug8tl37d8",
+    *("task-of-nobody", "run-of-nobody", "tag-of-nobody"),
+)
+
+
+@pytest.fixture
+def explorer(running_explorer: Run, double: EngineDouble) -> RunningExplorer:
+    return running_explorer(double)
+
+
+def tenant(explorer: RunningExplorer, name: str) -> Tenant:
+    def key(label: str, *scopes: Scope) -> Headers:
+        _, secret = explorer.ledger.keys.create(KeyGrant(name=label, scopes=scopes, tenant=name), actor="test")
+        return {"Authorization": f"Bearer {secret}"}
+
+    by_scope = {scope: key(str(scope), scope) for scope in Scope}
+    headers = key("app", READ, COMMIT, INFERENCE, FEEDBACK)
+    eventually(lambda: explorer.http.get("/v1/models").status_code == 401)
+    eventually(lambda: explorer.http.get("/v1/models", headers=headers).status_code == 200)
+    task, run, tag = f"task-{name}", f"run-{name}", f"tag-{name}"
+    body = HELLO | {"metadata": {"task_id": task, "run_id": run, "colour": tag}}
+    completion = explorer.http.post(CHAT, json=body, headers=headers).json()["id"]
+    asked = {"model": HELLO["model"], "input": "3+4="}
+    response = explorer.http.post(RESPONSES, json=asked, headers=headers).json()["id"]
+    explorer.http.post("/feedback", json={"msg_ids": [completion], "reward": 1}, headers=headers)
+    explorer.until_flushed()
+    return Tenant(headers, by_scope, Names(completion, response, task, run, tag))
+
+
+@pytest.fixture
+def acme(explorer: RunningExplorer) -> Tenant:
+    return tenant(explorer, "acme")
+
+
+@pytest.fixture
+def globex(explorer: RunningExplorer, acme: Tenant) -> Tenant:
+    return tenant(explorer, "globex")
+
+
+def test_every_route_has_a_row(explorer: RunningExplorer) -> None:
+    assert routes_of(explorer) == set(ROWS)
+
+
+@pytest.mark.parametrize("prefix", ["", "/trinity"])
+def test_every_route_asks_for_its_scopes(prefix: str) -> None:
+    for (method, path), scopes in ROWS.items():
+        assert required_scopes(method, prefix + path) == scopes, (method, path)
+
+
+def test_no_key_opens_what_its_scope_does_not(explorer: RunningExplorer, acme: Tenant) -> None:
+    for (method, path), scopes in ROWS.items():
+        for scope, headers in acme.by_scope.items():
+            answer = explorer.http.request(method, path, headers=headers, json={} if method == "POST" else None)
+            is_open = not scopes or scope in scopes or scope is ADMIN
+            assert (answer.status_code != 403) == is_open, (method, path, scope)
+            assert answer.status_code != 401
+        without = explorer.http.request(method, path, json={} if method == "POST" else None)
+        assert (without.status_code == 401) == bool(scopes), (method, path)
+
+
+Ask = Callable[[httpx.Client, Headers, Names], httpx.Response]
+
+
+def ask(method: str, path: str, **body: Any) -> Ask:
+    """A request about the names; `{…}` in the path and in the body's strings is filled in."""
+
+    def fill(value: Any, names: Names) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(each, names) for key, each in value.items()}
+        if isinstance(value, list):
+            return [fill(each, names) for each in value]
+        return value.format(**names._asdict()) if isinstance(value, str) else value
+
+    def send(http: httpx.Client, headers: Headers, names: Names) -> httpx.Response:
+        return http.request(method, fill(path, names), headers=headers, json=fill(body, names) if body else None)
+
+    return send
+
+
+ABOUT_OBJECTS: dict[str, Ask] = {
+    "read": ask("GET", f"{CHAT}/{{completion}}"),
+    "messages": ask("GET", f"{CHAT}/{{completion}}/messages"),
+    "list after": ask("GET", f"{CHAT}?after={{completion}}"),
+    "list by tag": ask("GET", f"{CHAT}?metadata[colour]={{tag}}"),
+    "relabel": ask("POST", f"{CHAT}/{{completion}}", metadata={"colour": "mine"}),
+    "delete": ask("DELETE", f"{CHAT}/{{completion}}"),
+    "response": ask("GET", f"{RESPONSES}/{{response}}"),
+    "stream a response": ask("GET", f"{RESPONSES}/{{response}}?stream=true"),
+    "cancel": ask("POST", f"{RESPONSES}/{{response}}/cancel", x=1),
+    "continue": ask("POST", RESPONSES, model=HELLO["model"], input="?", previous_response_id="{response}"),
+    "rate": ask("POST", "/feedback", msg_ids=["{completion}"], reward=-1),
+    "a token": ask("POST", "/v1/feedback_tokens", msg_id="{completion}"),
+    "rate a choice": ask("POST", "/feedback", msg_ids=["{completion}:0"], reward=-1),
+    "rate a run": ask("POST", "/feedback", task_id="{task}", run_id="{run}", reward=-1),
+    "commit a task": ask("POST", "/commit", task_id="{task}"),
+    "count calls": ask("GET", "/training/calls?task_id={task}&run_id={run}"),
+    "count tokens": ask("GET", "/training/calls?task_id={task}&run_id={run}&tokens=true"),
+}
+
+
+def masked(answer: httpx.Response, names: Names) -> tuple[int, str, Any]:
+    """The status and the body of an answer, and its type, without the names that were asked about."""
+    text = answer.text
+    for name in names:
+        text = text.replace(name, "NAME")
+    return answer.status_code, answer.headers["content-type"], text
+
+
+def rows(explorer: RunningExplorer, name: str) -> list[Any]:
+    """What the ledger has of a tenant's replies."""
+    query = "SELECT msg_id, state, reward, committed_at FROM experiences WHERE tenant = '{}' ORDER BY id"
+    changed = "SELECT msg_id, metadata FROM changed_metadata"
+    return [*explorer.rows(query.format(name)), *explorer.rows(changed)]
+
+
+@pytest.mark.parametrize("what", ABOUT_OBJECTS)
+def test_anothers_object_is_answered_as_one_that_never_was(
+    explorer: RunningExplorer, acme: Tenant, globex: Tenant, what: str
+) -> None:
+    send, before = ABOUT_OBJECTS[what], rows(explorer, "acme")
+    others = masked(send(explorer.http, globex.headers, acme.names), acme.names)
+    nobodys = masked(send(explorer.http, globex.headers, UNKNOWN), UNKNOWN)
+    assert others == nobodys
+    assert rows(explorer, "acme") == before
+    own = masked(send(explorer.http, acme.headers, acme.names), acme.names)
+    assert own != others or what in {"stream a response", "rate a run"}, "else it would show nothing"
+
+
+def listed(explorer: RunningExplorer, headers: Headers) -> Iterator[str]:
+    yield from (each["id"] for each in explorer.http.get(CHAT, headers=headers).json()["data"])
+
+
+def test_a_list_and_a_count_are_of_the_tenant_alone(explorer: RunningExplorer, acme: Tenant, globex: Tenant) -> None:
+    assert list(listed(explorer, acme.headers)) == [acme.names.completion]
+    assert list(listed(explorer, globex.headers)) == [globex.names.completion]
+    explorer.http.post(CHAT, json=HELLO, headers=globex.headers)
+    explorer.until_flushed()
+    training = explorer.http.get("/training", headers=acme.headers).json()
+    assert sum(training["experiences"].values()) == 2
+    assert training["reasons"] == []
+
+
+def test_two_tenants_have_the_same_names_without_meeting(
+    explorer: RunningExplorer, acme: Tenant, globex: Tenant
+) -> None:
+    labels = {"metadata": {"task_id": "t", "run_id": "0"}, "user": "ann"}
+    for each in (acme, globex):
+        assert explorer.http.post(CHAT, json=HELLO | labels, headers=each.headers).status_code == 200
+    explorer.until_flushed()
+    rated = {"task_id": "t", "run_id": "0", "reward": 1, "idempotency_key": "one"}
+    assert explorer.http.post("/feedback", json=rated, headers=acme.headers).json()["accepted"] == 1
+    rewards = explorer.rows("SELECT tenant, reward FROM experiences WHERE task_id = 't' ORDER BY tenant")
+    assert [tuple(each) for each in rewards] == [("acme", 1.0), ("globex", None)]
+    told = explorer.http.post("/feedback", json=rated | {"reward": -1}, headers=globex.headers).json()
+    assert told["accepted"] == 1, "another's idempotency key is no duplicate"
+    assert explorer.http.post("/commit", json={"task_id": "t"}, headers=acme.headers).json()["committed"] == 1
+    states = explorer.rows("SELECT tenant, state FROM experiences WHERE task_id = 't' ORDER BY tenant")
+    assert [tuple(each) for each in states] == [("acme", "committed"), ("globex", "rewarded")]
+
+
+def test_what_is_the_operators_does_not_reach_the_engine(
+    explorer: RunningExplorer, acme: Tenant, double: EngineDouble
+) -> None:
+    fields = {"priority": -5, "request_id": "x", "kv_transfer_params": {"do_remote_decode": True}, "cache_salt": "mine"}
+    answer = explorer.http.post(CHAT, json=HELLO | fields, headers=acme.headers)
+    assert answer.status_code == 200
+    sent = double.chats[-1].body
+    assert not {"priority", "request_id", "kv_transfer_params"} & sent.keys()
+    assert sent["cache_salt"] == "acme:mine"
+    assert {"priority", "request_id", "kv_transfer_params"} <= set(answer.headers["x-tuneloop-ignored"].split(", "))
+    explorer.http.post(CHAT, json=HELLO, headers=acme.headers)
+    assert double.chats[-1].body["cache_salt"] == "acme"

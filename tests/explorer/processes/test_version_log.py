@@ -1,0 +1,52 @@
+"""What was decided about versions is told by the log and counted, whoever decided."""
+
+from pathlib import Path
+
+from structlog.testing import capture_logs
+
+from tests.factories import trained
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.version_log import VersionLog
+from tuneloop.shared.ledger.ledger import Ledger
+
+
+def test_each_decision_is_one_line_and_one_count(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.versions.ensure_base(tmp_path)
+    assert [trained(ledger) for _ in range(4)] == [1, 2, 3, 4]
+    ledger.versions.promote(1)
+    metrics = Metrics()
+    told = VersionLog(ledger, metrics, interval_s=1.0)
+    told.update()
+    ledger.versions.begin_canary(2, by="explorer", reason="rollout.mode: canary")
+    ledger.versions.promote(2, by="rollout", reason="it earns 0.1 more")
+    ledger.versions.reject(3, "its probe differs")
+    ledger.versions.roll_back(2, by="admin:ann", reason="rude")
+    ledger.versions.pin(1, instead_of=1, by="admin:ann", reason="holidays")
+    ledger.versions.unpin(by="admin:ann", reason="back")
+    with capture_logs() as logs:
+        told.update()
+        told.update()
+    assert [(each["event"], each["version"], each["from_version"], each["by"], each["reason"]) for each in logs] == [
+        ("version_canary", 2, 1, "explorer", "rollout.mode: canary"),
+        ("version_promoted", 2, 1, "rollout", "it earns 0.1 more"),
+        ("version_rejected", 3, 2, "explorer", "its probe differs"),
+        ("version_rolled_back", 2, 2, "admin:ann", "rude"),
+        ("version_rejected", 4, 2, "admin:ann", "descends from version 2, which was rolled back"),
+        ("version_promoted", 1, 2, "admin:ann", "version 2 was rolled back"),
+        ("version_pinned", 1, 1, "admin:ann", "holidays"),
+        ("version_unpinned", 1, 1, "admin:ann", "back"),
+    ]
+    assert {each["log_level"] for each in logs if each["event"] in {"version_rejected", "version_rolled_back"}} == {
+        "warning"
+    }
+    count = metrics.registry.get_sample_value
+    for labels, expected in (
+        ({"action": "promoted", "by": "rollout"}, 1),
+        ({"action": "promoted", "by": "admin"}, 1),
+        ({"action": "rejected", "by": "explorer"}, 1),
+        ({"action": "rolled_back", "by": "admin"}, 1),
+    ):
+        assert count("tuneloop_version_decisions_total", labels) == expected
+    assert [each["event_id"] for each in logs] == [
+        event.id for event in ledger.versions.events() if f"version_{event.action}" in {one["event"] for one in logs}
+    ][-len(logs) :]

@@ -1,0 +1,160 @@
+"""The page in a real Chromium: light and dark, on a phone, by keyboard alone, and what axe finds."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.ui.conftest import Filled
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+ROOT = Path(__file__).parents[3]
+CLIENTS = ROOT / ".venv" / "clients"
+UNPACKED = CLIENTS / "chromium"
+AXE = CLIENTS / "node" / "node_modules" / "axe-core" / "axe.min.js"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium", path=str(UNPACKED / "usr" / "lib" / "chromium"))
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="NOT TESTED: there is no Chromium; run scripts/install-clients, or apt install chromium"
+)
+needs_axe = pytest.mark.skipif(not AXE.exists(), reason="NOT TESTED: there is no axe-core; run scripts/install-clients")
+pytestmark = needs_chromium
+
+PAGES = ("", "/exchanges", "/exchanges/{planted}", "/versions", "/versions/6", "/versions/compare?a=2&b=6",
+         "/preferences", "/trainer", "/doctor", "/exchanges?version=x", "/nothing")  # fmt: skip
+
+#: What stands where a part of a page is still to come.
+WAITS = re.compile("^(Counting|Looking|Reading the tokens)…$")
+
+PHONE = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    folders = sorted({str(each.parent) for each in UNPACKED.rglob("*.so*")})
+    libraries = {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}
+    with sync_api.sync_playwright() as playwright:
+        arguments = {"executable_path": CHROMIUM, "args": ["--no-sandbox"], "env": {**os.environ, **libraries}}
+        browser = playwright.chromium.launch(**arguments, timeout=120_000)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A tab of a browser, and what went wrong in it."""
+
+    def __init__(self, browser: sync_api.Browser, filled: Filled, **context: object) -> None:
+        self._filled = filled
+        self._context = browser.new_context(**context)
+        self.page = self._context.new_page()
+        self.page.set_default_timeout(60_000)
+        self.wrong: list[str] = []
+        self.page.on("dialog", lambda dialog: (self.wrong.append(dialog.message), dialog.dismiss()))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda message: self.wrong.append(message.text) if message.type == "error" else None)
+
+    def open(self, path: str) -> sync_api.Page:
+        """The page, with what it asks for afterwards."""
+        address = path.format(planted=self._filled.planted.msg_id)
+        self.page.goto(f"{self._filled.explorer.url}/ui{address}")
+        sync_api.expect(self.page.get_by_text(WAITS)).to_have_count(0, timeout=60_000)
+        return self.page
+
+    def close(self) -> None:
+        self._context.close()
+
+
+@pytest.fixture
+def tab(browser: sync_api.Browser, filled: Filled) -> Iterator[Tab]:
+    tab = Tab(browser, filled)
+    yield tab
+    tab.close()
+
+
+@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_fits_its_window_and_does_nothing_wrong(
+    browser: sync_api.Browser, filled: Filled, path: str, scheme: str
+):
+    width = PHONE if scheme == "dark" else {"width": 1280, "height": 800}
+    tab = Tab(browser, filled, color_scheme=scheme, viewport=width)
+    page = tab.open(path)
+    refused = [each for each in tab.wrong if "status of 40" not in each]  # the two pages that are refused
+    assert refused == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+    tab.close()
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser: sync_api.Browser, filled: Filled, scheme: str):
+    tab = Tab(browser, filled, color_scheme=scheme, bypass_csp=True)
+    for path in PAGES:
+        page = tab.open(path)
+        page.evaluate(AXE.read_text())
+        violations = page.evaluate("axe.run().then(found => found.violations.map(each => [each.id, each.impact]))")
+        assert [each for each in violations if each[1] in {"serious", "critical"}] == [], path
+    tab.close()
+
+
+def test_nothing_that_a_client_wrote_runs(tab: Tab):
+    page = tab.open("/exchanges/{planted}")
+    assert page.evaluate("document.querySelectorAll('main script, main img, main iframe').length") == 0
+    assert "<script>alert('x')</script>" in page.inner_text("main")
+    assert "⟨U+202E⟩" in page.inner_text("main")
+    assert tab.wrong == []
+
+
+def test_charts_are_drawn(tab: Tab):
+    page = tab.open("/trainer")
+    assert page.locator(".chart canvas").count() == 4
+    assert tab.open("").locator(".chart canvas").count() == 1
+
+
+def test_a_reply_is_rated_by_keyboard_alone(tab: Tab, filled: Filled):
+    page = tab.open("/exchanges?state=recorded&version=6")
+    page.locator("table.list a").nth(4).focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/ui/exchanges/chatcmpl-*")
+    for _ in range(60):
+        if page.evaluate("document.activeElement.matches('.rate > summary')"):
+            break
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.value") == "up"
+    page.keyboard.press("Enter")
+    page.wait_for_url("**?said=accepted")
+    assert "Stored." in page.inner_text("main")
+
+
+def test_one_key_prefers_and_one_skips(tab: Tab, filled: Filled):
+    page = tab.open("/preferences")
+    left = page.locator("input[name=better]").first.input_value()
+    page.keyboard.press("1")
+    page.wait_for_url("**?said=accepted")
+    rows = filled.explorer.rows("SELECT msg_id, choice FROM feedback WHERE kind = 'preference' ORDER BY id DESC")
+    assert f"{rows[0][0]}:{rows[0][1]}" == left
+    page.keyboard.press("s")
+    page.wait_for_url("**?after=*")
+
+
+def test_the_skip_link_leads_past_the_navigation(tab: Tab):
+    page = tab.open("/versions")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+
+
+def test_the_overview_changes_while_one_looks(tab: Tab, filled: Filled):
+    page = tab.open("")
+    before = page.locator("#overview").text_content() or ""
+    said = filled.filler.exchange(6)
+    filled.filler.ledger.recording.record([said, *(filled.filler.say(said, value=1.0) for _ in range(2))])
+    sync_api.expect(page.locator("#overview")).not_to_have_text(before, timeout=60_000)
+    assert tab.wrong == []

@@ -1,0 +1,89 @@
+"""The trainer's page, the doctor's, and word of what changes."""
+
+from pathlib import Path
+
+import httpx
+
+from tests.explorer.running import RunningExplorer
+from tests.explorer.ui.conftest import Filled
+from tests.explorer.ui.test_pages import words
+from tuneloop.explorer.ui.reading.curves import CurveReader, thin
+from tuneloop.shared.tensorboard import Curves
+
+
+def test_the_trainers_curves_and_steps_are_shown(filled: Filled):
+    page = filled.text("/ui/trainer")
+    assert page.count("data-chart=") == 4
+    assert "reward/mean by step, " in page
+    assert "6 6 32" in words(page)  # step, version, replies
+    assert "trainer, epoch 6" in words(filled.text("/ui/trainer/status"))
+
+
+def test_without_a_trainer_the_page_says_so(explorer: RunningExplorer):
+    assert "No curve is on this machine yet" in words(explorer.http.get("/ui/trainer").text)
+    assert "none has started" in words(explorer.http.get("/ui/trainer/status").text)
+
+
+def test_the_doctor_says_whether_the_ledger_balances(filled: Filled):
+    assert 'hx-get="/ui/doctor/report"' in filled.text("/ui/doctor")
+    seen = words(filled.text("/ui/doctor/report"))
+    assert "The ledger balances." in seen
+    assert "344 experiences = " in seen
+
+
+def test_a_page_hears_that_the_ledger_has_changed(explorer: RunningExplorer):
+    with httpx.stream("GET", f"{explorer.url}/ui/events", timeout=60) as events:
+        assert events.headers["content-type"].startswith("text/event-stream")
+        lines = events.iter_lines()
+        assert next(lines) == "retry: 3000"
+        assert ": nothing new" in (next(lines) for _ in range(20))
+        explorer.chat()
+        assert "event: changed" in (next(lines) for _ in range(200))
+        explorer.app.app.state.stopping.set()
+        assert all(line in {"", ": nothing new", "data: ", "event: changed"} for line in lines)  # it ends
+
+
+# The curves.
+
+
+def test_curves_are_read_on_where_they_ended(tmp_path: Path):
+    reader, curves = CurveReader(tmp_path), Curves(tmp_path)
+    assert reader.read() == {}
+    curves.add(1, {"loss": 0.5, "reward": 1.0})
+    assert reader.read() == {"loss": [(1, 0.5)], "reward": [(1, 1.0)]}
+    curves.add(2, {"loss": 0.25})
+    assert reader.read()["loss"] == [(1, 0.5), (2, 0.25)]
+
+
+def test_a_run_that_begins_again_replaces_its_later_points(tmp_path: Path):
+    reader, curves = CurveReader(tmp_path), Curves(tmp_path)
+    for step in range(1, 6):
+        curves.add(step, {"loss": float(step)})
+    assert len(reader.read()["loss"]) == 5
+    Curves(tmp_path, after=3).add(4, {"loss": 40.0})
+    assert reader.read()["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+
+def test_half_a_record_waits_for_its_rest(tmp_path: Path):
+    Curves(tmp_path).add(1, {"loss": 0.5})
+    [file] = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    reader = CurveReader(tmp_path)
+    assert reader.read() == {}
+    file.write_bytes(whole)
+    assert reader.read() == {"loss": [(1, 0.5)]}
+
+
+def test_a_damaged_file_is_read_as_far_as_it_goes(tmp_path: Path):
+    Curves(tmp_path).add(1, {"loss": 0.5})
+    [file] = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes() + b"\xff" * 100)
+    assert CurveReader(tmp_path).read() == {"loss": [(1, 0.5)]}
+
+
+def test_a_long_curve_keeps_its_last_point_and_what_is_finite():
+    curve = thin([(step, float("nan") if step == 5 else 1.0) for step in range(10_000)])
+    assert len(curve) <= 400
+    assert curve[-1][0] == 9_999
+    assert 5 not in dict(curve)

@@ -1,0 +1,167 @@
+"""Who may use the page."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.explorer.running import eventually
+from tests.explorer.ui.conftest import Filled, filled_running
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import KeyGrant
+
+KEY = "a-key-that-nobody-guesses"
+PAGES = ("/ui", "/ui/exchanges", "/ui/waiting", "/ui/exchanges/x", "/ui/exchanges/x/tokens/0", "/ui/none")
+
+
+@pytest.fixture(scope="module")
+def running_keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
+    with filled_running(tmp_path_factory.mktemp("keyed"), admin_key=KEY) as found:
+        yield found
+
+
+@pytest.fixture
+def keyed(running_keyed: Filled) -> Filled:
+    running_keyed.explorer.http.cookies.clear()
+    return running_keyed
+
+
+def log_in(http: httpx.Client, key: str = KEY, **fields: str) -> httpx.Response:
+    return http.post("/ui/login", data={"key": key, **fields})
+
+
+def token_in(html: str) -> str:
+    found = re.search(r'name="token" value="([^"]+)"', html)
+    assert found
+    return found[1]
+
+
+# With a key.
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_without_a_session_every_page_leads_to_the_login(keyed: Filled, path: str):
+    answer = keyed.explorer.http.get(path)
+    assert (answer.status_code, answer.headers["location"]) == (303, f"/ui/login?next={path}")
+
+
+def test_the_admin_key_opens_the_page(keyed: Filled):
+    http = keyed.explorer.http
+    answer = log_in(http, next="/ui/exchanges")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/exchanges")
+    cookie = answer.headers["set-cookie"].lower()
+    assert all(word in cookie for word in ("httponly", "samesite=strict", "path=/ui")), cookie
+    assert KEY not in answer.headers["set-cookie"]
+    assert http.get("/ui").status_code == 200
+
+
+def test_another_key_does_not(keyed: Filled):
+    answer = log_in(keyed.explorer.http, "another")
+    assert answer.status_code == 401
+    assert "That is no admin key" in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "target", ["//evil.com", "https://evil.com/ui", "/feedback", "/ui\\..", "/uix", "javascript:x"]
+)
+def test_the_login_leads_nowhere_else(keyed: Filled, target: str):
+    assert log_in(keyed.explorer.http, next=target).headers["location"] == "/ui"
+
+
+def test_a_changed_cookie_is_none(keyed: Filled):
+    http = keyed.explorer.http
+    log_in(http)
+    good = http.cookies["tuneloop_ui"]
+    nonce, expires, mark, mac = good.split(".")
+    forged = (
+        *(f"{nonce}.{int(expires) + 1}.{mark}.{mac}", f"{nonce}x.{expires}.{mark}.{mac}", f"{nonce}.{expires}..{mac}"),
+        *(f"{nonce}.{expires}.{mark}.", "...", "é.1.x.y", ""),
+    )
+    for cookie in forged:
+        answer = httpx.get(f"{keyed.explorer.url}/ui", headers={"cookie": f"tuneloop_ui={cookie}".encode()})
+        assert answer.status_code == 303, cookie
+
+
+def test_after_the_logout_the_browser_has_no_session(keyed: Filled):
+    http = keyed.explorer.http
+    log_in(http)
+    answer = http.post("/ui/logout", data={"token": token_in(http.get("/ui").text)})
+    assert answer.status_code == 303
+    assert http.get("/ui").status_code == 303
+
+
+@pytest.mark.parametrize("token", ["", "x"])
+def test_a_form_without_the_token_of_its_session_is_refused(keyed: Filled, token: str):
+    http = keyed.explorer.http
+    log_in(http)
+    answer = http.post("/ui/logout", data={"token": token})
+    assert answer.status_code == 403
+    assert "not of this session" in answer.text
+
+
+@pytest.mark.parametrize(
+    "header", [{"origin": "http://evil.com"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}]
+)
+def test_a_form_of_another_sites_page_is_refused(keyed: Filled, header: dict[str, str]):
+    http = keyed.explorer.http
+    log_in(http)
+    token = token_in(http.get("/ui").text)
+    assert http.post("/ui/logout", data={"token": token}, headers=header).status_code == 403
+    assert http.post("/ui/login", data={"key": KEY}, headers=header).status_code == 403
+
+
+# Without one.
+
+
+def test_without_a_key_this_machine_needs_no_login(filled: Filled):
+    assert "Log out" not in filled.text("/ui")
+    assert filled.explorer.http.get("/ui/login").headers["location"] == "/ui"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.com", "evil.com:8010", "127.0.0.1.evil.com", "", "[::2]", "localhost@evil", "0.0.0.0"]
+)
+@pytest.mark.parametrize("path", PAGES)
+def test_a_name_that_any_site_could_have_is_refused(filled: Filled, host: str, path: str):
+    answer = filled.explorer.http.get(path, headers={"host": host})
+    assert answer.status_code == 403
+    assert "only for this machine itself" in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8010", "[::1]:8010"])
+def test_names_that_only_this_machine_has_are_taken(filled: Filled, host: str):
+    assert filled.explorer.http.get("/ui", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+def test_what_a_proxy_brings_is_not_from_this_machine(filled: Filled, header: str):
+    assert filled.explorer.http.get("/ui", headers={header: "127.0.0.1"}).status_code == 403
+
+
+def test_the_page_may_run_nothing_but_our_files(filled: Filled):
+    headers = filled.explorer.http.get("/ui").headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cache-control"] == "no-store"
+
+
+def test_a_key_with_the_scope_admin_opens_the_page_of_its_tenant_until_it_is_revoked(tmp_path: Path):
+    with filled_running(tmp_path) as filled:
+        keys, http = filled.explorer.ledger.keys, filled.explorer.http
+        assert http.get("/ui").status_code == 200
+        before = dict(http.cookies)
+        made, secret = keys.create(KeyGrant(name="ops", tenant="acme", scopes=(Scope.ADMIN,)), actor="test")
+        _, other = keys.create(KeyGrant(name="web", tenant="acme", scopes=(Scope.INFERENCE,)), actor="test")
+        eventually(lambda: http.get("/ui").status_code == 303)
+        assert httpx.get(f"{filled.explorer.url}/ui", cookies=before).status_code == 303
+        assert log_in(http, other).status_code == 401
+        assert log_in(http, secret).status_code == 303
+        assert "No exchange is in the ledger yet" in http.get("/ui/exchanges").text
+        assert http.get(f"/ui/exchanges/{filled.planted.msg_id}").status_code == 404
+        keys.revoke(made.key_id, actor="test")
+        eventually(lambda: http.get("/ui").status_code == 303)

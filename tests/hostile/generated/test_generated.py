@@ -1,0 +1,96 @@
+"""Very many requests that nobody thought of: none fails or hangs, none gets another's reply, and the sums are right."""
+
+import os
+from collections.abc import Iterator
+from urllib.parse import quote
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.hostile.bed import Bed, bed_with
+from tests.hostile.echo import echo_process
+from tests.hostile.generated.machine import Clients
+from tests.hostile.generated.openapi import description
+from tests.hostile.generated.traffic import Traffic
+
+#: The requests of the long version, of which the state machine sends the larger part.
+REQUESTS = int(os.environ.get("TUNELOOP_TEST_REQUESTS", "100000"))
+
+#: What an example of the state machine sends about, in so many steps.
+_REQUESTS_OF_EXAMPLE, _STEPS = 100, 40
+
+#: Then it is said how many requests there have been.
+_EXAMPLES_AT_ONCE = 50
+
+_HOW = settings(
+    deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False
+)
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    folder = tmp_path_factory.mktemp("generated")
+    with echo_process(folder) as url, bed_with(folder, [url], workers=2) as found:
+        yield found
+        found.is_sound()
+
+
+@pytest.fixture
+def traffic(bed: Bed) -> Iterator[Traffic]:
+    found = Traffic(bed)
+    yield found
+    found.close()
+    print(f"{found.requests} requests: {dict(found.statuses)}, refusals: {dict(found.codes)}")  # noqa: T201
+
+
+def live(traffic: Traffic, *, requests: int, derandomize: bool) -> None:
+    """Let the state machine send about so many requests; not derandomized, so many at least."""
+    Clients.traffic = traffic
+    until = traffic.requests + requests
+    while True:
+        examples = min(max((until - traffic.requests) // _REQUESTS_OF_EXAMPLE, 1), _EXAMPLES_AT_ONCE)
+        how = settings(_HOW, max_examples=examples, stateful_step_count=_STEPS, derandomize=derandomize)
+        run_state_machine_as_test(Clients, settings=how)
+        print(f"{traffic.requests} requests: {dict(traffic.statuses)}", flush=True)  # noqa: T201
+        if derandomize or traffic.requests >= until:
+            break
+
+
+def send_from_description(traffic: Traffic, *, requests: int, derandomize: bool) -> None:
+    """Send what schemathesis makes of the description, as it says and otherwise, evenly over the routes."""
+    schema = schemathesis.openapi.from_dict(description())
+    operations = [found.ok() for found in schema.get_all_operations()]
+    for operation in operations:
+        modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
+
+        @settings(_HOW, max_examples=max(requests // len(operations), 1), derandomize=derandomize)
+        @given(case=st.one_of(modes))
+        def send(case: schemathesis.Case) -> None:
+            path, sent = quote(case.formatted_path, safe="/%"), {}
+            if isinstance(case.body, bytes):
+                sent = {"content": case.body}
+            elif case.body is not schemathesis.core.NOT_SET:
+                sent = {"json": case.body}
+            traffic.send(case.method, path, params=case.query or None, admin=path.startswith("/admin"), **sent)
+
+        send()
+
+
+def test_a_state_machine_of_clients(traffic: Traffic) -> None:
+    live(traffic, requests=3000, derandomize=True)
+    assert traffic.requests > 500
+
+
+def test_requests_by_their_description(traffic: Traffic) -> None:
+    send_from_description(traffic, requests=700, derandomize=True)
+    assert traffic.requests > 300
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_requests(traffic: Traffic) -> None:
+    live(traffic, requests=REQUESTS, derandomize=False)
+    send_from_description(traffic, requests=REQUESTS // 50, derandomize=False)
+    assert traffic.requests >= REQUESTS

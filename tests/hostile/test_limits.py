@@ -1,0 +1,181 @@
+"""docs/limits.md is true: every bound is the one in the code, and what is beyond it is answered as the table says."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.doubles.engine import CHAT, EnginePlace
+from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
+from tests.explorer.wire import BODY, Wire, chunked
+from tests.hostile.bed import ADMIN_KEY
+from tuneloop.explorer.dialects import conversations
+from tuneloop.explorer.feedback import request, routes
+from tuneloop.explorer.http import bodies, server
+from tuneloop.explorer.processes import worker
+from tuneloop.explorer.routes import admin, passthrough, stored_completions
+from tuneloop.shared import logging
+from tuneloop.shared.experience import MAX_NAME
+from tuneloop.shared.ledger.recording.completion_object import MAX_PAIRS
+from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED
+from tuneloop.shared.settings.settings import options
+
+_PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+#: The bounds that no setting moves, and those that cannot be written as a number.
+FIXED: dict[str, object] = {
+    "what a [key](keys.md#limits) allows": None,
+    "a connection without another request": worker._KEEP_ALIVE_S,
+    "a request's headers; what is sent between a body's chunks": server._MAX_HEAD_BYTES,
+    "headers after a chunked body (trailers)": (),
+    "how deep a body is nested": bodies.MAX_DEPTH,
+    "objects and lists in a body": bodies.MAX_CONTAINERS,
+    "values in a body": bodies.MAX_VALUES,
+    "what a client does not read": None,
+    "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
+    "such texts that a worker has an engine read at once": 1,
+    "such texts waiting for that": passthrough._MAX_WAITING,
+    "a body of feedback or commit": routes.MAX_BODY_BYTES,
+    "ids in one call of feedback": request.MAX_IDS,
+    "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
+    "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
+    "tasks named in one commit": routes.MAX_TASKS,
+    "completions in one listing": stored_completions.MAX_LIMIT,
+    "completions examined for a listing with several filters": MAX_EXAMINED,
+    "pairs of a stored completion's new metadata": MAX_PAIRS,
+    "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,
+    "responses of a conversation that is continued": conversations.MAX_RESPONSES,
+    "an administrator's body": admin._MAX_BODY_BYTES,
+    "an administrator's reason": admin.MAX_REASON,
+    "events of versions in one answer": admin.MAX_EVENTS,
+    "lines that one event writes to a process's log": logging.LINES_AT_ONCE,
+}
+
+
+class Limit(NamedTuple):
+    """A row of the table."""
+
+    what: str
+    bound: str
+    setting: str
+    beyond: str
+
+
+def table() -> dict[str, Limit]:
+    rows = [line.strip("|").split("|") for line in _PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    found = [
+        Limit(*(each.strip(" `") if place == 2 else each.strip() for place, each in enumerate(row))) for row in rows
+    ]
+    assert len({each.what for each in found}) == len(found)
+    return {each.what: each for each in found}
+
+
+def number_in(bound: str) -> object:
+    """What a bound says, in bytes, seconds or pieces; () for none, None for what is no number."""
+    if bound == "none":
+        return ()
+    found = re.match(r"([\d,]+) ?(\w+)?", bound)
+    return int(found[1].replace(",", "")) * _UNITS.get(found[2] or "", 1) if found else None
+
+
+@pytest.mark.parametrize("what", table())
+def test_a_bound_is_the_one_in_the_code(what: str) -> None:
+    limit, defaults = table()[what], {key: field.default for key, field in options()}
+    assert number_in(limit.bound) == (defaults[limit.setting] if limit.setting else FIXED[what])
+
+
+def test_no_bound_is_forgotten() -> None:
+    assert FIXED.keys() <= table().keys()
+    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|spool_max_|allowed_media_)\w+")
+    named = {each.setting for each in table().values()}
+    assert {key for key, _ in options() if limits.fullmatch(key)} <= named
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory, places: list[EnginePlace]) -> Iterator[RunningExplorer]:
+    folder = tmp_path_factory.mktemp("limits")
+    with explorer_running(settings_for(folder, [places[0].fresh().url], admin_key=ADMIN_KEY)) as running:
+        yield running
+
+
+class Beyond:
+    """Sends what is just beyond a bound."""
+
+    def __init__(self, explorer: RunningExplorer, limit: Limit) -> None:
+        self.http, self.url = explorer.http, explorer.url
+        bound = number_in(limit.bound)
+        self.more = bound + 1 if isinstance(bound, int) else 0
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"} if path.startswith("/admin") else {}
+        return self.http.post(path, content=body if isinstance(body, bytes) else json.dumps(body), headers=headers)
+
+    def announce(self, path: str) -> tuple[int, str]:
+        """Only say how long the body is."""
+        with Wire(self.url) as wire:
+            wire.send(f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {self.more}\r\n\r\n".encode())
+            answer = wire.response()
+            return answer.status, answer.error["code"]
+
+    def over_the_wire(self, data: bytes) -> tuple[int, str]:
+        with Wire(self.url) as wire:
+            wire.send(data)
+            answer = wire.response()
+            return answer.status, answer.error["code"]
+
+    def reply(self) -> str:
+        found: str = self.http.post(CHAT, json=HELLO).json()["id"]
+        return found
+
+
+_IMAGE = {"type": "image_url", "image_url": {"url": "http://elsewhere.example/x.png"}}
+
+BEYOND: dict[str, Callable[[Beyond], Any]] = {
+    "a request's headers; what is sent between a body's chunks": lambda to: to.over_the_wire(
+        b"GET /health HTTP/1.1\r\nX: " + b"y" * to.more
+    ),
+    "headers after a chunked body (trailers)": lambda to: to.over_the_wire(chunked(BODY)[:-2] + b"X: y\r\n\r\n"),
+    "a request's body": lambda to: to.announce(CHAT),
+    "how deep a body is nested": lambda to: to.post(CHAT, b'{"a":' + b"[" * to.more + b"]" * to.more + b"}"),
+    "objects and lists in a body": lambda to: to.post(CHAT, b'{"a":[' + b"[]," * to.more + b"0]}"),
+    "values in a body": lambda to: to.post(CHAT, b'{"a":[' + b"0," * to.more + b"0]}"),
+    "domains that images and other media are read from": lambda to: to.post(
+        CHAT, HELLO | {"messages": [{"role": "user", "content": [_IMAGE]}]}
+    ),
+    "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": lambda to: to.post(
+        "/tokenize", b" " * to.more
+    ),
+    "a body of feedback or commit": lambda to: to.post("/feedback", b" " * to.more),
+    "ids in one call of feedback": lambda to: to.post("/feedback", {"msg_ids": ["x"] * to.more, "reward": 1}),
+    "text in one call of feedback, counted once for each id": lambda to: to.post(
+        "/feedback", {"msg_ids": [to.reply()] * 8, "comment": "x" * (to.more // 8 + 1)}
+    ),
+    "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": lambda to: to.post(
+        "/feedback", {"msg_ids": [to.reply()], "reward": 1, "source": "x" * to.more}
+    ),
+    "tasks named in one commit": lambda to: to.post("/commit", {"task_ids": ["x"] * to.more}),
+    "completions in one listing": lambda to: to.http.get(f"{CHAT}?limit={to.more}"),
+    "pairs of a stored completion's new metadata": lambda to: to.post(
+        f"{CHAT}/{to.reply()}", {"metadata": {str(number): "x" for number in range(to.more)}}
+    ),
+    "a body with a stored completion's new metadata": lambda to: to.post(f"{CHAT}/{to.reply()}", b" " * to.more),
+    "an administrator's body": lambda to: to.post("/admin/versions/unpin", b" " * to.more),
+    "an administrator's reason": lambda to: to.post("/admin/versions/unpin", {"reason": "x" * to.more}),
+    "events of versions in one answer": lambda to: to.http.get(
+        f"/admin/versions/events?last={to.more}", headers={"Authorization": f"Bearer {ADMIN_KEY}"}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_is_beyond_it_is_answered_as_the_table_says(explorer: RunningExplorer, what: str) -> None:
+    limit = table()[what]
+    answer = BEYOND[what](Beyond(explorer, limit))
+    if isinstance(answer, httpx.Response):
+        answer = answer.status_code, answer.json()["error"]["code"]
+    assert limit.beyond == f"{answer[0]} `{answer[1]}`"

@@ -1,4 +1,4 @@
-"""What vLLM's own arguments do to sampling: `explorer.rollout_model.engine_args` may change much, but not the policy.
+"""What vLLM's own arguments do: `explorer.rollout_model.engine_args` may change much, but not the policy.
 
 The trainer recomputes log softmax(logits / temperature). An argument that makes every reply a sample of something else
 is refused; one that holds tool calls to a grammar marks the replies that it can touch. docs/sampling.md tells it to
@@ -72,6 +72,21 @@ FLAGS: Mapping[str, FlagRule] = {
     "--kv-cache-metrics-sample": FlagRule(FlagEffect.HARMLESS),
     "--watermark": FlagRule(FlagEffect.HARMLESS),  # of the KV cache
     "--limit-mm-per-prompt": FlagRule(FlagEffect.HARMLESS),
+    # These touch no sampling, but run what others wrote, or open the engine to them.
+    "--load-format": FlagRule(
+        FlagEffect.REFUSED, "safetensors|fastsafetensors|runai_streamer|dummy", "other formats are unpickled"
+    ),
+    "--trust-request-chat-template": FlagRule(
+        FlagEffect.REFUSED, None, "a chat template is a program, and clients would bring theirs; leave it out"
+    ),
+    "--trust-remote-code": FlagRule(FlagEffect.REFUSED, None, "write model.trust_remote_code"),
+    "--allowed-media-domains": FlagRule(FlagEffect.REFUSED, None, "write explorer.allowed_media_domains"),
+    "--allowed-local-media-path": FlagRule(
+        FlagEffect.REFUSED, None, "clients would read files of this machine; leave it out"
+    ),
+    "--host": FlagRule(FlagEffect.REFUSED, None, "engines are reached by a Unix socket only; leave it out"),
+    "--port": FlagRule(FlagEffect.REFUSED, None, "engines are reached by a Unix socket only; leave it out"),
+    "--uds": FlagRule(FlagEffect.REFUSED, None, "where an engine listens is chosen for it; leave it out"),
 }
 
 _SHORT: Mapping[str, str] = {"-sc": "--speculative-config", "-dc": "--diffusion-config"}

@@ -1,8 +1,9 @@
-"""Second names for files that others may delete meanwhile, for as long as they are being copied.
+"""Files that others write, or delete meanwhile: second names for as long as they are copied, and no links.
 
 {root}/.holding-*/    the files, and `lock`, held by the process that wants them
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,8 +11,25 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _HOLDING = ".holding-"
+
+
+def open_unlinked(path: Path) -> BinaryIO:
+    """Open a file to read it, unless it is a symbolic link, which may name any file. Raises OSError."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, which is not followed", str(path)) from None
+        raise
+
+
+def read_unlinked(path: Path) -> bytes:
+    """All of such a file. Raises OSError."""
+    with open_unlinked(path) as file:
+        return file.read()
 
 
 @contextmanager

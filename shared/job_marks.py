@@ -15,6 +15,7 @@ import msgspec
 
 from tuneloop.shared.checkpoint import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.held_files import read_unlinked
 
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
@@ -39,7 +40,7 @@ class Restoring(msgspec.Struct, frozen=True):
 def registered_in(job_dir: Path) -> Registered:
     """What was registered by services that share this folder. A damaged file says nothing."""
     try:
-        return msgspec.json.decode((job_dir / _REGISTERED).read_bytes(), type=Registered)
+        return msgspec.json.decode(read_unlinked(job_dir / _REGISTERED), type=Registered)
     except (OSError, msgspec.MsgspecError):
         return Registered()
 
@@ -55,7 +56,7 @@ def note_registered(job_dir: Path, version: int, epoch: int) -> None:
 def restoring_in(job_dir: Path) -> Restoring | None:
     """The restore that has not come to its end here, if any."""
     try:
-        return msgspec.json.decode((job_dir / _RESTORING).read_bytes(), type=Restoring)
+        return msgspec.json.decode(read_unlinked(job_dir / _RESTORING), type=Restoring)
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError:
@@ -102,7 +103,7 @@ def load_key(path: Path) -> bytes:
         fresh.unlink()
     sync_folder(path.parent)
     sync_folder(path.parent.parent)
-    key = path.read_bytes()
+    key = read_unlinked(path)
     if len(key) != _KEY_BYTES:
         raise EnvironmentRefused(
             f"checkpoint_root_dir: {path} is not a key of {_KEY_BYTES} bytes: restore it from a copy, or delete it and "

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from tuneloop.shared.experience import Record, decode
+from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.spool_format import HEAD, QUARANTINE, frame, next_payload, slots
 
 # How a record begins. Behind damage, where its length cannot be trusted, the next one is found by it.
@@ -63,7 +64,7 @@ def pieces_below(root: Path) -> Iterator[tuple[Path, Piece]]:
     for slot in slots(root):
         path = slot / QUARANTINE
         if path.exists():
-            yield from ((slot, piece) for piece in pieces_of(path.read_bytes()))
+            yield from ((slot, piece) for piece in pieces_of(read_unlinked(path)))
 
 
 def retry(slot: Path, wanted: Callable[[Piece], bool], record: Callable[[Record], None]) -> Iterator[Retried]:
@@ -75,7 +76,7 @@ def retry(slot: Path, wanted: Callable[[Piece], bool], record: Callable[[Record]
     with keeping(slot):
         if not path.exists():
             return
-        pieces = list(pieces_of(path.read_bytes()))
+        pieces = list(pieces_of(read_unlinked(path)))
         done = [_offer(piece, record) for piece in pieces if wanted(piece)]
         gone = {id(each.piece) for each in done if each.refused is None}
         if gone:

@@ -26,6 +26,7 @@ import msgspec
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Exchange, decode, time_received
+from tuneloop.shared.held_files import open_unlinked, read_unlinked
 from tuneloop.shared.steady_time import SteadyClock
 
 HEAD = struct.Struct("<II")
@@ -62,7 +63,7 @@ class Refusal(msgspec.Struct, frozen=True):
 def refusal_of(root: Path) -> Refusal | None:
     """Why the database refuses what the spool below `root` holds; None while it takes it, or is merely away."""
     try:
-        return msgspec.json.decode((root / REFUSAL).read_bytes(), type=Refusal)
+        return msgspec.json.decode(read_unlinked(root / REFUSAL), type=Refusal)
     except (FileNotFoundError, msgspec.MsgspecError):  # being written just now: the next look tells
         return None
 
@@ -91,7 +92,7 @@ def spool_status(root: Path, clock: SteadyClock = steady_time.now) -> SpoolStatu
 
 def slots(root: Path) -> list[Path]:
     """The folders of all processes, dead or alive, that ever spooled below `root`."""
-    return sorted(path for path in root.glob("*") if path.name.isdigit())
+    return sorted(path for path in root.glob("*") if path.name.isdigit() and not path.is_symlink())
 
 
 def is_taken(slot: Path) -> bool:
@@ -157,7 +158,7 @@ def next_after(folder: Path, done: Position) -> tuple[Path, bytes | None] | None
         path = segment_path(folder, number)
         if number < done.segment or size_of(path) <= offset:
             continue
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open_unlinked(path) as file:
             file.seek(offset)
             return path, next_payload(file)
     return None
@@ -181,9 +182,9 @@ def recorded_at(segment: Path, payload: bytes | None, clock: SteadyClock = stead
 def payloads_before(slot: Path, done: Position) -> Iterator[bytes]:
     """The records that are still in the slot although the database has taken them, oldest first."""
     for path in sorted(slot.glob("*.kept")):
-        with path.open("rb") as file:
+        with open_unlinked(path) as file:
             yield from iter(partial(next_payload, file), None)
-    with contextlib.suppress(FileNotFoundError), segment_path(slot, done.segment).open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_unlinked(segment_path(slot, done.segment)) as file:
         while file.tell() < done.offset and (payload := next_payload(file)) is not None:
             yield payload
 

@@ -15,6 +15,7 @@ from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
+from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import KEYS
 from tuneloop.shared.ledger.keys import Keys, KeyTable
 from tuneloop.shared.settings.settings import Settings
@@ -95,7 +96,7 @@ def require_keys(settings: Settings, table: KeyTable) -> None:
 
 def _recall(path: Path) -> KeyTable:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=KeyTable)
+        return msgspec.json.decode(read_unlinked(path), type=KeyTable)
     except (OSError, msgspec.MsgspecError):
         return KeyTable(in_force=True)  # nobody knows: so nobody comes in
 

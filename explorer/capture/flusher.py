@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ ADOPT_S = 2.0
 _LOOK_S = 0.1
 _DISK_PAUSE_S = 0.5
 
+#: So long is moved at the end, and what is left then stays in the spool: who stops us does not wait for ever.
+STOP_S = 5.0
+
 
 class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
@@ -46,6 +50,7 @@ class Flusher:
 
     While the database is away, or forbids it, all waits. A record that is refused by itself is offered as long as
     `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread cannot go on.
+    `stop_s`: how long it moves on when it is told to stop.
     """
 
     def __init__(
@@ -56,7 +61,9 @@ class Flusher:
         quarantined: Callable[[], None],
         failed: Callable[[TuneloopError], None],
         patience: Patience | None = None,
+        stop_s: float = STOP_S,
     ) -> None:
+        self._stop_s, self._stopped_at = stop_s, math.inf
         self._slots = slots
         self._failed = failed
         self._stop = threading.Event()
@@ -80,7 +87,8 @@ class Flusher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Move what is there, unless the database is away: then it stays in the spool for the next start."""
+        """Move what is there, for `stop_s` and unless the database is away: the rest waits for the next start."""
+        self._stopped_at = time.monotonic()
         self._stop.set()
         self._wake.set()
         self._thread.join()
@@ -188,7 +196,7 @@ class Flusher:
             return False
 
     def _drain(self, sources: Sequence[Source]) -> bool:
-        """Move what there is before each one's end; False if we were told to stop while the database was away."""
+        """Move what there is before each one's end; False if we were told to stop before all of it was moved."""
         reached = {source.folder: source.mark.position for source in sources}
         entries = in_order(sources)
         while group := list(itertools.islice(entries, GROUP)):
@@ -197,6 +205,9 @@ class Flusher:
             reached |= {entry.source.folder: entry.position for entry in group}
             for source in {entry.source.folder: entry.source for entry in group}.values():
                 self._mark(source, reached[source.folder])
+            if len(group) == GROUP and time.monotonic() - self._stopped_at >= self._stop_s:
+                log.warning("spool_left_for_the_next_start", reason="there is more than can be moved now")
+                return False
         for source in sources:
             # What lies between the last record and the end was torn by a crash, or is a segment still empty.
             self._mark(source, max(source.end or reached[source.folder], reached[source.folder]))

@@ -23,6 +23,7 @@ import structlog
 
 from tuneloop.explorer.capture.spool_slots import FlushedMark, SharedEnd
 from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.held_files import open_unlinked
 from tuneloop.shared.spool_format import (
     HEAD,
     Position,
@@ -221,7 +222,7 @@ def read(folder: Path, start: Position, end: Position | None = None) -> Iterator
             continue
         offset = start.offset if number == start.segment else 0
         limit = end.offset if end is not None and number == end.segment else size_of(segment_path(folder, number))
-        with segment_path(folder, number).open("rb") as file:
+        with open_unlinked(segment_path(folder, number)) as file:
             file.seek(offset)
             while offset < limit and (payload := next_payload(file)) is not None:
                 offset += HEAD.size + len(payload)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tuneloop.shared.experience import time_received
+from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.ledger.recording.erasures import Person, without_erased
 from tuneloop.shared.quarantine import keeping, pieces_of, replace_pieces
 from tuneloop.shared.spool_format import QUARANTINE
@@ -27,7 +28,7 @@ def kept_files(slot: Path) -> list[Path]:
 def clear(path: Path, erased: Mapping[Person, float]) -> Cleared:
     """Write the file anew without what the erased people had said until then. The caller holds the slot."""
     with keeping(path.parent):
-        pieces = list(pieces_of(path.read_bytes()))
+        pieces = list(pieces_of(read_unlinked(path)))
         dated = [each.record and replace(each.record, received_at=time_received(each.record)) for each in pieces]
         kept = {id(record) for record in without_erased((each for each in dated if each is not None), erased)}
         left = [each for each, record in zip(pieces, dated, strict=True) if record is None or id(record) in kept]

@@ -77,6 +77,8 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--model": model,
         "--served-model-name": settings.served_model_name,
         "--uds": socket,
+        # Nothing that could be unpickled.
+        "--load-format": "safetensors",
         "--dtype": rollout.dtype,
         "--seed": rollout.seed,
         "--tensor-parallel-size": rollout.tensor_parallel_size,
@@ -145,6 +147,9 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
     }
+    if settings.cluster.node_num == 1:
+        # What the processes of an engine say to each other stays on this machine.
+        variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not settings.cluster.gpu_per_node:
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}

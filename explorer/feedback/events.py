@@ -3,13 +3,14 @@
 import hashlib
 import itertools
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import orjson
 
 from tuneloop.explorer.capture.reply_id import ParsedReplyId, ReplyIdSigner
-from tuneloop.explorer.feedback.request import Entry, Signal
+from tuneloop.explorer.feedback.request import MAX_OF_ONE, Entry, Signal
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
@@ -44,6 +45,7 @@ class EventFactory:
 
     def hear(self, remarks: Sequence[Entry]) -> list[FeedbackEvent]:
         """What the remarks say, in their order. Of two names of one reply both have the same event."""
+        _refuse_floods(remarks, self._signer, self._tenant)
         named = [remark._replace(source=self._caller.rater(remark.source)) for remark in remarks]
         return [each for number, remark in enumerate(named) for each in self._events_of_entry(remark, number)]
 
@@ -109,6 +111,24 @@ class EventFactory:
         key, task_id, run_id, source = (name and self._as_stored(name) for name in names)
         same = [self._tenant, key, number, *(reply or (None, None)), task_id, run_id]
         return hashlib.sha256(orjson.dumps([*same, source, saying.metric, saying.kind])).hexdigest()
+
+
+def _refuse_floods(remarks: Sequence[Entry], signer: ReplyIdSigner, tenant: str) -> None:
+    """Raise RequestRefused if one reply, choice or run gets more events than a call may bring it."""
+    counts: Counter[object] = Counter()
+    for remark in remarks if sum(len(remark.sayings) for remark in remarks) > MAX_OF_ONE else ():
+        if remark.msg_ids is None:
+            counts[remark.task_id, remark.run_id] += len(remark.sayings)
+        for about in set(remark.msg_ids or ()):
+            reply = signer.parse(about, tenant)
+            counts[reply] += len(remark.sayings) if reply else 0
+    if max(counts.values(), default=0) > MAX_OF_ONE:
+        raise RequestRefused(
+            f"a reply, a choice or a run gets more than {MAX_OF_ONE} events, which are allowed in one call",
+            status=413,
+            code="too_many_events",
+            param="feedback",
+        )
 
 
 def _must_differ(reply: ParsedReplyId, other: ParsedReplyId | None) -> None:

@@ -23,6 +23,9 @@ MAX_IDS = 100_000
 #: Characters that one call may bring to disk: what is said of many replies is stored with each of them.
 MAX_CHARACTERS = 32 << 20
 
+#: Events about one reply, or one run, in one call: each later one is reckoned with all of them.
+MAX_OF_ONE = 100
+
 _SAYS = ("reward", "value", "label", "comment", "demonstration", "preferred_over", "retract")
 _ABOUT = ("msg_ids", "task_id", "run_id")
 _FIELDS = frozenset({*_SAYS, *_ABOUT, "metric", "source", "time", "idempotency_key", "feedback"})

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Engine, Executable
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
+from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import SERVED
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.database import connect, upgrade
@@ -228,7 +229,7 @@ def _numbers(served: ServedVersions) -> tuple[int, int]:
 def recall_versions(path: Path, base: Path) -> ServedVersions | None:
     """What was served last; None if that is not known, or was trained from another base model."""
     try:
-        served = msgspec.json.decode(path.read_bytes(), type=ServedVersions, dec_hook=lambda kind, value: kind(value))
+        served = msgspec.json.decode(read_unlinked(path), type=ServedVersions, dec_hook=lambda kind, value: kind(value))
     except (OSError, msgspec.MsgspecError):
         return None
     return served if served.base == str(base) else None

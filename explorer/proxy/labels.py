@@ -7,6 +7,8 @@ have used for itself: a value that cannot be a label of ours is the application'
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import orjson
+
 from tuneloop.explorer.http.bodies import finite_number, id_of, wrong_type
 from tuneloop.explorer.http.coercion import coerce_bool
 from tuneloop.explorer.http.run_prefix import RunBinding
@@ -17,6 +19,9 @@ T = TypeVar("T")
 
 #: Larger than any sensible priority, and safe in every database.
 MAX_PRIORITY = 1e9
+
+#: Bytes of a request's metadata, as JSON: it is stored with each reply, and listed.
+MAX_METADATA_BYTES = 64 << 10
 
 #: Of the keys of `metadata` that can mean nothing else.
 PREFIX = "tuneloop_"
@@ -50,6 +55,8 @@ def labels_of(body: dict[str, Any], run: RunBinding | None = None) -> Labels:
 
 def _labels_in(body: dict[str, Any]) -> Labels:
     metadata = body.get("metadata")
+    if metadata:
+        _refuse_large(metadata)
     reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
     priority, train = reader.read("priority", _priority), reader.read("train", coerce_bool, strict=True)
     return Labels(
@@ -61,6 +68,16 @@ def _labels_in(body: dict[str, Any]) -> Labels:
         train=train is not False,
         ignored=tuple(reader.ignored),
     )
+
+
+def _refuse_large(metadata: object) -> None:
+    try:
+        size = len(orjson.dumps(metadata))
+    except orjson.JSONEncodeError:  # nested too deeply, or a number that is too large
+        raise RequestRefused("metadata cannot be stored as JSON", code="invalid_value", param="metadata") from None
+    if size > MAX_METADATA_BYTES:
+        message = f"metadata must have at most {MAX_METADATA_BYTES} bytes as JSON"
+        raise RequestRefused(message, code="too_long", param="metadata")
 
 
 class _LabelReader:

@@ -1,6 +1,9 @@
 """Which images, sounds and films a request may name: an engine would fetch whatever URL a client writes."""
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -9,12 +12,32 @@ from tuneloop.shared.errors import RequestRefused
 #: The fields of a part that name a file, as a URL or as an object with one.
 _MEDIA_FIELDS = ("image_url", "video_url", "audio_url", "file_url", "image", "video", "audio")
 
+#: How long a name may take to be looked up, in seconds.
+_LOOKUP_TIMEOUT_S = 5.0
 
-def check_media(upstream: Mapping[str, Any], domains: frozenset[str]) -> None:
+
+async def addresses_of(host: str) -> Collection[str]:
+    """The addresses of a name; one that is no public one where it has none."""
+    try:
+        async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, TimeoutError):
+        return ["0.0.0.0"]
+    return {str(address[0]).partition("%")[0] for *_, address in found} or ["0.0.0.0"]
+
+
+async def check_media(
+    upstream: Mapping[str, Any],
+    domains: frozenset[str],
+    *,
+    look_up: Callable[[str], Awaitable[Collection[str]]] = addresses_of,
+) -> None:
     """Raise RequestRefused for a file that is neither in the request itself, as `data:`, nor from one of `domains`.
 
-    `upstream` is the request as an engine gets it.
+    Nor may the name of one of them stand for an address inside somebody's network, unless `domains` has that address
+    itself. `upstream` is the request as an engine gets it.
     """
+    hosts = set()
     for name in ("messages", "input"):
         for url in _urls(upstream.get(name)):
             if not _is_allowed(url, domains):
@@ -24,6 +47,27 @@ def check_media(upstream: Mapping[str, Any], domains: frozenset[str]) -> None:
                     code="media_url_not_allowed",
                     param=name,
                 )
+            hosts.add(urlsplit(url.strip()).hostname)
+    for host in sorted(each for each in hosts if each is not None and not _is_address(each)):
+        if not all(map(_is_public, await look_up(host))):
+            raise RequestRefused(
+                f"{host} is, or may be, inside a private network: files are not fetched from there",
+                code="media_url_not_allowed",
+            )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_public(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    inner = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
+    return parsed.is_global and not parsed.is_multicast and (inner is None or inner.is_global)
 
 
 def _urls(items: object) -> Iterator[str]:

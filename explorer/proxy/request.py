@@ -14,6 +14,7 @@ from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
 from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
 from tuneloop.explorer.http.caller import Caller
+from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
@@ -122,10 +123,11 @@ class RequestParser:
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
         flag_of(body, "return_token_ids")
+        check_template(body)
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body, raw.caller.tenant)
         if any(word in raw_body for word in _MEDIA_WORDS):
-            check_media(upstream, self._media_domains)
+            await check_media(upstream, self._media_domains)
         labels = labels_of(upstream, raw.run())
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:

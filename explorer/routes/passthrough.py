@@ -12,6 +12,7 @@ from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, read_bytes
+from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 
@@ -65,7 +66,9 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
     admission = Admission(limit=1, max_waiting=_MAX_WAITING, wait_timeout_s=_TIMEOUT_S)
 
     async def pass_through(request: Request, fleet: FleetOf) -> Response:
-        body, pin = _resolve_pin(await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES)), pins)
+        data = await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES))
+        body, pin = _resolve_pin(data, pins)
+        _check_template(data)
         await admission.acquire()
         try:
             return await ask_engine(fleet, "POST", request.url.path, body, pin)
@@ -93,6 +96,16 @@ def _resolve_pin(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None
     if not isinstance(parsed, dict) or (pin := pins.parse(parsed)) is None:
         return body, None  # the engine refuses what is invalid
     return orjson.dumps(parsed | {"model": pins.model_name}), pin
+
+
+def _check_template(body: bytes) -> None:
+    """Raise RequestRefused for a body that has a chat template; what is no JSON is for the engine to refuse."""
+    try:
+        parsed = orjson.loads(as_utf8(body))
+    except (orjson.JSONDecodeError, RequestRefused):
+        return
+    if isinstance(parsed, dict):
+        check_template(parsed)
 
 
 async def context_length(fleet: Fleet) -> int | None:

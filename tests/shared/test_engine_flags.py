@@ -123,3 +123,25 @@ def test_what_an_engine_says_of_its_arguments_names_our_settings() -> None:
 def test_every_setting_that_an_argument_is_named_by_exists() -> None:
     names = {name for name, _ in options()}
     assert set(engine_flags._SETTINGS.values()) <= names
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trust-request-chat-template"],
+        ["--trust-remote-code"],
+        ["--allowed-local-media-path", "/"],
+        ["--allowed-media-domains", "x"],
+        ["--load-format", "pt"],
+        ["--load-format=auto"],
+        ["--host", "0.0.0.0"],
+        ["--port=80"],
+        ["--uds", "/tmp/x"],
+    ],
+)
+def test_arguments_that_run_what_others_wrote_or_open_an_engine_are_refused(arguments: list[str]) -> None:
+    assert len(list(problems_of(arguments))) == 1
+
+
+def test_formats_that_are_not_unpickled_may_be_chosen() -> None:
+    assert list(problems_of(["--load-format", "fastsafetensors"])) == []

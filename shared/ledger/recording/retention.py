@@ -108,7 +108,10 @@ class Retention(LedgerPart):
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
                 delete_by(connection, feedback, feedback.c.id, events)
                 for table in (raters, rater_events):
-                    connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name == user))
+                    named = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
+                    names = {name for name in connection.execute(named).scalars() if person_behind(name) == user}
+                    theirs = and_(table.c.tenant == tenant, table.c.name.in_(names))
+                    connection.execute(delete(table).where(theirs))
                 self._settlement.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
@@ -199,8 +202,7 @@ def _feedback_to_erase(
 ) -> Iterator[Any]:
     """Their feedback, and the feedback about their replies, or about runs that were all theirs."""
     said = and_(feedback.c.tenant == tenant, feedback.c.source.is_not(None))
-    by_key = and_(feedback.c.source.startswith(KEY_SOURCE), feedback.c.source.endswith(f"/{user}", autoescape=True))
-    for row in connection.execute(select(feedback).where(said, or_(feedback.c.source == user, by_key))):
+    for row in connection.execute(select(feedback).where(said, _may_be(feedback.c.source, user))):
         if person_behind(row.source) == user:  # a name may have slashes
             yield row
     for portion in portions(msg_ids, of=2):
@@ -210,6 +212,12 @@ def _feedback_to_erase(
     for few in portions(_trajectories(rows), of=3):
         about_runs = and_(_of_trajectories(few), ~_has_replies(~theirs))
         yield from connection.execute(select(feedback).where(about_runs))
+
+
+def _may_be(name: ColumnElement[str], user: str) -> ColumnElement[bool]:
+    """Whether a rater's name is the person's, or ends in it behind the name of a client's key."""
+    by_key = and_(name.startswith(KEY_SOURCE), name.endswith(f"/{user}", autoescape=True))
+    return or_(name == user, by_key)
 
 
 def _replies(connection: Connection, events: Collection[Any]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback
 from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.flusher import GROUP, Flusher
 from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
@@ -157,6 +157,32 @@ async def test_what_came_right_before_the_stop_is_moved(own: Spool) -> None:
         with flushing(own, notebook):
             await append(own, said)
         assert notebook.records == [said]
+
+
+async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: Spool) -> None:
+    begun, may_go_on, said = threading.Event(), threading.Event(), [exchange() for _ in range(3 * GROUP)]
+
+    class Slow(Notebook):
+        def record(self, records: Sequence[Record]) -> None:
+            begun.set()
+            assert may_go_on.wait(60)
+            super().record(records)
+
+    notebook = Slow()
+    await append(own, *said)
+    failed = pytest.fail
+    flusher = Flusher(slots_of(own), notebook, quarantined=failed, failed=failed, stop_s=0.0)  # type: ignore[arg-type]
+    flusher.start()
+    assert await asyncio.to_thread(begun.wait, 60)
+    stopping = asyncio.create_task(asyncio.to_thread(flusher.stop))
+    while not flusher._stop.is_set():  # noqa: ASYNC110 - another thread sets it
+        await asyncio.sleep(0.01)
+    may_go_on.set()
+    await stopping
+    assert notebook.records == said[:GROUP]
+    with flushing(own, notebook) as (again, _):
+        assert await again.wait_until_flushed(60)
+    assert notebook.records == said
 
 
 @pytest.mark.parametrize("error", [LedgerError, RecordRefused, ValueError, OverflowError])

@@ -251,3 +251,15 @@ def test_the_answer_names_the_metrics_that_count_for_nothing(explorer: RunningEx
     assert "not_counted" not in ok(explorer.feedback(msg_id))
     refused = explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1, "rating": 4})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rating")
+
+
+def test_a_call_brings_one_reply_no_more_than_a_hundred_events(explorer: RunningExplorer) -> None:
+    """Ten thousand sources in one call kept the database busy for 71 s."""
+    said, other = (explorer.chat().json()["id"] for _ in range(2))
+    entries = [{"msg_ids": [said], "reward": 1, "source": f"name-{number}"} for number in range(101)]
+    refused = explorer.http.post("/feedback", json={"feedback": entries})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_events")
+    of_a_run = [{"task_id": "t", "run_id": "r"} | entry | {"msg_ids": None} for entry in entries]
+    assert explorer.http.post("/feedback", json={"feedback": of_a_run}).status_code == 413
+    entries[100]["msg_ids"] = [other]
+    assert explorer.http.post("/feedback", json={"feedback": entries}).status_code == 200

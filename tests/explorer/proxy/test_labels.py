@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer
-from tuneloop.explorer.proxy.labels import MAX_PRIORITY, labels_of
+from tuneloop.explorer.proxy.labels import MAX_METADATA_BYTES, MAX_PRIORITY, labels_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, person_name
 
@@ -83,6 +83,19 @@ def test_a_label_of_the_wrong_kind_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(RequestRefused) as refused:
         labels_of(body)
     assert refused.value.status == 400
+
+
+def test_metadata_has_a_bound() -> None:
+    within = {"x": "y" * (MAX_METADATA_BYTES - len('{"x":""}'))}
+    assert labels_of({"metadata": within}) == labels_of({})
+    with pytest.raises(RequestRefused, match="metadata must have at most 65536 bytes") as refused:
+        labels_of({"metadata": within | {"z": 1}})
+    assert (refused.value.status, refused.value.code) == (400, "too_long")
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(RequestRefused, match="cannot be stored"):
+        labels_of({"metadata": {"x": deep}})
 
 
 @given(st.one_of(st.floats(), st.integers(), st.text(max_size=5)))

@@ -1,0 +1,87 @@
+"""Symbolic links where files of the job folder should be: what they name is never read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.factories import exchange
+from tuneloop.explorer.access.key_watch import _recall
+from tuneloop.explorer.capture import spool
+from tuneloop.explorer.processes.patient_ledger import ServedVersions, recall_versions, remember
+from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.experience import VersionState, encode
+from tuneloop.shared.held_files import read_unlinked
+from tuneloop.shared.job_marks import load_key, note_registered, registered_in
+from tuneloop.shared.ledger.ledger import Version
+from tuneloop.shared.quarantine import pieces_below, set_aside
+from tuneloop.shared.spool_format import Position, next_after, segment_path, slots
+
+
+def replaced_by_link(path: Path) -> None:
+    """The same bytes, elsewhere."""
+    elsewhere = path.with_name(f"{path.name}-elsewhere")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def refused(read: Callable[[], object]) -> None:
+    with pytest.raises(OSError, match="a link, which is not followed"):
+        read()
+
+
+def test_a_file_is_read_and_a_link_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    assert read_unlinked(tmp_path / "a") == b"x"
+    replaced_by_link(tmp_path / "a")
+    refused(lambda: read_unlinked(tmp_path / "a"))
+
+
+async def test_a_segment_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    writer = spool.Spool.open(tmp_path, sync=False)
+    await writer.append([encode(exchange())])
+    writer.close()
+    [slot] = slots(tmp_path)
+    assert len(list(spool.read(slot, Position(0, 0)))) == 1
+    replaced_by_link(segment_path(slot, 1))
+    refused(lambda: list(spool.read(slot, Position(0, 0))))
+    refused(lambda: next_after(slot, Position(0, 0)))
+
+
+def test_a_slot_that_is_a_link_is_none(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "1").mkdir()
+    assert slots(tmp_path) == [tmp_path / "1"]
+
+
+def test_a_quarantine_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    set_aside(tmp_path / "0", encode(exchange()))
+    assert len(list(pieces_below(tmp_path))) == 1
+    replaced_by_link(tmp_path / "0" / "quarantine.seg")
+    refused(lambda: list(pieces_below(tmp_path)))
+
+
+def test_marks_and_keys_that_are_links_say_nothing(tmp_path: Path) -> None:
+    note_registered(tmp_path, 3, 2)
+    assert registered_in(tmp_path).version == 3
+    replaced_by_link(tmp_path / "registered.json")
+    assert registered_in(tmp_path).version == 0
+    key = tmp_path / "secrets" / "msg_id.key"
+    load_key(key)
+    replaced_by_link(key)
+    with pytest.raises((OSError, TuneloopError), match="link"):
+        load_key(key)
+    (tmp_path / "keys.json").write_bytes(b'{"keys": [], "in_force": false}')
+    assert not _recall(tmp_path / "keys.json").in_force
+    replaced_by_link(tmp_path / "keys.json")
+    assert _recall(tmp_path / "keys.json").in_force  # nobody comes in
+
+
+def test_what_was_served_last_is_not_read_through_a_link(tmp_path: Path) -> None:
+    version = Version(0, VersionState.CHAMPION, 0, tmp_path, None, 0, 0.0, None, None)
+    remember(tmp_path / "served.json", ServedVersions(str(tmp_path), version, version))
+    assert recall_versions(tmp_path / "served.json", tmp_path) is not None
+    replaced_by_link(tmp_path / "served.json")
+    assert recall_versions(tmp_path / "served.json", tmp_path) is None

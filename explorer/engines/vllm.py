@@ -26,7 +26,8 @@ from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
 from tuneloop.explorer.engines.vllm_plugin import FORKS, SLEEPS, UNPACKED
 from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import gates_renderer
-from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
+from tuneloop.shared.errors import CheckpointRejected, EngineError
+from tuneloop.shared.settings.hardware import gpus_from
 from tuneloop.shared.settings.settings import Settings
 
 #: Requested with every reply, and stripped again where the client did not request it.
@@ -129,7 +130,7 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
     """The environment of engine `number` on this machine, counted from 0."""
     variables, size = engine_variables(settings), settings.explorer.rollout_model.tensor_parallel_size
     if settings.cluster.gpu_per_node:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_from(number * size, size))
     return {**os.environ, **variables}
 
 
@@ -154,20 +155,6 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}
     return variables
-
-
-def _gpus_from(first: int, size: int) -> list[str]:
-    """`size` of the GPUs that we may use: all of this machine, or what CUDA_VISIBLE_DEVICES names."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        return [str(first + each) for each in range(size)]
-    named = [each.strip() for each in given.split(",") if each.strip()]
-    if len(named) < first + size:
-        raise EnvironmentRefused(
-            f"cluster.gpu_per_node: the engines need {first + size} GPUs or more, CUDA_VISIBLE_DEVICES names "
-            f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
-        )
-    return named[first : first + size]
 
 
 def priority_of(settings: Settings) -> dict[str, object]:

@@ -24,13 +24,6 @@ def test_the_pages_are_those_that_are_generated(reference: ModuleType) -> None:
     assert [path.name for path, text in reference.pages().items() if path.read_text() != text] == []
 
 
-def test_a_route_without_a_meaning_is_refused(reference: ModuleType) -> None:
-    app = reference.our_app()
-    app.get("/new")(lambda: None)
-    with pytest.raises(ValueError, match="GET /new"):
-        reference.route_table(app)
-
-
 def test_an_option_without_a_row_is_refused(reference: ModuleType) -> None:
     page = "| `a.b` | x | `1` | Means this. |\n"
     assert reference.with_columns(page, {"a.b": "integer | `2`"}) == "| `a.b` | integer | `2` | Means this. |\n"

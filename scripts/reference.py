@@ -1,10 +1,10 @@
-"""Writes what docs/ takes from the code: the tables of docs/api.md, and columns of docs/settings.md and docs/metrics.md.
+"""Writes what docs/ takes from the code: tables of docs/api.md, columns of docs/settings.md and docs/metrics.md.
 
     python scripts/reference.py --write | --check
 
-docs/api.md: every route of the API's description, with the scopes that it asks for. Of an option the type and the default,
-of a metric the kind and the labels; what they mean stands in the page alone. An option or a metric without a row ends it
-with an error.
+docs/api.md: every route of the API's description, with the scopes that it asks for. Of an option the type and the
+default, of a metric the kind and the labels; what they mean stands in the page alone. An option or a metric without a
+row ends it with an error.
 """
 
 import argparse

@@ -40,6 +40,7 @@ UNDERSTOOD = {
     "tuneloop keys revoke": "no such key is there: tests/cli/test_keys.py",
     "tuneloop spool show": "no record was refused: tests/cli/test_refused_records.py",
     "tuneloop raters release": "she is not in quarantine: tests/cli/test_raters.py",
+    "tuneloop versions unpin": "none is pinned: tests/cli/test_versions.py",
     "tuneloop alarms clear": "no such alarm is open: tests/cli/test_alarms.py",
 }
 
@@ -55,7 +56,7 @@ def commands_of(block: Block, program: str) -> list[list[str]]:
 
 
 def scenes() -> list[Any]:
-    """The commands of each block, one after the other; decisions about versions each for itself, for they end each other."""
+    """The commands of each block together; decisions about versions each for itself, for they end each other."""
     found: list[Any] = []
     for block in blocks_with("tuneloop"):
         commands = commands_of(block, "tuneloop")

@@ -13,6 +13,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.held_files import append_unlinked, open_unlinked
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 
@@ -40,7 +41,7 @@ class EngineProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
         command, environment = self.command(model)
-        with self._log.open("ab") as output:
+        with append_unlinked(self._log) as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -131,7 +132,7 @@ class EngineProcess:
 
 def _last_error(path: Path, start: int) -> str:
     """The line of an engine's log, from the byte `start` on, that most likely says why it died."""
-    with path.open("rb") as file:
+    with open_unlinked(path) as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()[-200:]
     errors = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]

@@ -58,6 +58,9 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Adapters that may sample at the same time: the newest, and those that older replies are still sampled from.
 _MAX_LORAS = 4
 
+#: A host that there never will be (RFC 6761).
+_NO_DOMAIN = "none.invalid"
+
 #: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
 _PROBE_TOKENS = PROBE_ROOM // 2
 
@@ -114,7 +117,8 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         # Without them the head gets an adapter too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
         # requests at once: "einsum(): subscript b has size 2".
         *(("--lora-target-modules", *model_settings.lora.targets) if rank else ()),
-        *(("--allowed-media-domains", *domains) if (domains := settings.explorer.allowed_media_domains) else ()),
+        # What clients may name by URL is in their requests when they come here; without a domain all would be fetched.
+        *("--allowed-media-domains", _NO_DOMAIN),
         *(flag for flag, is_set in flags.items() if is_set),
         *rollout.engine_args,
     ]
@@ -147,10 +151,9 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
+        # What the processes of an engine say to each other stays on their machine.
+        **{"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
     }
-    if settings.cluster.node_num == 1:
-        # What the processes of an engine say to each other stays on this machine.
-        variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not settings.cluster.gpu_per_node:
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}

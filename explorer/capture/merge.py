@@ -9,7 +9,7 @@ import errno
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -187,7 +187,7 @@ def _tenant_of(payload: bytes) -> str:
         return ""
 
 
-def _in_order(sources: Sequence[Source], starts: dict[Path, Position]) -> Iterator[SlotRecord]:
+def _in_order(sources: Sequence[Source], starts: dict[Path, Position]) -> Generator[SlotRecord]:
     """The records of all the slots: those of each in their order, and feedback of several by its stamps.
 
     What was said before the machine was last started comes before what was said since.

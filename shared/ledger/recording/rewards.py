@@ -337,13 +337,12 @@ def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> I
     strictest: dict[object, RewardRow | None] = {}
     for event in waiting:
         target = next(_targets(event))
-        if (target, event.choice) not in strictest:
+        subject = event.tenant, target, event.choice
+        if subject not in strictest:
             about = (row for row in by_target[target] if event.tenant == row.tenant and _is_about(event, row))
-            strictest[target, event.choice] = min(
-                about, key=lambda row: (not _is_closed(row), row.sampled_at), default=None
-            )
-        if (row := strictest[target, event.choice]) is not None:
-            outcome = Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
+            strictest[subject] = min(about, key=lambda row: (not _is_closed(row), row.sampled_at), default=None)
+        if (narrow := strictest[subject]) is not None:
+            outcome = Outcome.ACCEPTED if in_time_for(rule, event, narrow) else Outcome.LATE
             if outcome != event.outcome:
                 yield event.id, outcome
 

@@ -58,6 +58,7 @@ from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
 
@@ -150,6 +151,7 @@ class Worker:
         channel_task = asyncio.create_task(self._run_channel())
         beginning: StartInfo = await self._channel.ask(GetStartInfo(), StartInfo)
         self._settings = settings = Settings.model_validate_json(beginning.settings)
+        redact_crash_reports(settings.privacy)
         async with AsyncExitStack() as stack:
             try:
                 self._spool = open_spool(settings, stack)

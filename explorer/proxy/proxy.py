@@ -7,7 +7,7 @@ This is the hot path. Requests are parsed by `explorer/proxy/request.py`, and tr
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import orjson
 import structlog
@@ -74,6 +74,13 @@ class RequestFailures:
             self._told.clear()
         self._told.add((version, identity))
         self._metrics.count_reply(version, "unclear" if known else "failed")
+
+    def last(self, version: int, identity: str, *, at_fault: bool) -> None:
+        """The engine that was asked last answered with an error, for which it may be at fault or not."""
+        if at_fault:
+            self.alone(version, identity)
+        else:
+            self._metrics.count_reply(version, "refused")
 
     def elsewhere(self, version: int, *, answered: bool) -> None:
         """A request failed, and then another engine answered it, or refused it or failed at it too."""
@@ -157,10 +164,8 @@ class Proxy:
             if reply.status != 200:
                 _check_refusal(reply.status)
                 outcome.status = reply.status
-                if reply.status < _ENGINE_FAULT or in_flight.engine is not engine:  # another has failed at it too
-                    self._metrics.count_reply(in_flight.version, "refused")
-                else:
-                    self._failures.alone(in_flight.version, request.caller.identity)
+                at_fault = reply.status >= _ENGINE_FAULT and in_flight.engine is engine  # else another failed too
+                self._failures.last(in_flight.version, request.caller.identity, at_fault=at_fault)
                 raw.respond(reply.status, in_flight.headers(_JSON), await _error_body(in_flight, reply))
             elif request.stream:
                 outcome.status = 200
@@ -184,11 +189,10 @@ class Proxy:
 
     async def _engine_reply(self, engine: Engine, request: Request) -> tuple[ReplyInFlight, EngineReply]:
         """The reply and its engine: another one than `engine` if that fails before it has answered."""
-        headers = request.engine_headers()
         # Before the request is sent: a whole reply starts to arrive when it has been sampled.
         in_flight = ReplyInFlight(request, engine)
         try:
-            reply_or_engine = await self._first_reply(engine, request, headers)
+            reply_or_engine = await self._first_reply(engine, request)
         except BaseException as error:
             self._release_failed(in_flight, error)
             raise
@@ -198,9 +202,7 @@ class Proxy:
         self._fleet.release(engine)
         failed, in_flight = in_flight.version, ReplyInFlight(request, reply_or_engine)
         try:
-            reply = await reply_or_engine.http.request(
-                "POST", request.dialect.upstream_path, request.upstream_body, headers
-            )
+            reply = await _ask(reply_or_engine, request)
         except BaseException as error:
             self._failures.alone(failed, request.caller.identity)
             self._release_failed(in_flight, error)
@@ -214,10 +216,10 @@ class Proxy:
         if not isinstance(error, asyncio.CancelledError):
             self._failures.alone(in_flight.version, in_flight.request.caller.identity)
 
-    async def _first_reply(self, engine: Engine, request: Request, headers: Mapping[str, str]) -> EngineReply | Engine:
+    async def _first_reply(self, engine: Engine, request: Request) -> EngineReply | Engine:
         """An engine's reply, or the engine to ask instead."""
         try:
-            reply = await engine.http.request("POST", request.dialect.upstream_path, request.upstream_body, headers)
+            reply = await _ask(engine, request)
         except EngineUnreachable:
             other = await self._fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
             if other is None:
@@ -285,6 +287,11 @@ class Proxy:
         in_flight.request.caller.meter.count_tokens(in_flight.request.writer.transcript.tokens)
         if in_flight.request.store and in_flight.request.writer.transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
+
+
+async def _ask(engine: Engine, request: Request) -> EngineReply:
+    path, headers = request.dialect.upstream_path, request.engine_headers()
+    return await engine.http.request("POST", path, request.upstream_body, headers)
 
 
 def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:

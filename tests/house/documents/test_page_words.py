@@ -3,10 +3,10 @@
 from page_files import DOCS, prose_of
 
 #: What is generated from the code, or a list of it: looked up, and not read.
-REFERENCE = {"api.md", "metrics.md", "settings.md", "vllm.md"}
+REFERENCE = {"api.md", "limits.md", "metrics.md", "settings.md", "vllm.md"}
 
 #: May only fall. 25 000 is the aim.
-WORDS = 47_500
+WORDS = 46_800
 
 
 def counted() -> dict[str, int]:

@@ -121,7 +121,7 @@ def our_app() -> FastAPI:
 
     settings = Settings.model_validate({"checkpoint_root_dir": "/", "model": {"model_path": "/"}})
     ledger = Ledger(create_engine("sqlite://"), rule=settings.reward)
-    app = create_app(settings, ledger, opening=cast("Any", None), on_failure=lambda error: None)
+    app = create_app(settings, ledger, gate=cast("Any", None), opening=cast("Any", None), on_failure=lambda error: None)
     return cast("FastAPI", app.app)
 
 

@@ -18,6 +18,7 @@ from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
 from tuneloop.explorer.http import bodies, server
 from tuneloop.explorer.processes import worker
+from tuneloop.explorer.proxy import labels, media_fetching
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
@@ -39,11 +40,15 @@ FIXED: dict[str, object] = {
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,
     "what a client does not read": None,
+    "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
+    "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
     "such texts that a worker has an engine read at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
     "ids in one call of feedback": request.MAX_IDS,
+    "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
+    "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": routes.MAX_TASKS,

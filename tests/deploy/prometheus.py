@@ -62,8 +62,11 @@ class RunningPrometheus:
 
 
 @contextmanager
-def prometheus_running(folder: Path, target: str) -> Iterator[RunningPrometheus]:
-    """A Prometheus with the settings and rules of `deploy/prometheus`, but for the target, the key and the pace."""
+def prometheus_running(folder: Path, target: str, *, key_file: Path | None = None) -> Iterator[RunningPrometheus]:
+    """A Prometheus with the settings and rules of `deploy/prometheus`, but for the target, the key and the pace.
+
+    It brings the key in `key_file`, or none.
+    """
     executable = program("prometheus")
     folder.mkdir()
     shutil.copy(FOLDER / "alerts.yml", folder)
@@ -71,7 +74,9 @@ def prometheus_running(folder: Path, target: str) -> Iterator[RunningPrometheus]
     settings["global"] = {"scrape_interval": "2s", "evaluation_interval": "1s"}
     [scraped] = settings["scrape_configs"]
     scraped["scrape_timeout"] = "2s"
-    del scraped["authorization"]
+    scraped["authorization"]["credentials_file"] = str(key_file)
+    if key_file is None:
+        del scraped["authorization"]
     scraped["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
     port, log = free_port(), folder / "log"

@@ -1,4 +1,4 @@
-"""The files of deploy/, by the tools that know their kinds: hadolint, kustomize, compose's schema, Kubernetes' schemas."""
+"""The files of deploy/, by the tools that know them: hadolint, kustomize, the schemas of compose and Kubernetes."""
 
 import json
 import re

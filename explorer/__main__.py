@@ -47,8 +47,8 @@ def check_engine(settings: Settings) -> None:
         return
     if settings.cluster.node_num > 1 and importlib.util.find_spec("ray") is None:
         raise EnvironmentRefused(
-            f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here; install "
-            "tuneloop[ray], or write 1"
+            f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here: in a clone "
+            'pip install ./runner ".[ray]", or write 1'
         )
     if settings.cluster.node_num == 1 and vllm.installed_version() is None:
         raise EnvironmentRefused(

@@ -43,7 +43,9 @@ def _train(settings: Settings, stop: Stop) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
             raise
-        raise EnvironmentRefused(f"the trainer needs {error.name}: pip install 'tuneloop[trainer]'") from None
+        raise EnvironmentRefused(
+            f'the trainer needs {error.name}: in a clone, pip install ./runner ".[trainer]"'
+        ) from None
     if stop.is_set():
         return
     try:

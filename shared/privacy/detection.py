@@ -100,8 +100,8 @@ def presidio(settings: PrivacySettings) -> Analyzer:
         engine: Any = importlib.import_module("presidio_analyzer").AnalyzerEngine()
     except ImportError:
         raise EnvironmentRefused(
-            "privacy.presidio: presidio-analyzer is not installed; pip install tuneloop[presidio], and a model of"
-            " spaCy's for the language"
+            'privacy.presidio: presidio-analyzer is not installed: in a clone, pip install ./runner ".[presidio]", '
+            "and a model of spaCy's for the language"
         ) from None
     except OSError as error:  # spaCy's, for a model that is not there
         raise EnvironmentRefused(f"privacy.presidio: {str(error).splitlines()[0]}") from None

@@ -22,6 +22,7 @@ from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry.spans import RequestTrace
 
 #: Fields for the explorer, which an engine does not get.
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
@@ -63,6 +64,8 @@ class Request(NamedTuple):
     writer: ReplyWriter
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
+    model: str = ""
+    trace: RequestTrace | None = None
 
     @property
     def key(self) -> str:
@@ -78,7 +81,10 @@ class Request(NamedTuple):
         """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
         name = self.msg_id.removeprefix(self.dialect.prefix)
-        return {"X-Request-Id": name, "Content-Type": "application/json"}
+        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        if self.trace is not None:
+            headers["traceparent"] = self.trace.engine.traceparent
+        return headers
 
     def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
         """The headers of the response to the client."""
@@ -173,6 +179,7 @@ class RequestParser:
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
+            model=str(body.get("model") or ""),
         )
 
     def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any]) -> dict[str, object]:

@@ -109,8 +109,11 @@ def _engine_span(
 
 def _record_span(request: Request, trace: RequestTrace, version: int, started: int) -> FinishedSpan:
     """The reply on its way to disk: what is said of it later links to this span, whose ids are made from its msg_id."""
-    attributes = {"gen_ai.response.id": request.msg_id, "tuneloop.version": version}
-    attributes["tuneloop.choices"] = len(request.writer.transcript.choices)
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.response.id": request.msg_id,
+        "tuneloop.version": version,
+        "tuneloop.choices": len(request.writer.transcript.choices),
+    }
     place = span_of_reply(request.msg_id)
     return FinishedSpan("record", place, started, time.time_ns(), attributes, links=[trace.request])
 

@@ -54,7 +54,7 @@ class Tracing:
 
     def close(self) -> None:
         """Send what waits, for some seconds at most."""
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _context(place: SpanId) -> SpanContext:

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -19,7 +18,7 @@ def with_progress(rows: Iterable[_T], label: str) -> Iterator[_T]:
     if not sys.stderr.isatty():
         yield from rows
         return
-    with _bar(rows, label=label, update_min_steps=_STEP) as shown:
+    with _bar(rows, label, _STEP) as shown:
         yield from shown
 
 
@@ -29,8 +28,9 @@ def counting(label: str) -> Iterator[Callable[[int], object]]:
     if not sys.stderr.isatty():
         yield lambda count: None
         return
-    with _bar(length=None, iterable=iter(int, 1), label=label) as bar:
+    with _bar(iter(int, 1), label) as bar:
         yield bar.update
 
 
-_bar = partial(typer.progressbar, file=sys.stderr, show_eta=False, show_pos=True)
+def _bar(rows: Iterable[_T], label: str, step: int = 1) -> Any:
+    return typer.progressbar(rows, label=label, file=sys.stderr, show_eta=False, show_pos=True, update_min_steps=step)

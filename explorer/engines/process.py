@@ -15,6 +15,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.held_files import append_unlinked, open_unlinked
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 
@@ -60,7 +61,7 @@ class EngineProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
         command, environment = self.command(model)
-        with self._log.open("ab") as output:
+        with append_unlinked(self._log) as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -164,6 +165,6 @@ def _last_error(path: Path, start: int) -> str:
 
 def _lines(path: Path, start: int) -> list[str]:
     """The lines of an engine's log from the byte `start` on."""
-    with path.open("rb") as file:
+    with open_unlinked(path) as file:
         file.seek(start)
         return file.read().decode(errors="replace").splitlines()

@@ -23,6 +23,7 @@ from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry.spans import RequestTrace
 
 #: Fields for the explorer, which an engine does not get.
 _ANY_TENANT = TenantSettings()
@@ -66,6 +67,8 @@ class Request(NamedTuple):
     writer: ReplyWriter
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
+    model: str = ""
+    trace: RequestTrace | None = None
 
     @property
     def key(self) -> str:
@@ -81,7 +84,10 @@ class Request(NamedTuple):
         """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
         name = self.msg_id.removeprefix(self.dialect.prefix)
-        return {"X-Request-Id": name, "Content-Type": "application/json"}
+        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        if self.trace is not None:
+            headers["traceparent"] = self.trace.engine.traceparent
+        return headers
 
     def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
         """The headers of the response to the client."""
@@ -176,6 +182,7 @@ class RequestParser:
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
+            model=str(body.get("model") or ""),
         )
 
     def _tenant(self, caller: Caller) -> TenantSettings:

@@ -48,7 +48,7 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("POST", "/commit"): {COMMIT},
     ("GET", "/training"): {READ, COMMIT},
     ("GET", "/training/calls"): {READ, COMMIT},
-    ("GET", "/metrics"): {ADMIN},
+    ("GET", "/metrics"): {Scope.METRICS},
     ("GET", "/admin/keys"): {ADMIN},
     ("POST", "/admin/keys"): {ADMIN},
     ("GET", "/admin/keys/audit"): {ADMIN},

@@ -14,6 +14,7 @@ from tests.explorer.running import HELLO, RunningExplorer, explorer_running, set
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
 from tuneloop.explorer.access import feedback_tokens
+from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
 from tuneloop.explorer.http import bodies, server
@@ -53,6 +54,7 @@ FIXED: dict[str, object] = {
     "events about one reply or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs that have no reply yet": MAX_EARLY,
+    "how long the spool is moved into the database when the service is told to end": STOP_S,
     "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,

@@ -76,7 +76,7 @@ class Learner:
             model.positions = Positions()
         try:
             targets, told = self._targets(sequences, batch, version)
-            _must_be_finite(_constants(targets))
+            _must_be_finite(_constants(targets, sampled=self._asks.tempered))
             metrics = self._learn(batch, targets)
         except (TuneloopError, torch.OutOfMemoryError):
             self.generator.set_state(random)
@@ -260,9 +260,13 @@ class Learner:
             optimizer.forget()
 
 
-def _constants(targets: Targets) -> Metrics:
-    """Of each constant of the step, a number that is finite if all are. A teacher may rule a token out: -inf."""
-    names = [each.name for each in fields(targets) if each.name.endswith("_BR") and each.name != "teacher_BR"]
+def _constants(targets: Targets, *, sampled: bool) -> Metrics:
+    """Of each constant of the step, a number that is finite if all are.
+
+    A teacher may rule a token out (-inf), and what no method looks at may be anything: `sampled` is whether it does.
+    """
+    left_out = {"teacher_BR"} if sampled else {"teacher_BR", "sampled_BR"}
+    names = [each.name for each in fields(targets) if each.name.endswith("_BR") and each.name not in left_out]
     found = {name: each for name in names if (each := getattr(targets, name)) is not None}
     return {
         f"the sum of {name.removesuffix('_BR')}": float(torch.where(targets.mask_BR, each, 0.0).double().sum())

@@ -110,9 +110,9 @@ def _why_not(network: PreTrainedModel) -> str | None:
 def _difference(network: PreTrainedModel) -> str | None:
     """What is wrong with a packed row; None if nothing is."""
     lengths, device = [7, 3, 3, 1], network.device
-    embeddings = cast(nn.Embedding, network.get_input_embeddings())  # type: ignore[no-untyped-call]
+    embeddings = cast(nn.Embedding, network.get_input_embeddings())
     ids = torch.arange(sum(lengths), device=device) % embeddings.num_embeddings
-    body, parts = network.base_model, ids.split(lengths)
+    body, parts = network.base_model, torch.split_with_sizes(ids, lengths)
     alone = [body(input_ids=part[None], use_cache=False).last_hidden_state[0].float() for part in parts]
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     packed = body(
@@ -139,7 +139,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Queries of shape 1 x heads x positions x width; the answer has positions before heads."""
     if options.get("cu_seq_lens_q") is None:
-        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if strange := [name for name in _UNKNOWN if options.get(name) is not None]:
         raise _NotPackable(f"its attention has {', '.join(strange)}")
     sight = _Sight(
@@ -163,30 +163,32 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 def _in_one(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
     ends, longest, scale, window = sight
     heads, key_heads = query.shape[1], key.shape[1]
-    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     grouped: dict[str, Any] = {}
     if key_heads != heads and "enable_gqa" in _VARLEN:
         grouped["enable_gqa"] = True
     elif key_heads != heads:
-        rows[1:] = [each.repeat_interleave(heads // key_heads, dim=1) for each in rows[1:]]
-    back = -1 if window is None else window - 1
-    attended = varlen.varlen_attn(*rows, ends, ends, longest, longest, scale=scale, window_size=(back, 0), **grouped)
+        key, value = (each.repeat_interleave(heads // key_heads, dim=1) for each in (key, value))
+    view: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **grouped)
     return cast(Tensor, attended)[None]
 
 
 # How many sequences there are of which length is not to be compiled in.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_length(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
     ends, _, scale, window = sight
     parts = []
     for start, length, count in _runs(ends):
-        blocks = [
-            each[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)
+        query_BHTD, key_BHTD, value_BHTD = (
+            each[0, :, start : start + length * count].view(-1, count, length, each.shape[-1]).transpose(0, 1)
             for each in (query, key, value)
-        ]
+        )
         mask = _window_mask(length, window, query.device) if window is not None and length > window else None
         attended = scaled_dot_product_attention(
-            *blocks,
+            query_BHTD,
+            key_BHTD,
+            value_BHTD,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,

@@ -156,7 +156,7 @@ def _slopes(
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         context: Any, features_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, said: Said, compiled: bool
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight_VD, bias_V, compiled)
@@ -167,7 +167,7 @@ class _Scores(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         context: Any, logprob_slopes_N: Tensor | None, entropy_slopes_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:

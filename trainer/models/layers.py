@@ -1,7 +1,7 @@
 """What is done to the layers of a model by setting: their activations made again instead of kept, and compilation."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -23,7 +23,7 @@ def checkpoint_layers(network: nn.Module) -> None:
 def compile_layers(network: nn.Module) -> None:
     """Compile each layer, for rows of any length. Raises SettingsError if there are none."""
     for layer in _layers(network, "trainer.compile"):
-        layer.compile(dynamic=True)  # type: ignore[no-untyped-call]
+        layer.compile(dynamic=True)
 
 
 def _layers(network: nn.Module, setting: str) -> Iterator[nn.Module]:
@@ -33,15 +33,18 @@ def _layers(network: nn.Module, setting: str) -> Iterator[nn.Module]:
     yield from found
 
 
-@cache
+_known: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     """The same layer; a subclass, since what is hung on a layer and holds it is never freed."""
 
     def call(self: nn.Module, *args: Any, **options: Any) -> Any:
-        forward = super(made, self).__call__
+        forward = partial(kind.__call__, self)
         if not is_grad_enabled():
             return forward(*args, **options)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
-    made = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-    return made
+    if kind not in _known:
+        _known[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return _known[kind]

@@ -12,7 +12,8 @@ from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.models.attention import enable_packing
+from tuneloop.trainer.models import attention
+from tuneloop.trainer.models.attention import bounds_of, enable_packing
 from tuneloop.trainer.models.model import Actor
 
 #: What each method looks at: the base model, the start of the step, the entropy.
@@ -227,3 +228,42 @@ def test_a_network_that_reads_packed_rows_still_generates(settings, models):
         for each in (actor.network, plain)
     ]
     assert said[0].tolist() == said[1].tolist()
+
+
+def _by_hand(query, key, value, ends, _, longest, _also, *, scale, window_size, enable_gqa=False):
+    """What torch says of `varlen_attn`: tokens x heads x width, (how far back, how far ahead), in float64."""
+    assert longest == ends.diff().max()
+    repeats = query.shape[1] // key.shape[1]
+    assert repeats == 1 or enable_gqa
+    key, value = (each.repeat_interleave(repeats, dim=1).double() for each in (key, value))
+    at, of = torch.arange(len(query)), torch.bucketize(torch.arange(len(query)), ends[1:], right=True)
+    back, (left, right) = at[:, None] - at, window_size
+    seen = (of[:, None] == of) & (back >= -right) & ((back <= left) | torch.tensor(left < 0))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -1e30).softmax(-1), value).to(query.dtype)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_gpu_s_kernel_is_asked_for_what_the_cpu_makes(monkeypatch, window, grouped):
+    parameters = dict.fromkeys(["scale", "window_size", *["enable_gqa"] * grouped])
+    monkeypatch.setattr(attention, "_VARLEN", parameters)
+    monkeypatch.setattr(attention.varlen, "varlen_attn", _by_hand)
+    query, key, value = (
+        torch.randn(1, heads, 14, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
+    )
+    bounds = bounds_of([7, 3, 3, 1], torch.device("cpu"))
+    sight = attention._Sight(bounds["cu_seq_lens_q"], bounds["max_length_q"], 0.3, window)
+    _agree(attention._in_one(query, key, value, sight), attention._by_length(query, key, value, sight))
+
+
+def test_a_gpu_s_kernel_takes_what_it_is_given():
+    """Its shapes alone, forth and back: there is no GPU here."""
+    query, key = (
+        torch.empty(1, heads, 14, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2)
+    )
+    sight = attention._Sight(torch.empty(5, device="meta", dtype=torch.int32), 7, 0.3, 3)
+    attended = attention._in_one(query, key, key, sight)
+    assert attended.shape == (1, 14, 4, 64)
+    attended.sum().backward()
+    assert query.grad.shape == query.shape

@@ -45,6 +45,12 @@ sbom: ## build/sbom.cdx.json: what tuneloop is made of, in CycloneDX's format
 	@test -x $(UV) || scripts/install dev
 	@scripts/sbom
 
+.PHONY: docs
+docs: ## build/site: the documentation as a site that is read offline
+	@test -x $(VENV)/bin/mkdocs || scripts/install dev
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
 .PHONY: check
 VENV ?= .venv
 

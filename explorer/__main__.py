@@ -20,7 +20,8 @@ from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key, require_restored
-from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
@@ -47,8 +48,8 @@ def check_engine(settings: Settings) -> None:
         return
     if settings.cluster.node_num > 1 and importlib.util.find_spec("ray") is None:
         raise EnvironmentRefused(
-            f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here; install "
-            "tuneloop[ray], or write 1"
+            f"cluster.node_num: {settings.cluster.node_num} machines need Ray, which is not installed here: in a clone "
+            'pip install ./runner ".[ray]", or write 1'
         )
     if settings.cluster.node_num == 1 and vllm.installed_version() is None:
         raise EnvironmentRefused(
@@ -98,9 +99,10 @@ def main(
     try:
         settings = load_settings(config, overrides or ())
         os.umask(umask_of(settings.trainer.checkpoint_mode))
+        redact_crash_reports(settings.privacy)
         serve(fit_to_machine(settings, gpus_here=count_gpus()))
     except TuneloopError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{clean_error(error)}\n")
         os._exit(error.exit_code if isinstance(error, StartupError) else 1)
     except OSError as error:
         sys.stderr.write(f"checkpoint_root_dir: {error}; make room, or choose another folder\n")

@@ -79,7 +79,7 @@ class Metrics:
         count.inc()
         duration.observe(seconds)
 
-    def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
+    def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused", "unclear"]) -> None:
         """Count the outcome of a request that was sent to an engine of a version."""
         self._reply_counters(str(version), outcome).inc()
 

@@ -116,5 +116,5 @@ class ExtraMissing(ImportError):
     """A package that is not installed, and which extra of ours installs it."""
 
     def __init__(self, extra: str, why: str) -> None:
-        super().__init__(f'{why}: pip install "tuneloop-runner[{extra}]" (from a checkout: "./runner[{extra}]")')
+        super().__init__(f'{why}: in a clone of tuneloop, pip install "./runner[{extra}]"')
         self.extra = extra

@@ -54,11 +54,13 @@ _ASKED = "always asked of the engine, and taken out of the reply unless the clie
 _SIGNED = "has no effect: a reply's id is signed, so that feedback cannot be forged"
 _PERSON = "also a [label](feedback.md#labels-of-a-request)"
 _DEFAULT = "`model.temperature`, where it is absent"
+_TEMPLATE = "400, and so within `chat_template_kwargs`: a template is a program; the model's own is used"
 _LENGTH = "`model.max_response_tokens`, where neither is given"
 
 #: Fields of requests that mean something else here, or something more.
 FIELDS: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {
+        "chat_template": _TEMPLATE,
         "logprobs": _ASKED,
         "max_completion_tokens": _LENGTH,
         "max_tokens": _LENGTH,
@@ -121,7 +123,7 @@ def our_app() -> FastAPI:
 
     settings = Settings.model_validate({"checkpoint_root_dir": "/", "model": {"model_path": "/"}})
     ledger = Ledger(create_engine("sqlite://"), rule=settings.reward)
-    app = create_app(settings, ledger, opening=cast("Any", None), on_failure=lambda error: None)
+    app = create_app(settings, ledger, gate=cast("Any", None), opening=cast("Any", None), on_failure=lambda error: None)
     return cast("FastAPI", app.app)
 
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,8 +19,23 @@ _HOLDING = ".holding-"
 
 def open_unlinked(path: Path) -> BinaryIO:
     """Open a file to read it, unless it is a symbolic link, which may name any file. Raises OSError."""
+    return os.fdopen(no_link(path, os.O_RDONLY), "rb")
+
+
+def append_unlinked(path: Path) -> BinaryIO:
+    """Open a file to write at its end, made if need be, unless it is a symbolic link. Raises OSError."""
+    return os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
+def change_unlinked(path: Path) -> RawIOBase:
+    """Open a file to read it and to write in it, made if need be, unless it is a symbolic link. Raises OSError."""
+    return os.fdopen(no_link(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+
+
+def no_link(path: str | Path, flags: int) -> int:
+    """The opener of files that must not be symbolic links. Raises OSError for one."""
     try:
-        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)  # less the umask, as ever
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "a link, which is not followed", str(path)) from None

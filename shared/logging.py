@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
+from types import TracebackType
 from typing import TextIO, cast
 
 import structlog
@@ -27,6 +29,36 @@ _SUMMARY = "lines_left_out"
 
 #: The variables in which `tuneloop run --log-level debug --log-json` hands on how services log.
 LEVEL_VARIABLE, JSON_VARIABLE = "TUNELOOP_LOG_LEVEL", "TUNELOOP_LOG_JSON"
+
+
+#: The fields of an event that tell of an error, which may quote what somebody has said.
+_TOLD_BY_ERRORS = ("exception", "reason", "error")
+
+
+class _Cleaner:
+    """Takes out of what errors tell what must not be written."""
+
+    clean: Callable[[str], str] = staticmethod(lambda text: text)
+
+    def process(self, logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+        """Clean structlog's event."""
+        for field in _TOLD_BY_ERRORS:
+            if isinstance(told := event.get(field), str):
+                event[field] = self.clean(told)
+        return event
+
+
+_CLEANER = _Cleaner()
+
+
+def clean_errors(clean: Callable[[str], str]) -> None:
+    """Write what errors tell through `clean` from now on: tracebacks, reasons, the lines of libraries."""
+    _CLEANER.clean = clean
+
+
+def clean_error(told: object) -> str:
+    """What an error tells, as it may be written."""
+    return _CLEANER.clean(str(told))
 
 
 class LogLevel(StrEnum):
@@ -116,12 +148,15 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     limiter = LineLimiter(_tell_left_out)
     for handler in logging.getLogger().handlers:
         handler.addFilter(limiter)
+    sys.excepthook = _tell_uncaught
+    threading.excepthook = lambda end: _tell_uncaught(end.exc_type, end.exc_value, end.exc_traceback)
     structlog.configure(
         processors=[
             limiter.process,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _CLEANER.process,
             structlog.processors.JSONRenderer(default=str)
             if as_json
             else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
@@ -131,13 +166,23 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     )
 
 
+def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Say what a thread or the process ends of, as Python does."""
+    if not issubclass(kind, KeyboardInterrupt | SystemExit):
+        _LossyStream(sys.stderr).write(clean_error("".join(traceback.format_exception(kind, error, trace))))
+
+
 def _send_libraries_warnings(*, as_json: bool, level: int) -> None:
-    if not as_json:
-        logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-        return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter())
+    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter("%(asctime)s %(name)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+class _TextFormatter(logging.Formatter):
+    """A library's record as a line, and a traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean_error(super().format(record))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -145,7 +190,7 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
-        event = {"event": record.getMessage(), "logger": record.name, "level": record.levelname.lower()}
+        event = {"event": clean_error(record.getMessage()), "logger": record.name, "level": record.levelname.lower()}
         if record.exc_info:
-            event["exception"] = self.formatException(record.exc_info)
+            event["exception"] = clean_error(self.formatException(record.exc_info))
         return json.dumps({**event, "timestamp": moment})

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from tuneloop.shared.experience import Record, decode
-from tuneloop.shared.held_files import read_unlinked
+from tuneloop.shared.held_files import append_unlinked, no_link, read_unlinked
 from tuneloop.shared.spool_format import HEAD, QUARANTINE, frame, next_payload, slots
 
 # How a record begins. Behind damage, where its length cannot be trusted, the next one is found by it.
@@ -46,14 +46,14 @@ class Retried(NamedTuple):
 @contextmanager
 def keeping(slot: Path) -> Iterator[None]:
     """Be the only one, in any process, who changes the files of a slot that stay."""
-    with (slot / "quarantine.lock").open("wb") as file:
+    with open(slot / "quarantine.lock", "wb", opener=no_link) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def set_aside(slot: Path, payload: bytes) -> None:
     """Keep a record that the database refuses, out of the way of the others. Raises OSError if the disk is full."""
-    with keeping(slot), (slot / QUARANTINE).open("ab") as file:
+    with keeping(slot), append_unlinked(slot / QUARANTINE) as file:
         file.write(frame(payload))
         file.flush()
         os.fsync(file.fileno())

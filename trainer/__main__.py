@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError, TuneloopError
-from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
@@ -29,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = load_settings(given.config, given.set)
         os.umask(umask_of(settings.trainer.checkpoint_mode))
+        redact_crash_reports(settings.privacy)
         _train(fit_to_machine(settings, gpus_here=count_gpus()), stop)
     except TuneloopError as error:
-        sys.stderr.write(f"trainer: {error}\n")
+        sys.stderr.write(f"trainer: {clean_error(error)}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
     return 0
 
@@ -43,7 +45,9 @@ def _train(settings: Settings, stop: Stop) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
             raise
-        raise EnvironmentRefused(f"the trainer needs {error.name}: pip install 'tuneloop[trainer]'") from None
+        raise EnvironmentRefused(
+            f'the trainer needs {error.name}: in a clone, pip install ./runner ".[trainer]"'
+        ) from None
     if stop.is_set():
         return
     try:

@@ -8,6 +8,7 @@ from typing import NamedTuple, assert_never
 from tuneloop.cli.data import export_formats
 from tuneloop.cli.data.export_formats import Format, Row
 from tuneloop.cli.data.files import Draft
+from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import PAGE, ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import Ledger
@@ -40,7 +41,7 @@ def export(ledger: Ledger, request: ExportRequest, path: Path) -> ExportResult:
         erased = ledger.exports.erasures_so_far(request.selection.tenant)
         left_out: Counter[str] = Counter()
         with Draft(path, request.format) as draft:
-            for row in _rows(ledger, request):
+            for row in with_progress(_rows(ledger, request), f"writing {path.name}"):
                 if isinstance(row, str):
                     left_out[row] += 1
                 else:

@@ -58,7 +58,7 @@ def erase_rows(path: str, person: Person, *, dry_run: bool = False) -> FileErasu
             return _erase_parquet(Path(path), person, dry_run)
         return _erase_lines(Path(path), person, dry_run)
     except ImportError:
-        return FileErasure(path, problem="Parquet files need pyarrow: pip install 'tuneloop[parquet]'")
+        return FileErasure(path, problem='Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"')
     except OSError as error:
         return FileErasure(path, problem=error.strerror or str(error))
     except ValueError as error:  # pyarrow's: it is no Parquet file

@@ -159,7 +159,7 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise EnvironmentRefused("Parquet files need pyarrow: pip install tuneloop[parquet]") from None
+        raise EnvironmentRefused('Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"') from None
     return pyarrow
 
 

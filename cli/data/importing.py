@@ -17,6 +17,7 @@ import orjson
 from tuneloop.cli.data import files
 from tuneloop.cli.data.export_formats import NO_TOKEN_IDS
 from tuneloop.cli.data.files import RowLocation
+from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.errors import FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
@@ -208,12 +209,14 @@ def import_file(
     Raises FileRefused with the mistakes, or with the number of rows that are in when the ledger refused.
     """
     columns = frozenset(ExperienceRow.__struct_fields__ + Conversation.__struct_fields__)
-    mistakes = list(islice(_mistakes(files.read(path, columns), tenant), _MAX_MISTAKES + 1))
+    checked = with_progress(files.read(path, columns), f"checking {path.name}")
+    mistakes = list(islice(_mistakes(checked, tenant), _MAX_MISTAKES + 1))
     if mistakes:
         more = ["and more"] if len(mistakes) > _MAX_MISTAKES else []
         raise FileRefused("\n".join([*mistakes[:_MAX_MISTAKES], *more, f"{path}: nothing was imported"]))
     now = (clock or ledger.transactions.time)()
-    rows = (parse_row(location, tenant=tenant, now=now) for location in files.read(path, columns))
+    locations = with_progress(files.read(path, columns), f"importing {path.name}")
+    rows = (parse_row(location, tenant=tenant, now=now) for location in locations)
     result = ImportResult(0, 0, 0)
     while page := list(islice(rows, _PAGE)):
         try:

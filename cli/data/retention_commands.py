@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.data.erasure import Erasure, erase
+from tuneloop.cli.data.progress import counting
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
@@ -53,7 +54,8 @@ def _purge(
     bounds = _bounds(settings, state, older_than)
     with closing(ledger):
         try:
-            result = ledger.retention.purge(bounds, dry_run=dry_run)
+            with counting("deleting") as count:
+                result = ledger.retention.purge(bounds, dry_run=dry_run, deleted=count)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--state") from None
     if as_json:

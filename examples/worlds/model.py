@@ -41,7 +41,9 @@ def tokenizer(task: Task) -> PreTrainedTokenizerFast:
     )
 
 
-def build(words: PreTrainedTokenizerFast, *, hidden: int, layers: int, seed: int = 0) -> Qwen3ForCausalLM:
+def build(
+    words: PreTrainedTokenizerFast, *, hidden: int, layers: int, is_tied: bool = False, seed: int = 0
+) -> Qwen3ForCausalLM:
     """An untrained model, float32, the same for the same seed. `hidden` is a multiple of 32."""
     ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": None}
     head = 64 if hidden % 64 == 0 and hidden >= 512 else 32
@@ -54,7 +56,7 @@ def build(words: PreTrainedTokenizerFast, *, hidden: int, layers: int, seed: int
         num_key_value_heads=max(1, hidden // head // 2),
         head_dim=head,
         max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
+        tie_word_embeddings=is_tied,
         **ends,
     )
     with torch.random.fork_rng(devices=[]):

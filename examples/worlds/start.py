@@ -12,11 +12,13 @@ from examples.worlds.schooling import Schooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginner:
-    """What a world's start model is: its size, and how it is taught."""
+    """What a world's start model is: its size, whether its head is tied to its embeddings, and how it is taught."""
 
     hidden: int
     layers: int
     schooling: Schooling
+    is_tied: bool = False
+    threads: int = 1
 
 
 def start_model(task: Task, beginner: Beginner, folder: Path, *, seed: int, gpu: bool = False) -> Path:
@@ -31,9 +33,10 @@ def start_model(task: Task, beginner: Beginner, folder: Path, *, seed: int, gpu:
         from examples.worlds.warmup import teach
 
         if not gpu:
-            torch.set_num_threads(1)  # matrices of this size gain nothing by a second one
+            torch.set_num_threads(beginner.threads)  # small matrices gain nothing by a second one
         words = models.tokenizer(task)
-        model = models.build(words, hidden=beginner.hidden, layers=beginner.layers, seed=seed)
+        size = {"hidden": beginner.hidden, "layers": beginner.layers}
+        model = models.build(words, **size, is_tied=beginner.is_tied, seed=seed)
         right = teach(task, model.to("cuda" if gpu else "cpu"), words, beginner.schooling, seed=seed)
         folder.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=folder))

@@ -23,7 +23,7 @@ import structlog
 
 from tuneloop.explorer.capture.spool_slots import FlushedMark, SharedEnd
 from tuneloop.shared.errors import SpoolFull
-from tuneloop.shared.held_files import open_unlinked
+from tuneloop.shared.held_files import no_link, open_unlinked
 from tuneloop.shared.spool_format import (
     HEAD,
     Position,
@@ -248,7 +248,7 @@ def forget(folder: Path, before: Position) -> None:
 def take_slot(folder: Path) -> BinaryIO:
     """Lock the slot for this process. Raises BlockingIOError if another one has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "lock").open("wb")
+    file = os.fdopen(no_link(folder / "lock", os.O_WRONLY | os.O_CREAT), "wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -259,7 +259,7 @@ def take_slot(folder: Path) -> BinaryIO:
 
 def _open_segment(folder: Path, number: int) -> io.FileIO:
     # Not "xb": an empty one may be left from when the disk was full. Whoever owns the slot is alone here.
-    file = io.FileIO(segment_path(folder, number), "wb")
+    file = io.FileIO(segment_path(folder, number), "wb", opener=no_link)
     directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)

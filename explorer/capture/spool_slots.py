@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from tuneloop.shared.held_files import change_unlinked
 from tuneloop.shared.spool_format import POSITION, Position, parse_position, parse_positions, size_of
 
 
@@ -18,9 +19,8 @@ class FlushedMark:
     """
 
     def __init__(self, path: Path) -> None:
-        path.touch()
-        self._file = path.open("r+b", buffering=0)
-        data = self._file.read(2 * POSITION.size)
+        self._file = change_unlinked(path)
+        data = self._file.read(2 * POSITION.size) or b""
         if len(data.strip(b"\0")) == 0 or len(data) < 2 * POSITION.size:
             self._file.seek(0)
             self._file.write(data.ljust(2 * POSITION.size, b"\0"))
@@ -54,8 +54,7 @@ class SharedEnd:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "end"
-        path.touch()
-        with path.open("r+b", buffering=0) as file:
+        with change_unlinked(path) as file:
             if size_of(path) < POSITION.size:
                 file.write(bytes(POSITION.size))  # a hole in the file could not be filled on a full disk
             self._map = mmap.mmap(file.fileno(), POSITION.size)

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,15 +15,34 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.held_files import append_unlinked, open_unlinked
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
 _STOP_TIMEOUT_S = 15.0
+#: Seconds between two lines about an engine that is starting, which takes one to a few minutes.
+_SAY_EVERY_S = 10.0
 
 #: What an engine on a CPU takes beside its cache: Python and torch, and its weights, in float32 perhaps, read and held.
 _RUNTIME_BYTES, _MOST_GROWTH = 2 << 30, 3
+
+#: What vLLM's log says as each stage begins. A release that words it otherwise only makes the stage less exact.
+_STAGES = (
+    ("Starting to load model", "loading weights"),
+    ("Loading safetensors", "loading weights"),
+    ("Dynamo", "compiling"),
+    ("KV cache", "making room for the cache"),
+    ("apturing CUDA graph", "capturing CUDA graphs"),
+    ("Graph capturing", "capturing CUDA graphs"),
+    ("Starting vLLM", "starting its server"),
+)
+
+
+def start_stage(lines: Sequence[str]) -> str:
+    """What a starting engine does, by the lines of its log so far."""
+    return next((stage for line in reversed(lines) for sign, stage in _STAGES if sign in line), "importing")
 
 
 class EngineProcess:
@@ -40,7 +61,7 @@ class EngineProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
         command, environment = self.command(model)
-        with self._log.open("ab") as output:
+        with append_unlinked(self._log) as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -102,7 +123,13 @@ class EngineProcess:
 
     async def _wait_until_healthy(self) -> None:
         assert self._process is not None
+        began, said_at = time.monotonic(), 0.0
         while not await self._engine.control.healthy():
+            waited = time.monotonic() - began
+            if waited >= said_at + _SAY_EVERY_S:
+                said_at = waited
+                stage = start_stage(_lines(self._log, self._log_start))
+                log.info("engine_start_goes_on", engine=self._engine.number, seconds=round(waited), stage=stage)
             if self._process.returncode is not None:
                 said = _last_error(self._log, self._log_start)
                 raise EnvironmentRefused(
@@ -131,8 +158,13 @@ class EngineProcess:
 
 def _last_error(path: Path, start: int) -> str:
     """The line of an engine's log, from the byte `start` on, that most likely says why it died."""
-    with path.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()[-200:]
+    lines = _lines(path, start)[-200:]
     errors = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
     return errors[-1].strip()[-300:]
+
+
+def _lines(path: Path, start: int) -> list[str]:
+    """The lines of an engine's log from the byte `start` on."""
+    with open_unlinked(path) as file:
+        file.seek(start)
+        return file.read().decode(errors="replace").splitlines()

@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+from tuneloop.shared.held_files import append_unlinked
+
 _NONCE_BYTES = 32
 _AUTH_TIMEOUT_S = 10.0
 _BLOCK_BYTES = 1 << 16
@@ -120,7 +122,7 @@ class EngineActor:
         socket = Path(tempfile.mkdtemp(prefix="tuneloop-")) / "engine.sock"
         command = [str(socket) if part == spec.socket else part for part in spec.command[1:]]
         Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-        with Path(spec.log).open("ab") as output:
+        with append_unlinked(Path(spec.log)) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tuneloop.explorer.engines.guard", sys.executable, *command],
                 # It closes with the actor, however that ends, and then the guard ends the engine.

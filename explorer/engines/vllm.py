@@ -26,7 +26,8 @@ from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
 from tuneloop.explorer.engines.vllm_plugin import FORKS, SLEEPS, UNPACKED
 from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import gates_renderer
-from tuneloop.shared.errors import CheckpointRejected, EngineError, EnvironmentRefused
+from tuneloop.shared.errors import CheckpointRejected, EngineError
+from tuneloop.shared.settings.hardware import gpus_from
 from tuneloop.shared.settings.settings import Settings
 
 #: Requested with every reply, and stripped again where the client did not request it.
@@ -56,6 +57,9 @@ _CERTAIN_LOGPROB = 1e-3
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Adapters that may sample at the same time: the newest, and those that older replies are still sampled from.
 _MAX_LORAS = 4
+
+#: A host that there never will be (RFC 6761).
+_NO_DOMAIN = "none.invalid"
 
 #: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
 _PROBE_TOKENS = PROBE_ROOM // 2
@@ -113,7 +117,8 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         # Without them the head gets an adapter too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
         # requests at once: "einsum(): subscript b has size 2".
         *(("--lora-target-modules", *model_settings.lora.targets) if rank else ()),
-        *(("--allowed-media-domains", *domains) if (domains := settings.explorer.allowed_media_domains) else ()),
+        # What clients may name by URL is in their requests when they come here; without a domain all would be fetched.
+        *("--allowed-media-domains", _NO_DOMAIN),
         *(flag for flag, is_set in flags.items() if is_set),
         *rollout.engine_args,
     ]
@@ -129,7 +134,7 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
     """The environment of engine `number` on this machine, counted from 0."""
     variables, size = engine_variables(settings), settings.explorer.rollout_model.tensor_parallel_size
     if settings.cluster.gpu_per_node:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus_from(number * size, size))
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_from(number * size, size))
     return {**os.environ, **variables}
 
 
@@ -146,28 +151,13 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if rollout.single_process else "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
+        # What the processes of an engine say to each other stays on their machine.
+        **{"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
     }
-    if settings.cluster.node_num == 1:
-        # What the processes of an engine say to each other stays on this machine.
-        variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not settings.cluster.gpu_per_node:
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}
     return variables
-
-
-def _gpus_from(first: int, size: int) -> list[str]:
-    """`size` of the GPUs that we may use: all of this machine, or what CUDA_VISIBLE_DEVICES names."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        return [str(first + each) for each in range(size)]
-    named = [each.strip() for each in given.split(",") if each.strip()]
-    if len(named) < first + size:
-        raise EnvironmentRefused(
-            f"cluster.gpu_per_node: the engines need {first + size} GPUs or more, CUDA_VISIBLE_DEVICES names "
-            f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
-        )
-    return named[first : first + size]
 
 
 def priority_of(settings: Settings) -> dict[str, object]:

@@ -23,8 +23,10 @@ _LINGER_S = 2.0
 class RawRequest:
     """One request, and the connection that its response goes to."""
 
-    def __init__(self, cycle: Any) -> None:
+    def __init__(self, cycle: Any, hold: Callable[[int], RequestRefused | None] = lambda size: None) -> None:
+        """`hold` takes room for bytes that are held until it is answered, or says why there is none."""
         self._cycle = cycle
+        self._hold = hold
         self._chunked = cycle.scope["http_version"] != "1.0"
         self.path: str = cycle.scope["path"]
         self.started = False
@@ -45,6 +47,12 @@ class RawRequest:
     def caller(self) -> Caller:
         """Who sends it."""
         return caller_of(self._cycle.scope)
+
+    def hold(self, size: int) -> None:
+        """Count bytes that were fetched for it as if they had come in its body. Raises RequestRefused."""
+        self.caller.meter.count_bytes(size)
+        if (refusal := self._hold(size)) is not None:
+            raise refusal
 
     def leave_body(self) -> None:
         """Read no more of the body; if more of it is to come, the connection ends with the response."""

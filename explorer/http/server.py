@@ -271,7 +271,7 @@ class FastProtocol(HttpToolsProtocol):
             self._respond(cycle, route)
 
     def _respond(self, cycle: Any, route: FastRoute) -> None:
-        self._raw_request = RawRequest(cycle)
+        self._raw_request = RawRequest(cycle, self._watch.hold)
         self._response_task = task = self.loop.create_task(_respond(route, self._raw_request))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)

@@ -72,9 +72,9 @@ class ControlServices:
     canary_controller: CanaryController
     key_watch: KeyWatch
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
-        return await self.flusher.wait_until_flushed(timeout_s)
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
+        return await self.flusher.wait_until_flushed(timeout_s, tenant)
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""

@@ -58,6 +58,7 @@ from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
 
@@ -84,10 +85,11 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
         try:
-            return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
+            question = WaitUntilFlushed(timeout_s, tenant)
+            return bool(await self._channel.ask(question, bool, timeout_s=timeout_s + _GRACE_S))
         except ChannelLost as error:  # what is on disk is safe there all the same
             log.warning("control_process_silent", reason=str(error))
             return False
@@ -149,6 +151,7 @@ class Worker:
         channel_task = asyncio.create_task(self._run_channel())
         beginning: StartInfo = await self._channel.ask(GetStartInfo(), StartInfo)
         self._settings = settings = Settings.model_validate_json(beginning.settings)
+        redact_crash_reports(settings.privacy)
         async with AsyncExitStack() as stack:
             try:
                 self._spool = open_spool(settings, stack)

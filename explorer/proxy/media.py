@@ -1,62 +1,74 @@
-"""Which images, sounds and films a request may name: an engine would fetch whatever URL a client writes."""
+"""Which images, sounds and films a request may name: an engine would fetch whatever URL a client writes.
+
+A part of a message names a file by its URL, as a string or in an object with the field `url`.
+"""
 
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from tuneloop.shared.errors import RequestRefused
 
-#: The fields of a part that name a file, as a URL or as an object with one.
+#: The fields of a request that hold messages, and those of a message or a part that hold parts.
+_HOLDERS, _PARTS = ("messages", "input"), ("content", "output")
+
+#: The fields of a part that name a file.
 _MEDIA_FIELDS = ("image_url", "video_url", "audio_url", "file_url", "image", "video", "audio")
+
+#: Anthropic's field, which may also tell where a text is from.
+_SOURCE = "source"
 
 #: How long a name may take to be looked up, in seconds.
 _LOOKUP_TIMEOUT_S = 5.0
 
 
-async def addresses_of(host: str) -> Collection[str]:
-    """The addresses of a name; one that is no public one where it has none."""
+async def addresses_of(host: str) -> Sequence[str]:
+    """The addresses of a name, the best one first; none where it has none."""
     try:
         async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, TimeoutError):
-        return ["0.0.0.0"]
-    return {str(address[0]).partition("%")[0] for *_, address in found} or ["0.0.0.0"]
+        return ()
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
-async def check_media(
-    upstream: Mapping[str, Any],
-    domains: frozenset[str],
-    *,
-    look_up: Callable[[str], Awaitable[Collection[str]]] = addresses_of,
-) -> None:
-    """Raise RequestRefused for a file that is neither in the request itself, as `data:`, nor from one of `domains`.
+def remote_files(body: Mapping[str, Any], domains: frozenset[str]) -> list[str]:
+    """The URLs of the files that a request names, but for `data:` URLs, once each.
 
-    Nor may the name of one of them stand for an address inside somebody's network, unless `domains` has that address
-    itself. `upstream` is the request as an engine gets it.
+    Raises RequestRefused for one that is not from one of `domains`.
     """
-    hosts = set()
-    for name in ("messages", "input"):
-        for url in _urls(upstream.get(name)):
-            if not _is_allowed(url, domains):
+    found: dict[str, None] = {}
+    for param in _HOLDERS:
+        for url in _urls(body.get(param)):
+            if _is_data(url):
+                continue
+            if not _is_from(url, domains):
                 raise RequestRefused(
                     "files are not fetched from URLs here: send them as `data:` URLs, or have the operator name the "
                     "host in explorer.allowed_media_domains",
                     code="media_url_not_allowed",
-                    param=name,
+                    param=param,
                 )
-            hosts.add(urlsplit(url.strip()).hostname)
-    for host in sorted(each for each in hosts if each is not None and not _is_address(each)):
-        if not all(map(_is_public, await look_up(host))):
-            raise RequestRefused(
-                f"{host} is, or may be, inside a private network: files are not fetched from there",
-                code="media_url_not_allowed",
-            )
+            found[url] = None
+    return list(found)
 
 
-def _is_address(host: str) -> bool:
+def with_files(body: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of a request with other URLs: `files` has the new one for each that changes."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, Mapping) and isinstance(url := value.get("url"), str):
+            return {**value, "url": files.get(url, url)}
+        return files.get(value, value) if isinstance(value, str) else value
+
+    return {**body, **{param: _change_parts(body[param], change) for param in _HOLDERS if param in body}}
+
+
+def is_address(host: str) -> bool:
+    """Whether a URL's host is an address instead of a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -64,7 +76,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _is_public(address: str) -> bool:
+def is_public(address: str) -> bool:
+    """Whether an address belongs to nobody's own network."""
     parsed = ipaddress.ip_address(address)
     inner = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
     return parsed.is_global and not parsed.is_multicast and (inner is None or inner.is_global)
@@ -72,21 +85,40 @@ def _is_public(address: str) -> bool:
 
 def _urls(items: object) -> Iterator[str]:
     for item in _objects(items):
-        for part in (*_objects(item.get("content")), *_objects(item.get("output"))):
-            for name in _MEDIA_FIELDS:
-                value = part.get(name)
-                url = value.get("url") if isinstance(value, Mapping) else value
-                if isinstance(url, str):
-                    yield url
+        for name in _PARTS:
+            yield from _urls(item.get(name))
+        for name in _MEDIA_FIELDS:
+            value = item.get(name)
+            url = value.get("url") if isinstance(value, Mapping) else value
+            if isinstance(url, str):
+                yield url
+        if isinstance(source := item.get(_SOURCE), Mapping) and isinstance(url := source.get("url"), str):
+            yield url
+
+
+def _change_parts(items: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(items, list):
+        return items
+    return [_change_part(each, change) if isinstance(each, Mapping) else each for each in items]
+
+
+def _change_part(item: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    changed = {name: _change_parts(item[name], change) for name in _PARTS if name in item}
+    changed |= {name: change(item[name]) for name in (*_MEDIA_FIELDS, _SOURCE) if name in item}
+    return {**item, **changed}
 
 
 def _objects(value: object) -> list[Mapping[str, Any]]:
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
-def _is_allowed(url: str, domains: frozenset[str]) -> bool:
+def _is_data(url: str) -> bool:
+    return url.lstrip()[:5].lower() == "data:"
+
+
+def _is_from(url: str, domains: frozenset[str]) -> bool:
     try:
         parts = urlsplit(url.strip())
-        return parts.scheme == "data" or (parts.scheme in {"http", "https"} and parts.hostname in domains)
+        return parts.scheme in {"http", "https"} and parts.hostname in domains
     except ValueError:
         return False

@@ -18,7 +18,7 @@ from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
-from tuneloop.explorer.proxy.media import check_media
+from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.settings import Settings
@@ -32,8 +32,9 @@ _OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "
 #: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
 _SALT = "cache_salt"
 
-#: Without one of these no request names a file. JSON may write any letter of them as an escape.
-_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b"\\u")
+#: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
+#: them as an escape.
+_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b"previous_response_id", b"\\u")
 
 
 class Request(NamedTuple):
@@ -112,7 +113,7 @@ class RequestParser:
         # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
         self._defaults = defaults if rollout.engine_urls else {}
-        self._media_domains = frozenset(explorer.allowed_media_domains)
+        self._media = MediaFetcher(frozenset(explorer.allowed_media_domains), max_bytes=explorer.max_body_bytes)
         self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
     async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
@@ -127,7 +128,7 @@ class RequestParser:
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body, raw.caller.tenant)
         if any(word in raw_body for word in _MEDIA_WORDS):
-            await check_media(upstream, self._media_domains)
+            upstream = await self._media.inline(upstream, raw.hold)
         labels = labels_of(upstream, raw.run())
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:

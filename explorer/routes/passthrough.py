@@ -13,6 +13,7 @@ from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, read_bytes
 from tuneloop.explorer.http.chat_template import check_template
+from tuneloop.explorer.proxy.media import remote_files
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 
@@ -68,7 +69,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
     async def pass_through(request: Request, fleet: FleetOf) -> Response:
         data = await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES))
         body, pin = _resolve_pin(data, pins)
-        _check_template(data)
+        _check_content(data)
         await admission.acquire()
         try:
             return await ask_engine(fleet, "POST", request.url.path, body, pin)
@@ -98,14 +99,15 @@ def _resolve_pin(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None
     return orjson.dumps(parsed | {"model": pins.model_name}), pin
 
 
-def _check_template(body: bytes) -> None:
-    """Raise RequestRefused for a body that has a chat template; what is no JSON is for the engine to refuse."""
+def _check_content(body: bytes) -> None:
+    """Raise RequestRefused for a chat template, or a file by its URL; what is no JSON is for the engine to refuse."""
     try:
         parsed = orjson.loads(as_utf8(body))
     except (orjson.JSONDecodeError, RequestRefused):
         return
     if isinstance(parsed, dict):
         check_template(parsed)
+        remote_files(parsed, frozenset())
 
 
 async def context_length(fleet: Fleet) -> int | None:

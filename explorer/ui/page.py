@@ -2,9 +2,10 @@
 
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from tuneloop.explorer.http.caller import EntryGate
+from tuneloop.explorer.ui.front_door import add_front_door
 from tuneloop.explorer.ui.operations import add_changes, add_operations
 from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.pages import add_exchanges, add_overview
@@ -21,3 +22,6 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate
     operations = partial(add_operations, counts=counts)
     overview = partial(add_overview, counts=counts)
     add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations, add_changes)
+    front_door = APIRouter(include_in_schema=False)
+    add_front_door(front_door, site)
+    app.include_router(front_door)

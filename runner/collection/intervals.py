@@ -27,7 +27,7 @@ def share_of(hits: int, count: int) -> Estimated | None:
     """A share, with Wilson's interval; None of nothing.
 
     >>> share_of(8, 10)
-    Estimated(value=0.8, low=0.49016, high=0.94331, count=10)
+    Estimated(value=0.8, low=0.49016, high=0.94332, count=10)
     """
     if count == 0:
         return None

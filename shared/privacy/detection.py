@@ -66,6 +66,10 @@ class Detector:
             found += self._by_analyzer(self._analyzer, text)
         return apart(found)
 
+    def redact(self, text: str) -> str:
+        """A text with `[REDACTED:kind]` in the place of what is found in it."""
+        return replace_spans(text, self.spans(text))
+
     def _by_pattern(self, name: str, pattern: regex.Pattern[str], text: str) -> list[Span]:
         try:
             matches = pattern.finditer(text, timeout=PATTERN_TIMEOUT_S, concurrent=True)
@@ -94,14 +98,23 @@ def apart(spans: Iterable[Span]) -> list[Span]:
     return left
 
 
+def replace_spans(text: str, spans: Iterable[Span]) -> str:
+    """A text with `[REDACTED:kind]` in the place of each span; they are in order and apart from each other."""
+    pieces, at = [], 0
+    for span in spans:
+        pieces += [text[at : span.start], f"[REDACTED:{span.kind}]"]
+        at = span.end
+    return "".join([*pieces, text[at:]])
+
+
 def presidio(settings: PrivacySettings) -> Analyzer:
     """Presidio's analyzer for the entities in the settings. Raises EnvironmentRefused where it cannot be had."""
     try:
         engine: Any = importlib.import_module("presidio_analyzer").AnalyzerEngine()
     except ImportError:
         raise EnvironmentRefused(
-            "privacy.presidio: presidio-analyzer is not installed; pip install tuneloop[presidio], and a model of"
-            " spaCy's for the language"
+            'privacy.presidio: presidio-analyzer is not installed: in a clone, pip install ./runner ".[presidio]", '
+            "and a model of spaCy's for the language"
         ) from None
     except OSError as error:  # spaCy's, for a model that is not there
         raise EnvironmentRefused(f"privacy.presidio: {str(error).splitlines()[0]}") from None

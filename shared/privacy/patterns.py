@@ -17,14 +17,20 @@ Finder = Callable[[str], Iterator[Range]]
 _EMAIL = re.compile(r"(?<![\w.%+-])[\w.%+-]++@[\w-]++(?:\.[\w-]++)++")
 _IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)")
 _IPV6 = re.compile(r"(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f]{1,4}|(?:\d{1,3}\.){3}\d{1,3})?(?![\w:])")
-_SSN = re.compile(r"(?<!\d)(?<!\d-)(?!000|666|9)\d{3}([- ])(?!00)\d\d\1(?!0000)\d{4}(?!-?\d)")
-_DIGIT_GROUPS = re.compile(r"(?<![0-9A-Za-z])\d{3,}+(?:[ -]\d{3,}+)*+")
-_GROUP = re.compile(r"\d+")
-_IBAN = re.compile(r"(?<![0-9A-Za-z])[A-Za-z]{2}\d\d(?:[ -]?[0-9A-Za-z]){11,30}")
+# Each begins with what a search can run to, and looks back from there: looking back everywhere takes longer.
+_SSN = re.compile(r"\d(?<!\d\d)(?<!\d-\d)(\d\d)([- ])(\d\d)\2(\d{4})(?!-?\d)")
+_DIGIT_GROUPS = re.compile(r"\d(?<![0-9A-Za-z]\d)\d{2,}+(?:[ -]\d{3,}+)*+")
+_GROUP, _DIGIT = re.compile(r"\d+"), re.compile(r"\d")
+# What follows is only looked at: it may be words, and the number after them.
+_IBAN = re.compile(
+    r"\d\d(?<=[A-Za-z][A-Za-z]\d\d)(?<![0-9A-Za-z][A-Za-z][A-Za-z]\d\d)(?=((?:[ -]?[0-9A-Za-z]){11,30}))"
+)
 _PHONES = (
-    re.compile(r"(?<![\w+])(?:\+|00)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
-    re.compile(r"(?<![\w.-])(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4}(?![.-]?\d)"),
-    re.compile(r"(?<![\w.:/-])0[1-9]\d{0,3}[ /-]\d(?:[ -]?\d){4,9}(?!\d)"),
+    re.compile(r"\+(?<![\w+]\+)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
+    re.compile(r"00(?<![\w+]00)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
+    re.compile(r"\((?<![\w.-]\()\d{3}\) ?\d{3}[ .-]\d{4}(?![.-]?\d)"),
+    re.compile(r"\d(?<![\w.-]\d)\d\d[ .-]\d{3}[ .-]\d{4}(?![.-]?\d)"),
+    re.compile(r"0(?<![\w.:/-]0)[1-9]\d{0,3}[ /-]\d(?:[ -]?\d){4,9}(?!\d)"),
 )
 _DATE = re.compile(r"\d\d[-/ ]\d\d[-/ ]\d{2,4}")
 _JWT = re.compile(r"(?<![\w-])eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+){2,4}+")
@@ -61,7 +67,10 @@ _API_KEYS: Mapping[str, str] = MappingProxyType(
         "dop_v1_": "[0-9a-f]{64}",  # DigitalOcean
     }
 )
-_API_KEY_BEGINS = tuple(_API_KEYS)
+#: By a character that is looked for first, because that takes a tenth of the time.
+_API_KEY_BEGINS = {sign: [each for each in _API_KEYS if sign in each] for sign in "-_."} | {
+    "A": [each for each in _API_KEYS if each.isalpha()]
+}
 _API_KEY = re.compile(
     "(?<![0-9A-Za-z])(?:" + "|".join(re.escape(start) + rest for start, rest in _API_KEYS.items()) + ")", re.ASCII
 )
@@ -98,7 +107,7 @@ def emails(text: str) -> Iterator[Range]:
 
 def phones(text: str) -> Iterator[Range]:
     """Numbers with a country's code, American ones in three groups, and national ones that begin with 0."""
-    for pattern in _PHONES:
+    for pattern in _PHONES if _has_digits(text) else ():
         for found in pattern.finditer(text):
             if not _DATE.fullmatch(found.group()):
                 yield found.span()
@@ -106,7 +115,7 @@ def phones(text: str) -> Iterator[Range]:
 
 def credit_cards(text: str) -> Iterator[Range]:
     """13 to 19 digits with Luhn's check digit, in groups or not."""
-    for run in _DIGIT_GROUPS.finditer(text):
+    for run in _DIGIT_GROUPS.finditer(text) if _has_digits(text) else ():
         groups = [(each.start(), each.end()) for each in _GROUP.finditer(text, *run.span())]
         at = 0
         while at < len(groups):
@@ -137,14 +146,15 @@ def passes_luhn(digits: str) -> bool:
 
 def ibans(text: str) -> Iterator[Range]:
     """Account numbers of a country's length whose remainder modulo 97 is 1 (ISO 13616)."""
-    for found in _IBAN.finditer(text):
-        length = _IBAN_LENGTHS.get(found.group()[:2].upper())
-        end, letters = found.start(), ""
-        while length is not None and end < found.end() and len(letters) < length:
+    for found in _IBAN.finditer(text) if _has_digits(text) else ():
+        start = found.start() - 2
+        length = _IBAN_LENGTHS.get(text[start : start + 2].upper())
+        end, letters = start, ""
+        while length is not None and end < found.end(1) and len(letters) < length:
             letters += text[end] if text[end].isalnum() else ""
             end += 1
         if length is not None and len(letters) == length and passes_mod_97(letters):
-            yield found.start(), end
+            yield start, end
 
 
 def passes_mod_97(iban: str) -> bool:
@@ -172,7 +182,7 @@ def _valid(pattern: re.Pattern[str], text: str, kind: Callable[[str], object]) -
 
 def api_keys(text: str) -> Iterator[Range]:
     """Keys that can be told by what they begin with."""
-    if any(start in text for start in _API_KEY_BEGINS):
+    if any(sign in text and any(map(text.__contains__, starts)) for sign, starts in _API_KEY_BEGINS.items()):
         for found in _API_KEY.finditer(text):
             if any(map(str.isdigit, found.group())):  # else words joined by hyphens
                 yield found.span()
@@ -196,8 +206,14 @@ def private_keys(text: str) -> Iterator[Range]:
 
 def us_ssns(text: str) -> Iterator[Range]:
     """Social security numbers of the USA in three groups."""
-    for found in _SSN.finditer(text):
-        yield found.span()
+    for found in _SSN.finditer(text) if _has_digits(text) else ():
+        area = found.group()[:3]
+        if not area.startswith(("000", "666", "9")) and found[3] != "00" and found[4] != "0000":
+            yield found.span()
+
+
+def _has_digits(text: str) -> bool:
+    return any(map(text.__contains__, "0123456789")) or (not text.isascii() and _DIGIT.search(text) is not None)
 
 
 #: What `privacy.redact` may name. A kind that contains another comes before it: its name stands in the text.

@@ -16,7 +16,7 @@ import orjson
 from msgspec.structs import replace
 
 from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Int32s, Kind, Record, person_behind
-from tuneloop.shared.privacy.detection import Detector, Span, apart
+from tuneloop.shared.privacy.detection import Detector, Span, apart, replace_spans
 from tuneloop.shared.privacy.vocabulary import Spelling, Vocabulary
 from tuneloop.shared.settings.settings import Settings
 
@@ -248,11 +248,7 @@ class _Work:
         return value
 
     def _clean_text(self, text: str) -> str:
-        pieces, at = [], 0
-        for span in self.spans(text):
-            pieces += [text[at : span.start], f"[REDACTED:{span.kind}]"]
-            at = span.end
-        return "".join([*pieces, text[at:]])
+        return replace_spans(text, self.spans(text))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ bytes wherever it comes.
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -50,7 +51,11 @@ class Spelling:
         data = b"".join(pieces)
         self.text = data.decode("utf-8", "surrogateescape")
         self._ascii = len(self.text) == len(data)
-        self._ends = list(accumulate(map(len, pieces)))
+        self._pieces = pieces
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(map(len, self._pieces)))
 
     def tokens(self, start: int, end: int) -> range:
         """The tokens that spell the characters from `start` to `end`, if only in part."""

@@ -1,11 +1,13 @@
 """What this machine has, and what of the settings that changes."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -27,6 +29,23 @@ def free_memory() -> int:
         bound, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         free.append(max(0, bound - used))
     return min(free)
+
+
+def gpus_from(first: int, size: int) -> list[str]:
+    """`size` of the GPUs that we may use: all of this machine, or what CUDA_VISIBLE_DEVICES names.
+
+    Raises EnvironmentRefused if it names too few.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(first + each) for each in range(size)]
+    named = [each.strip() for each in given.split(",") if each.strip()]
+    if len(named) < first + size:
+        raise EnvironmentRefused(
+            f"cluster.gpu_per_node: the engines need {first + size} GPUs or more, CUDA_VISIBLE_DEVICES names "
+            f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
+        )
+    return named[first : first + size]
 
 
 def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:

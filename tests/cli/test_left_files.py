@@ -101,6 +101,45 @@ def test_every_copy_of_an_erased_person_is_gone_and_no_name_of_theirs_is_left(
         for name, format_ in {"rows.jsonl": "experiences", "sft.jsonl": "sft", "kto.parquet": "kto"}.items():
             commanded("export", "-c", file, "--format", format_, "--to", out / name)
         assert {"rows.jsonl", "quarantine.seg"} < holding(words, settings.job_dir, out)
+        assert holding(MAIL.encode(), settings.job_dir, out) == set()
         commanded("erase", "-c", file, "--user", MAIL)
         eventually(lambda: holding(words, settings.job_dir, out) == set())
         assert holding(MAIL.encode(), settings.job_dir, out) == set()
+
+
+#: A bug, in every process of the service: its error quotes what a client has sent.
+_BUG = """
+import orjson
+
+loads = orjson.loads
+
+
+def quote(data):
+    if "please crash" in str(data):
+        raise RuntimeError(f"this cannot be read: {data!r}")
+    return loads(data)
+
+
+orjson.loads = quote
+"""
+
+
+def test_an_error_that_quotes_a_client_is_redacted_and_no_core_file_is_written(
+    tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bug").mkdir()
+    (tmp_path / "bug" / "sitecustomize.py").write_text(_BUG)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "bug"), os.environ.get("PYTHONPATH", "")]))
+    with service(settings_of(tmp_path, double, privacy__redact=["email"])) as (running, http):
+        body = HELLO | {"messages": [{"role": "user", "content": f"please crash, {MAIL}"}]}
+        assert http.post("/v1/chat/completions", json=body).status_code == 500
+        said, stream = b"", running.stderr
+        assert stream is not None
+        while b"RuntimeError: this cannot be read" not in said:
+            said += os.read(stream.fileno(), 1 << 16)
+        assert b"[REDACTED:email]" in said
+        assert MAIL.encode() not in said
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        assert children
+        for pid in (running.pid, *children):
+            assert "Max core file size        0 " in Path(f"/proc/{pid}/limits").read_text()

@@ -51,7 +51,7 @@ def recompute(file: Path, *arguments: str) -> list[str]:
 
 def test_rewards_are_reckoned_anew_and_first_only_told(file: Path, ledger: Ledger) -> None:
     rewarded(ledger, 3)
-    tripled = ("--set", "reward.weights={reward: 3.0}")
+    tripled = ("--set", "reward.weights={reward: 3.0}", "--set", "reward.clip=[-3.0, 3.0]")
     rule, told = recompute(file, *tripled, "--dry-run")
     assert '"weights":{"reward":3.0}' in rule
     assert told == "3 replies examined, 3 rewards would change"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.doubles.engine import CHAT, EnginePlace
+from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
@@ -18,12 +18,14 @@ from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
 from tuneloop.explorer.http import bodies, server
 from tuneloop.explorer.processes import worker
+from tuneloop.explorer.proxy import labels, media_fetching
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.recording.completion_object import MAX_PAIRS
-from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED
+from tuneloop.shared.ledger.recording.recording import MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES
 from tuneloop.shared.settings.settings import options
 
 _PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
@@ -39,11 +41,17 @@ FIXED: dict[str, object] = {
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,
     "what a client does not read": None,
+    "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
+    "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
     "such texts that a worker has an engine read at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
     "ids in one call of feedback": request.MAX_IDS,
+    "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
+    "events about one reply or one run in all": MAX_SAID,
+    "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
+    "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": routes.MAX_TASKS,
@@ -52,6 +60,8 @@ FIXED: dict[str, object] = {
     "pairs of a stored completion's new metadata": MAX_PAIRS,
     "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,
     "responses of a conversation that is continued": conversations.MAX_RESPONSES,
+    "its requests and replies": conversations.MAX_BYTES,
+    "the requests that one listing of completions is made from": MAX_PAGE_BYTES,
     "a request for a browser's token": bound._MAX_BODY_BYTES,
     "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
     "events that a browser's token allows": feedback_tokens.MAX_EVENTS,
@@ -195,3 +205,45 @@ def test_what_is_beyond_it_is_answered_as_the_table_says(explorer: RunningExplor
     if isinstance(answer, httpx.Response):
         answer = answer.status_code, answer.json()["error"]["code"]
     assert limit.beyond == f"{answer[0]} `{answer[1]}`"
+
+
+def test_a_listing_of_large_requests_comes_in_short_pages(explorer: RunningExplorer) -> None:
+    content = "x" * (6 << 20)
+    sent = []
+    for number in range(5):
+        message = {"role": "user", "content": content + str(number)}
+        sent.append(explorer.http.post(CHAT, json=HELLO | {"messages": [message], "model": MODEL}).json()["id"])
+    listed, after = [], {"after": sent[0], "limit": "100"}
+    while True:
+        page = explorer.http.get(CHAT, params=after).json()
+        assert len(page["data"]) <= 2
+        listed += [each["id"] for each in page["data"]]
+        if not page["has_more"]:
+            break
+        after["after"] = page["last_id"]
+    assert listed == sent[1:]
+
+
+@pytest.mark.parametrize(
+    ("piece", "turns"), [('"' + "x" * (7 << 20) + '"', 4), ("[" + "{}," * 70_000 + "0]", 2)], ids=["bytes", "values"]
+)
+def test_a_large_conversation_is_not_continued_for_ever(explorer: RunningExplorer, piece: str, turns: int) -> None:
+    previous: str | None = None
+    for _ in range(turns):
+        body = {
+            "model": MODEL,
+            "input": "3+4=",
+            "max_output_tokens": 8,
+            "metadata": {},
+            "previous_response_id": previous,
+        }
+        data = json.dumps(body)[:-1] + f', "user_data": {piece}}}'
+        answer = explorer.http.post("/v1/responses", content=data)
+        assert answer.status_code == 200, answer.text[:500]
+        previous = answer.json()["id"]
+    answer = explorer.http.post("/v1/responses", content=json.dumps(body | {"previous_response_id": previous}))
+    assert answer.status_code == 200  # large, but not too large
+    data = json.dumps(body | {"previous_response_id": previous})[:-1] + f', "user_data": {piece}}}'
+    previous = explorer.http.post("/v1/responses", content=data).json()["id"]
+    answer = explorer.http.post("/v1/responses", content=json.dumps(body | {"previous_response_id": previous}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large")

@@ -1,4 +1,4 @@
-"""No bytes of ours can run code when they are read."""
+"""No bytes of ours can run code when they are read, and nothing is given to a shell."""
 
 import ast
 
@@ -6,6 +6,11 @@ from sources import SOURCES
 
 FORBIDDEN = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 UNPICKLERS = {("torch", "load"), ("torch", "save"), ("yaml", "load"), ("yaml", "unsafe_load"), ("yaml", "full_load")}
+SHELLS = {
+    *(("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")),
+    ("asyncio", "create_subprocess_shell"),
+}
+RUNNERS = UNPICKLERS | SHELLS
 
 
 def unsafe(tree: ast.AST) -> list[str]:
@@ -16,15 +21,15 @@ def unsafe(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {(node.module, each.name) for each in node.names}
             found += [node.module] if node.module.split(".")[0] in FORBIDDEN else []
-            found += [".".join(each) for each in names & UNPICKLERS]
+            found += [".".join(each) for each in names & RUNNERS]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found += [f"{node.value.id}.{node.attr}"] if (node.value.id, node.attr) in UNPICKLERS else []
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            found += [] if isinstance(node.value, ast.Constant) and node.value.value is False else ["allow_pickle"]
+            found += [f"{node.value.id}.{node.attr}"] if (node.value.id, node.attr) in RUNNERS else []
+        elif isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "shell"}:
+            found += [] if isinstance(node.value, ast.Constant) and node.value.value is False else [node.arg]
     return found
 
 
-def test_nothing_of_ours_pickles():
+def test_nothing_of_ours_pickles_or_calls_a_shell():
     assert {str(source.path): unsafe(source.tree) for source in SOURCES if unsafe(source.tree)} == {}
 
 
@@ -32,3 +37,8 @@ def test_what_pickles_is_found():
     code = "import pickle, dill.x\nfrom torch import load\ntorch.load(f)\nyaml.load(f)\nload(f, allow_pickle=True)"
     found = ["allow_pickle", "dill.x", "pickle", "torch.load", "torch.load", "yaml.load"]
     assert sorted(unsafe(ast.parse(code))) == found
+
+
+def test_a_shell_is_found():
+    code = "from os import popen\nos.system('a')\nsubprocess.run('a', shell=True)\nrun(shell=False)"
+    assert sorted(unsafe(ast.parse(code))) == ["os.popen", "os.system", "shell"]

@@ -1,13 +1,18 @@
-"""Symbolic links where files of the job folder should be: what they name is never read."""
+"""Symbolic links where files of the job folder should be: what they name is never read, nor written to."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.explorer.running import settings_for
 from tests.factories import exchange
 from tuneloop.explorer.access.key_watch import _recall
 from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.spool_slots import FlushedMark, SharedEnd
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes.patient_ledger import ServedVersions, recall_versions, remember
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import VersionState, encode
@@ -35,6 +40,44 @@ def test_a_file_is_read_and_a_link_is_not(tmp_path: Path) -> None:
     assert read_unlinked(tmp_path / "a") == b"x"
     replaced_by_link(tmp_path / "a")
     refused(lambda: read_unlinked(tmp_path / "a"))
+
+
+def test_no_segment_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"x")
+    segment_path(tmp_path, 1).symlink_to(tmp_path / "other")
+    refused(lambda: spool._open_segment(tmp_path, 1))
+    assert (tmp_path / "other").read_bytes() == b"x"
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "flushed": lambda slot: FlushedMark(slot / "flushed"),
+    "end": SharedEnd,
+    "lock": spool.take_slot,
+    "quarantine.seg": lambda slot: set_aside(slot, encode(exchange())),
+    "quarantine.lock": lambda slot: set_aside(slot, encode(exchange())),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_nothing_is_written_through_a_link_in_a_slot(tmp_path: Path, name: str) -> None:
+    slot, other = tmp_path / "0", tmp_path / "other"
+    slot.mkdir()
+    other.write_bytes(before := bytes(range(100)))
+    (slot / name).symlink_to(other)
+    refused(lambda: WRITERS[name](slot))
+    assert other.read_bytes() == before
+
+
+async def test_an_engine_does_not_log_through_a_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"x")
+    settings = settings_for(tmp_path)
+    log = settings.job_dir / "logs" / "engine-0.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to(other)
+    with pytest.raises(OSError, match="a link, which is not followed"):
+        await EngineProcess(settings, Engine(0, EngineHttp()), socket=tmp_path / "s").start(tmp_path)
+    assert other.read_bytes() == b"x"
 
 
 async def test_a_segment_that_is_a_link_is_not_read(tmp_path: Path) -> None:

@@ -126,3 +126,43 @@ def test_each_line_is_one_json_object_if_so_wanted() -> None:
     assert lines[0]["engine"] == 0
     assert {line["level"] for line in lines} == {"info", "error", "warning"}
     assert all(line["timestamp"].endswith("Z") for line in lines)
+
+
+_QUOTING = """
+import logging
+import threading
+import structlog
+from tuneloop.shared.logging import clean_error, clean_errors, configure_logging
+
+configure_logging()
+clean_errors(lambda told: told.replace("ann@example.org", "[REDACTED:email]"))
+log, library = structlog.get_logger(), logging.getLogger("library")
+
+
+def fail():
+    raise RuntimeError("this is no number: " + "@".join(("ann", "example.org")))
+
+
+try:
+    fail()
+except RuntimeError as error:
+    log.exception("request_failed")
+    log.error("worker_failed", reason=str(error), error=repr(error))
+    library.exception("it is %s", error)
+    assert clean_error(error) == "this is no number: [REDACTED:email]"
+thread = threading.Thread(target=fail)
+thread.start()
+thread.join()
+fail()
+"""
+
+
+@pytest.mark.parametrize("as_json", ["0", "1"])
+def test_what_errors_quote_is_cleaned_wherever_it_is_told(as_json: str) -> None:
+    """A traceback, a reason, a library's line, the end of a thread and that of the process."""
+    variables = {**os.environ, "TUNELOOP_LOG_JSON": as_json}
+    told = subprocess.run([sys.executable, "-c", _QUOTING], capture_output=True, text=True, check=False, env=variables)
+    assert told.returncode == 1
+    assert "ann@example.org" not in told.stderr
+    assert told.stderr.count("[REDACTED:email]") == 7
+    assert told.stderr.count("RuntimeError: this is no number") >= 4

@@ -27,7 +27,10 @@ _CERTAIN = 1e-3
 #: Bytes of compiled grammars that are remembered.
 _CACHE = 256 << 20
 
-_MISSING = "a grammar held it, and xgrammar, which rebuilds grammars, is not installed: pip install tuneloop[grammar]"
+_MISSING = (
+    "a grammar held it, and xgrammar, which rebuilds grammars, is not installed: in a clone, "
+    'pip install ./runner ".[grammar]"'
+)
 _FOREIGN = "the grammar that held it is not the one that was rebuilt: another xgrammar, or other settings of the engine"
 _UNTAUGHT = "a grammar held it, and a teacher behind an endpoint cannot be held to it"
 
@@ -38,8 +41,8 @@ def find_missing_library(settings: Settings) -> str | None:
     if not needed or importlib.util.find_spec("xgrammar") is not None:
         return None
     return (
-        "xgrammar, which rebuilds the grammars that held replies, is not installed: they are set aside; pip install "
-        "tuneloop[grammar], or write explorer.train_on_grammars: false, and they are marked only"
+        "xgrammar, which rebuilds the grammars that held replies, is not installed: they are set aside; in a clone, "
+        'pip install ./runner ".[grammar]", or write explorer.train_on_grammars: false, and they are marked only'
     )
 
 

@@ -5,7 +5,7 @@ Deleted trained rows are counted in their versions' `purged`, so that the ledger
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, or_, select, text, tuple_, update
@@ -70,17 +70,26 @@ class Retention(LedgerPart):
         super().__init__(transactions)
         self._settlement = settlement
 
-    def purge(self, bounds: Mapping[State, float], *, dry_run: bool = False) -> PurgeResult:
+    def purge(
+        self,
+        bounds: Mapping[State, float],
+        *,
+        dry_run: bool = False,
+        deleted: Callable[[int], object] = lambda count: None,
+    ) -> PurgeResult:
         """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
 
         An exchange goes with its last experience, and the feedback about it too. A row stays while a repeat of it with
         a later reward waits to be trained on. Feedback whose reply was never recorded goes by the bound of `recorded`.
-        One transaction for each portion, so that others can write meanwhile. Raises ValueError for another state.
+        One transaction for each portion, so that others can write meanwhile; `deleted` is called with its size. Raises
+        ValueError for another state.
         """
         if in_work := bounds.keys() - set(PURGEABLE):
             raise ValueError(f"experiences that are {', '.join(sorted(in_work))} wait for the trainer")
         now = self._clock()
-        purged = {state: self._purge(state, now - bounds[state], dry_run) for state in PURGEABLE if state in bounds}
+        purged = {
+            state: self._purge(state, now - bounds[state], dry_run, deleted) for state in PURGEABLE if state in bounds
+        }
         parked = 0
         if State.RECORDED in bounds:
             parked = self._purge_parked(now - bounds[State.RECORDED], dry_run)
@@ -142,7 +151,7 @@ class Retention(LedgerPart):
                 connection.close()
         return not busy
 
-    def _purge(self, state: State, before: float, dry_run: bool) -> int:
+    def _purge(self, state: State, before: float, dry_run: bool, deleted: Callable[[int], object]) -> int:
         old = and_(experiences.c.state == state, experiences.c.sampled_at < before, ~_waits_for_its_repeat())
         if dry_run:
             return int(self._read(select(func.count()).where(old))[0][0])
@@ -156,6 +165,7 @@ class Retention(LedgerPart):
                 delete_with_exchanges(connection, rows)
             found = len(rows)
             total += found
+            deleted(found)
             time.sleep(_PAUSE_S if found == PORTION else 0)
         return total
 

@@ -113,4 +113,4 @@ def test_what_cannot_be_reached_is_told(tmp_path: Path, name: str, data: bytes |
 
 def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'tuneloop[parquet]'" in (erase_rows(str(tmp_path / "a.parquet"), ANN).problem or "")
+    assert 'pip install ./runner ".[parquet]"' in (erase_rows(str(tmp_path / "a.parquet"), ANN).problem or "")

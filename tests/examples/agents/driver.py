@@ -38,6 +38,6 @@ def _of_openai(run: Run) -> Any:
 
 
 #: What tune() would give the workflows that want a model, not a run.
-MODELS = {"with_agentscope": _of_agentscope, "with_openai": _of_openai}
+MODELS = {"answer": _of_openai, "with_agentscope": _of_agentscope, "with_openai": _of_openai}
 
 asyncio.run(main())

@@ -16,8 +16,8 @@ NAMES = re.findall(r"^\| \[(\w+)\]\(\.\./examples/\w+/main\.py\) \|", PAGE, re.M
 COMMANDS = [shlex.split(line, comments=True)[2:] for line in PAGE.splitlines() if line.startswith("python -m ")]
 
 
-def test_seven_examples_are_there_and_none_is_longer_than_a_hundred_lines() -> None:
-    assert len(NAMES) == 7
+def test_eight_examples_are_there_and_none_is_longer_than_a_hundred_lines() -> None:
+    assert len(NAMES) == 8
     lengths = {name: (ROOT / "examples" / name / "main.py").read_text().count("\n") for name in NAMES}
     assert {name: length for name, length in lengths.items() if length > 100} == {}
 
@@ -26,7 +26,7 @@ def test_seven_examples_are_there_and_none_is_longer_than_a_hundred_lines() -> N
 def test_a_command_of_the_page_is_one(command: list[str]) -> None:
     module, *arguments = command
     assert find_spec(module)
-    if module.endswith(("math_agent.main", "email_search.main")):
+    if module.endswith(("math_agent.main", "email_search.main", "json_format.main")):
         options_of("an_example", steps=1, rate=1e-4, arguments=arguments)
     if module == agents.__name__:
         agents._options(arguments)

@@ -12,6 +12,8 @@ import pytest
 from oracle import Oracle, serving, text_of
 
 from examples.email_search.world import Mailbox, questions
+from examples.json_format.world import Capitals
+from examples.json_format.world import questions as questions_about_capitals
 from examples.math_agent.world import Problems, problems
 from examples.tasks.dialogue import Task
 from examples.tasks.warmup import prompt_ids
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 DRIVER = Path(__file__).with_name("driver.py")
 
 MATH, MAILS = problems(3, 3), questions(held_out=True)[:3]
+CAPITALS = questions_about_capitals(held_out=True)[:3]
 
 
 class Played(NamedTuple):
@@ -99,3 +102,9 @@ def test_mails_are_searched_in_every_framework_by_the_same_prompts(module: str, 
     assert [reward for reward, _ in played.verdicts] == [2.5] * 3
     require_the_prompts_of(Mailbox(), MAILS, played.asked)
     assert played.runs == {"task-0", "task-1", "task-2"}
+
+
+def test_capitals_are_asked_for_by_the_prompts_that_were_taught() -> None:
+    played = play(Capitals(), CAPITALS, "examples.json_format.main", "answer")
+    assert [reward for reward, _ in played.verdicts] == [1.5] * 3
+    require_the_prompts_of(Capitals(), CAPITALS, played.asked)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.learning.play import Player
 from examples.email_search import world as mails
+from examples.json_format import world as capitals
 from examples.math_agent import world as sums
 from examples.math_agent.pretrain import size_of
 from examples.tasks.dialogue import Task, Verdict, forever
@@ -19,7 +20,7 @@ from examples.worlds.schooling import Schooling
 from examples.worlds.warmup import lessons, teach
 from tuneloop.runner import ToolCall
 
-WORLDS = [sums.Problems(), mails.Mailbox(), wolves.Wolves(), wolves.Village()]
+WORLDS = [sums.Problems(), mails.Mailbox(), wolves.Wolves(), wolves.Village(), capitals.Capitals()]
 
 
 def verdicts(world: Task, runs: int, *, slips: bool) -> list[Verdict]:
@@ -47,6 +48,8 @@ def test_the_teachers_are_right_and_with_slips_they_are_where_the_start_models_s
     assert mean(right["email_search"], "tools") == mean(right["email_search"], "arguments") == 1.0
     assert mean(right["email_search"], "recall") == 1.0
     assert mean(right["werewolf"], "wins") > 0.8
+    assert mean(right["json_format"], "format") == mean(right["json_format"], "accuracy") == 1.0
+    assert 0.25 < mean(slipping["json_format"], "format") < 0.35
     assert 0.4 < mean(slipping["math_agent"], "accuracy") < 0.65
     assert mean(right["math_agent"], "steps") < 0.8 * mean(slipping["math_agent"], "steps")
     assert 0.5 < mean(slipping["email_search"], "tools") < 0.65
@@ -100,6 +103,28 @@ def test_no_question_about_mails_is_both_learnt_from_and_held_out() -> None:
     learnt, held_out = ({each["question"] for each in mails.questions(held_out=which)} for which in (False, True))
     assert len(held_out) > 25
     assert not learnt & held_out
+
+
+def test_no_question_about_capitals_is_both_learnt_from_and_held_out() -> None:
+    learnt, held_out = ({each["question"] for each in capitals.questions(held_out=which)} for which in (False, True))
+    assert (len(learnt), len(held_out)) == (72, 24)
+    assert not learnt & held_out
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ('{"country": "Peru", "capital": "Lima"}', 1.5),
+        ('{"capital": "Rome", "country": "Peru"}', 1.0),
+        ('{"country": "Peru", "capital": "Lima", "more": 1}', 0.0),
+        ('Here it is: {"country": "Peru", "capital": "Lima"}', 0.0),
+        ('["Lima"]', 0.0),
+        ("Lima", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_an_answer_is_json_as_it_was_asked_for_or_worth_nothing(text: str, reward: float) -> None:
+    assert capitals.judge({"capital": "Lima"}, text).reward == reward
 
 
 def test_mails_are_found_by_one_column_and_nothing_else_is_searched() -> None:

@@ -4,11 +4,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
-from tests.explorer.running import eventually
-from tuneloop.explorer.engines import guard
+from tests.explorer.running import eventually, settings_for
+from tuneloop.explorer.engines import guard, process
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.shared.errors import EnvironmentRefused
 
 #: A command with a grandchild; both write down who they are, and ignore what argv tells them to.
 FAMILY = """
@@ -109,3 +114,41 @@ def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
         assert running.wait(60) == 0
     assert not lives(int(place.read_text()))
     assert time.monotonic() - started < guard.GRACE_S
+
+
+class NeverHealthy:
+    """The control of an engine that does not answer."""
+
+    async def healthy(self) -> bool:
+        return False
+
+
+async def test_an_engine_that_is_starting_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "INFO core.py Initializing\nINFO cpu_model_runner.py Starting to load model /m...\nINFO took 3 s"
+    command = [sys.executable, "-c", f"import time; print({log!r}, flush=True); time.sleep(60)"]
+    monkeypatch.setattr(process, "_SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(process.EngineProcess, "command", lambda self, model: (command, dict(os.environ)))
+    settings = settings_for(tmp_path, [])
+    rollout = settings.explorer.rollout_model.model_copy(update={"startup_timeout": 5.0})
+    settings = settings.model_copy(update={"explorer": settings.explorer.model_copy(update={"rollout_model": rollout})})
+    engine = Engine(0, EngineHttp(), cast("Any", NeverHealthy()))
+    with capture_logs() as logs, pytest.raises(EnvironmentRefused, match="startup_timeout: engine 0 was not ready"):
+        await process.EngineProcess(settings, engine, socket=tmp_path / "socket").start(tmp_path)
+    said = [(each["engine"], each["stage"]) for each in logs if each["event"] == "engine_start_goes_on"]
+    assert len(said) >= 2
+    assert said[-1] == (0, "loading weights")
+
+
+@pytest.mark.parametrize(
+    ("lines", "stage"),
+    [
+        ([], "importing"),
+        (["WARNING [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs"], "importing"),
+        (["INFO [default_loader.py:501] Starting to load model m...", "INFO took 0.6 s"], "loading weights"),
+        (["INFO [base.py] Starting to load model m...", "INFO [backends.py] Dynamo bytecode took 4 s"], "compiling"),
+        (["INFO [gpu_model_runner.py] Graph capturing finished in 2 secs"], "capturing CUDA graphs"),
+        (["INFO [entry.py:140] Starting vLLM server on unix:/tmp/0.sock"], "starting its server"),
+    ],
+)
+def test_the_stage_of_a_start_is_that_of_the_last_line_that_says_one(lines: list[str], stage: str) -> None:
+    assert process.start_stage(lines) == stage

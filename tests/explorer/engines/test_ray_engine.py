@@ -34,6 +34,9 @@ def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> N
     assert (order.ray_address, order.gpus) == ("head:6379", 2)
     assert "CUDA_VISIBLE_DEVICES" not in order.environment
     assert order.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    # Its own processes stay among themselves: they ask for no key, and every machine of the cluster could reach them.
+    assert order.environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert order.environment["GLOO_SOCKET_IFNAME"] == order.environment["NCCL_SOCKET_IFNAME"] == "lo"
     assert order.command.count(str(socket)) == order.command.count("weights") == 1
 
 

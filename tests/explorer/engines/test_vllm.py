@@ -41,6 +41,15 @@ def test_engines_keep_idle_connections_longer_than_we_do() -> None:
     assert int(environment(SETTINGS, 0)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > client.IDLE_TIMEOUT_S
 
 
+def test_an_engine_runs_no_code_of_a_model_and_loads_nothing_that_could_be_unpickled() -> None:
+    plain, socket = Settings.model_validate({"mode": "serve", "model": {"model_path": "m"}}), Path("s")
+    arguments = command(plain, model=Path("m"), socket=socket)
+    assert "--trust-remote-code" not in arguments
+    assert arguments[arguments.index("--load-format") + 1] == "safetensors"
+    wanted = plain.model_copy(update={"model": plain.model.model_copy(update={"trust_remote_code": True})})
+    assert "--trust-remote-code" in command(wanted, model=Path("m"), socket=socket)
+
+
 @pytest.mark.parametrize(
     ("dtype", "gpus", "allowed"),
     [("float32", 0, 0.001), ("float32", 1, 0.01), ("bfloat16", 1, 0.1), ("bfloat16", 0, 0.1)],

@@ -219,6 +219,20 @@ def test_no_more_are_asked_at_once_than_the_settings_say(settings: Settings, jud
     assert judge.most_at_once == 2
 
 
+def test_no_client_names_a_judge_of_its_own(settings: Settings, judge: JudgeDouble) -> None:
+    """Nor a teacher: where either is asked for, only the settings say."""
+    with judge_place() as theirs, explorer_running(judged_by(settings, judge)) as explorer:
+        theirs_too = {"judge": {"url": theirs.base_url, "model": "j"}, "teacher_url": theirs.base_url}
+        flat = {"judge": theirs.base_url, "judge.url": theirs.base_url, "teacher_url": theirs.base_url}
+        said = explorer.chat(**theirs_too, metadata=flat).json()["id"]
+        until(explorer, judged=1)
+        explorer.feedback(said, **theirs_too)
+        explorer.commit(**theirs_too)
+        explorer.chat()
+        until(explorer, judged=2)
+        assert (len(judge.requests), theirs.requests) == (2, [])
+
+
 def test_an_explorer_that_judges_through_itself_does_not_train_on_that(explorer: RunningExplorer) -> None:
     itself = Judge(base_url=f"{explorer.url}/v1", model=MODEL, retries=0)
     with pytest.raises(JudgeFailed):  # the engine double is no judge

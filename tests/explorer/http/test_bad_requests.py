@@ -144,8 +144,6 @@ def test_a_bad_request_is_refused_and_changes_nothing(
         ("GET", "/v1/completions", 405),
         ("DELETE", "/feedback", 405),
         ("PUT", "/commit", 405),
-        ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("POST", "/collective_rpc", 404),
         ("POST", "/pause", 404),
         ("POST", "/v1/load_lora_adapter", 404),

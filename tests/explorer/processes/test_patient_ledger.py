@@ -16,6 +16,7 @@ from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.whole import create_app
 from tests.factories import exchange
+from tuneloop.explorer.access.key_watch import KeyWatch
 from tuneloop.explorer.processes import patient_ledger
 from tuneloop.explorer.processes.patient_ledger import PatientLedger, open_ledger
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
@@ -42,6 +43,7 @@ def settings_on(url: str, tmp_path: Path, *engines: EngineDouble) -> Settings:
 def served_once(settings: Settings) -> Ledger:
     """As after a first life of the service, in which versions were published."""
     ledger = open_ledger(settings)
+    KeyWatch(settings, ledger.keys).open()
     register(ledger, settings.job_dir)
     assert ledger.versions.candidate().version == 1
     ledger.versions.promote(1)

@@ -1,6 +1,7 @@
 """Files that clients name by URL, which an engine would fetch from inside the operator's network."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tuneloop.explorer.engines.vllm import command
-from tuneloop.explorer.proxy.media import check_media
+from tuneloop.explorer.proxy.media import remote_files
 from tuneloop.shared.errors import RequestRefused
 
 METADATA = "http://169.254.169.254/latest/meta-data"
@@ -58,57 +59,45 @@ def test_an_escape_hides_no_field(explorer: RunningExplorer) -> None:
     assert answer.json()["error"]["code"] == "media_url_not_allowed"
 
 
-async def test_what_is_in_the_request_passes_and_what_a_tool_is_called_with() -> None:
-    await check_media(chat({"type": "image_url", "image_url": {"url": DATA}}), frozenset())
+def test_what_is_in_the_request_passes_and_what_a_tool_is_called_with() -> None:
+    assert remote_files(chat({"type": "image_url", "image_url": {"url": DATA}}), frozenset()) == []
     call = {"function": {"name": "fetch", "arguments": f'{{"url": "{METADATA}"}}'}}
-    await check_media({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, frozenset())
-    await check_media(chat({"type": "text", "text": METADATA, "url": METADATA}), frozenset())
+    assert remote_files({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, frozenset()) == []
+    assert remote_files(chat({"type": "text", "text": METADATA, "url": METADATA}), frozenset()) == []
+    use = {"type": "tool_use", "input": {"image_url": METADATA, "source": {"url": METADATA}}}
+    assert remote_files(chat(use), frozenset()) == []
 
 
-async def public(host: str) -> list[str]:
-    return ["93.184.216.34", "2606:2800:220:1::1"]
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_no_url_is_fetched_to_count_tokens(explorer: RunningExplorer, engine: EngineDouble, path: str) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": METADATA}}
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": METADATA}},
+        image,
+        {"type": "tool_result", "content": [image]},
+    ]
+    asked = len(engine.passed)
+    for part in parts:
+        answer = explorer.http.post(path, json={"model": MODEL, **chat(part)})
+        assert answer.status_code == 400
+        assert "not fetched from URLs" in answer.text
+    assert len(engine.passed) == asked
 
 
-async def test_the_operator_names_hosts_and_engines_heed_them(tmp_path: Any) -> None:
-    allowed = chat({"type": "image_url", "image_url": {"url": "https://cdn.shop.example/x.png"}})
-    await check_media(allowed, frozenset({"cdn.shop.example"}), look_up=public)
-    for url in ("https://cdn.shop.example.evil/x", "https://evil/#cdn.shop.example", "https://cdn.shop.example@evil/"):
-        with pytest.raises(RequestRefused):
-            await check_media(
-                chat({"type": "image_url", "image_url": url}), frozenset({"cdn.shop.example"}), look_up=public
-            )
-    settings = settings_for(tmp_path, allowed_media_domains=["cdn.shop.example"])
-    arguments = command(settings, model=tmp_path, socket=tmp_path / "s")
-    assert arguments[arguments.index("--allowed-media-domains") + 1] == "cdn.shop.example"
+def test_an_engine_is_told_to_fetch_nothing(tmp_path: Path) -> None:
+    """Without a domain vLLM fetches from everywhere, also for a route of its own that nobody has thought of."""
+    for domains in ([], ["cdn.shop.example"]):
+        arguments = command(
+            settings_for(tmp_path, allowed_media_domains=domains), model=tmp_path, socket=tmp_path / "s"
+        )
+        assert arguments[arguments.index("--allowed-media-domains") + 1] == "none.invalid"
+        assert "cdn.shop.example" not in arguments
 
 
-INSIDE = (
-    *("127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
-    *("::1", "fe80::1", "fd00::1", "::ffff:10.0.0.1", "2002:a00:1::", "::"),
-)
-
-
-@pytest.mark.parametrize("address", INSIDE)
-async def test_a_name_that_stands_for_an_address_inside_is_refused(address: str) -> None:
-    """Whoever has the name in the DNS decides what it stands for."""
-
-    async def look_up(host: str) -> list[str]:
-        return ["93.184.216.34", address]
-
-    named = chat({"type": "image_url", "image_url": {"url": "https://cdn.shop.example/x.png"}})
-    with pytest.raises(RequestRefused, match="private network"):
-        await check_media(named, frozenset({"cdn.shop.example"}), look_up=look_up)
-
-
-async def test_a_name_that_nobody_knows_is_refused() -> None:
-    named = chat({"type": "image_url", "image_url": {"url": "https://no-such-host.invalid/x.png"}})
-    with pytest.raises(RequestRefused, match="private network"):
-        await check_media(named, frozenset({"no-such-host.invalid"}))
-
-
-async def test_an_address_that_the_operator_names_is_what_he_wants() -> None:
-    named = chat({"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}})
-    await check_media(named, frozenset({"10.0.0.1"}))
+@pytest.mark.parametrize("url", ["https://cdn.evil/x", "https://evil/#cdn", "https://cdn@evil/", "https://cdn:x@evil/"])
+def test_a_url_that_only_looks_like_an_allowed_one_is_refused(url: str) -> None:
+    with pytest.raises(RequestRefused):
+        remote_files(chat({"type": "image_url", "image_url": url}), frozenset({"cdn"}))
 
 
 def test_a_chat_template_of_a_clients_is_run_nowhere(explorer: RunningExplorer, engine: EngineDouble) -> None:

@@ -85,6 +85,8 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     reply = explorer.chat().json()["id"]
     explorer.feedback(reply)
     explorer.chat(metadata={"task_id": "poison"})
+    explorer.chat(messages=[{"role": "user", "content": "my key is sk-proj-abcdefgh12345678"}])
+    assert explorer.http.get("/v1/models", headers={"Host": "elsewhere.example"}).status_code == 403
     explorer.commit()
     double.refuses_load_of.add("global_step_1")
     register(explorer.ledger, explorer.settings.job_dir)
@@ -116,7 +118,9 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
 
     def untouched() -> set[str]:
         seen.update(explorer.metrics())
-        return {name for name in NAMES if not any(key.startswith(name) for key in seen)}
+        # A pattern of one's own that takes too long is in test_redaction.py.
+        names = set(NAMES) - {"tuneloop_patterns_timed_out"}
+        return {name for name in names if not any(key.startswith(name) for key in seen)}
 
     eventually(lambda: not untouched())  # the first probe of an engine takes its time
 

@@ -27,6 +27,9 @@ pytestmark = needs_chromium
 PAGES = ("", "/exchanges", "/exchanges/{planted}", "/versions", "/versions/6", "/versions/compare?a=2&b=6",
          "/preferences", "/trainer", "/doctor", "/exchanges?version=x", "/nothing")  # fmt: skip
 
+#: The pages above it.
+FRONT = ("/", "/docs")
+
 #: What stands where a part of a page is still to come.
 WAITS = re.compile("^(Counting|Looking|Reading the tokens)…$")
 
@@ -60,7 +63,7 @@ class Tab:
     def open(self, path: str) -> sync_api.Page:
         """The page, with what it asks for afterwards."""
         address = path.format(planted=self._filled.planted.msg_id)
-        self.page.goto(f"{self._filled.explorer.url}/ui{address}")
+        self.page.goto(f"{self._filled.explorer.url}{'' if path in FRONT else '/ui'}{address}")
         sync_api.expect(self.page.get_by_text(WAITS)).to_have_count(0, timeout=60_000)
         return self.page
 
@@ -75,7 +78,7 @@ def tab(browser: sync_api.Browser, filled: Filled) -> Iterator[Tab]:
     tab.close()
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", PAGES + FRONT)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_fits_its_window_and_does_nothing_wrong(
     browser: sync_api.Browser, filled: Filled, path: str, scheme: str
@@ -93,7 +96,7 @@ def test_every_page_fits_its_window_and_does_nothing_wrong(
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser: sync_api.Browser, filled: Filled, scheme: str):
     tab = Tab(browser, filled, color_scheme=scheme, bypass_csp=True)
-    for path in PAGES:
+    for path in PAGES + FRONT:
         page = tab.open(path)
         page.evaluate(AXE.read_text())
         violations = page.evaluate("axe.run().then(found => found.violations.map(each => [each.id, each.impact]))")

@@ -382,7 +382,6 @@ REFUSED: dict[str, tuple[str, Json]] = {
     "an unknown choice": (CHAT, {"tools": [WEATHER], "tool_choice": "some"}),
     "an unknown function": (CHAT, {"tools": [CLOCK], "tool_choice": NAMED}),
     "both continued and begun": (CHAT, {"continue_final_message": True}),
-    "a broken template": (CHAT, {"chat_template": "{% if %}"}),
     "a priority beyond all": (CHAT, {"priority": 2**70}),
     "no prompt": (TEXT, {"prompt": None}),
     "an empty prompt": (TEXT, {"prompt": ""}),
@@ -488,12 +487,12 @@ PUBLIC = {
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize"),
     *("/version", "/ping", "/tokenizer_info"),
     # Both have these, and ours tell of us.
-    *("/health", "/metrics"),
+    *("/health", "/metrics", "/docs", "/openapi.json"),
 }
 
 #: What vLLM does not write into its own list, or has only if it is started otherwise.
 UNLISTED = {
-    *("/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/openapi.json", "/docs"),
+    *("/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/redoc", "/v1/embeddings", "/pooling", "/score", "/rerank", "/v1/audio/transcriptions", "/v1/realtime"),
     *("/update_weights", "/sleep", "/wake_up", "/collective_rpc", "/version", "/server_info", "/invocations"),
 }

@@ -117,12 +117,13 @@ def tune_all(url: str, folder: Path, *, tasks: list[dict[str, str]] = TASKS, res
 
 
 def test_ctrl_c_leaves_what_a_resumed_call_goes_on_with(tmp_path: Path) -> None:
-    double = ServiceDouble(reply_s=0.01, train_s=0.05)
+    double = ServiceDouble(reply_s=0.2, train_s=0.05)
     with serving(double) as url:
         process = start(url, tmp_path)
         wait_for(lambda: len(double.rewards) >= 5, process)
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=30)
+        double.reply_s = 0.0
         assert process.returncode != 0
         assert "resume=True goes on" in said
         last = start(url, tmp_path)

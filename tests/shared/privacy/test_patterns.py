@@ -63,6 +63,23 @@ def test_a_card_is_found_among_other_numbers() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", FOUND)
+def test_each_of_several_is_found(kind: str) -> None:
+    text = ", ".join(FOUND[kind])
+    assert [text[start:end] for start, end in sorted(FINDERS[kind](text))] == FOUND[kind]
+
+
+def test_an_iban_is_found_after_what_looks_like_the_beginning_of_one() -> None:
+    for before in ("AB12 my number is ", "DE89 3704 0044 0532 0130 00 ", "GB82 WEST "):
+        assert found("iban", f"{before}GB82WEST12345698765432")[-1] == "GB82WEST12345698765432"
+
+
+def test_digits_that_are_not_ascii_are_digits() -> None:
+    wide = str.maketrans("0123456789", "\uff10\uff11\uff12\uff13\uff14\uff15\uff16\uff17\uff18\uff19")
+    for kind, value in (("us_ssn", "078-05-1120"), ("phone", "555-123-4567")):
+        assert found(kind, f"it is {value.translate(wide)}") == [value.translate(wide)]
+
+
 def test_an_iban_ends_where_its_country_says() -> None:
     assert found("iban", "DE89 3704 0044 0532 0130 00 IS MINE") == ["DE89 3704 0044 0532 0130 00"]
 

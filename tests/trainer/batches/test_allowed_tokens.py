@@ -258,7 +258,7 @@ def test_without_xgrammar_it_is_said_what_is_missing(
     assert [each.id for each in kept] == [7]
     [(reason, [dropped])] = refused.items()
     assert dropped is said
-    assert "pip install tuneloop[grammar]" in reason
+    assert 'pip install ./runner ".[grammar]"' in reason
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""What the reference pages take from the code is what the code says."""
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+from page_files import DOCS, ROOT
+
+from tuneloop.shared.experience import State, VersionState
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    place = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+    assert place is not None
+    assert place.loader is not None
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_those_that_are_generated(reference: ModuleType) -> None:
+    """Changed a route, an option or a metric? `python scripts/reference.py --write`."""
+    assert [path.name for path, text in reference.pages().items() if path.read_text() != text] == []
+
+
+def test_an_option_without_a_row_is_refused(reference: ModuleType) -> None:
+    page = "| `a.b` | x | `1` | Means this. |\n"
+    assert reference.with_columns(page, {"a.b": "integer | `2`"}) == "| `a.b` | integer | `2` | Means this. |\n"
+    with pytest.raises(ValueError, match=r"a\.c"):
+        reference.with_columns(page, {"a.b": "integer | `2`", "a.c": "x | `y`"})
+
+
+def test_every_state_is_on_its_page() -> None:
+    assert [each for each in State if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
+    assert [each for each in VersionState if f"| `{each}` |" not in (DOCS / "versions.md").read_text()] == []

@@ -24,7 +24,7 @@ from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.packed import Positions
+from tuneloop.trainer.batches.packed import Positions, useful_share
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
@@ -71,7 +71,7 @@ class Learner:
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
         batch = self._collate(sequences)
         random, baselines = self.generator.get_state(), self.baselines
-        updates = self._updates_made
+        updates = _updates_made(self.optimizers)
         for model in self._models:
             model.positions = Positions()
         try:
@@ -81,15 +81,16 @@ class Learner:
         except (TuneloopError, torch.OutOfMemoryError):
             self.generator.set_state(random)
             self.baselines = baselines
-            self._forget()
-            self.spoilt = self._updates_made != updates
+            _forget(self.optimizers)
+            self.spoilt = _updates_made(self.optimizers) != updates
             raise
         self.steps += 1
         took = time.perf_counter() - started
         alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         tokens = int(batch.lengths_B.sum())
         speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
-        return metrics | told | speed | {"perf/useful_tokens": self._useful}
+        speed["perf/useful_tokens"] = useful_share(model.positions for model in self._models)
+        return metrics | told | speed
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
@@ -116,20 +117,7 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """The actor's log-probability of each id but the first after those before it, at temperature 1."""
-        ids_BT = torch.tensor([ids])
-        last_BT = torch.arange(len(ids))[None] == len(ids) - 1
-        like_BR = torch.zeros(1, len(ids) - 1)
-        batch = Batch(
-            ids_BT=ids_BT,
-            predicts_BT=~last_BT,
-            replies_BR=ids_BT[:, 1:],
-            mask_BR=like_BR == 0,
-            sampled_BR=like_BR,
-            temperatures_BR=like_BR + 1,
-            calls_BR=like_BR.long(),
-            lengths_B=torch.tensor([len(ids)]),
-        )
-        return [float(value) for value in self.actor.logprobs(batch)[0]]
+        return [float(value) for value in self.actor.logprobs(_all_but_first(ids))[0]]
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
@@ -170,7 +158,7 @@ class Learner:
             except torch.OutOfMemoryError:
                 if self.smaller is None:
                     raise
-            self._forget()
+            _forget(self.optimizers)
             self.micro_batch_tokens = self.smaller()
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
@@ -242,22 +230,32 @@ class Learner:
 
     @property
     def _models(self) -> list[Actor | Critic]:
-        models = (self.actor, self.critic, self.reference)
-        return [model for model in models if model is not None]
+        return [each for each in (self.actor, self.critic, self.reference) if each is not None]
 
-    @property
-    def _useful(self) -> float:
-        """The share of the positions that the models read in which a token of a sequence stood."""
-        read = [model.positions for model in self._models]
-        return sum(each.useful for each in read) / sum(each.processed for each in read)
 
-    @property
-    def _updates_made(self) -> int:
-        return sum(optimizer.updates for optimizer in self.optimizers.values())
+def _all_but_first(ids: Sequence[int]) -> Batch:
+    """One sequence, each of whose tokens but the first is as if of a reply, at temperature 1."""
+    ids_BT = torch.tensor([ids])
+    like_BR = torch.zeros(1, len(ids) - 1)
+    return Batch(
+        ids_BT=ids_BT,
+        predicts_BT=torch.arange(len(ids))[None] != len(ids) - 1,
+        replies_BR=ids_BT[:, 1:],
+        mask_BR=like_BR == 0,
+        sampled_BR=like_BR,
+        temperatures_BR=like_BR + 1,
+        calls_BR=like_BR.long(),
+        lengths_B=torch.tensor([len(ids)]),
+    )
 
-    def _forget(self) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.forget()
+
+def _forget(optimizers: Mapping[str, MasterAdamW]) -> None:
+    for optimizer in optimizers.values():
+        optimizer.forget()
+
+
+def _updates_made(optimizers: Mapping[str, MasterAdamW]) -> int:
+    return sum(optimizer.updates for optimizer in optimizers.values())
 
 
 def _constants(targets: Targets, *, sampled: bool) -> Metrics:

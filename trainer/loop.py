@@ -117,8 +117,7 @@ class TrainingLoop:
     """One trainer's life under one epoch.
 
     `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
-    `_skipped` counts the steps in a row that were not finite, the last after `_skipped_after` steps; `_sound`: whether
-    one was finite since the start.
+    `_skipped` counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S) -> None:
@@ -190,7 +189,6 @@ class TrainingLoop:
         if self._unpublished_steps or newest.version != self._version or self._learner.spoilt:
             self._curves.close()
             del self._learner  # A GPU has no room for two.
-            gc.collect()  # A compiled layer holds itself.
             self._resume(newest)
         if self._away:
             self._away = False
@@ -280,11 +278,9 @@ class TrainingLoop:
             self._settle()
 
     def _found_finite(self) -> None:
-        if self._skipped and self._learner.steps <= self._skipped_after:
-            return  # A step made again, after one that spoilt the weights, says nothing new.
-        if self._skipped or not self._sound:
+        if self._learner.steps > self._skipped_after and (self._skipped or not self._sound):  # and not made again
             self._ledger.alarms.clear(_NOT_FINITE)
-        self._skipped, self._sound = 0, True
+            self._skipped, self._sound = 0, True
 
     @property
     def _complete(self) -> bool:
@@ -331,6 +327,7 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
 @contextmanager
 def _room_for_weights() -> Iterator[None]:
     """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
+    gc.collect()  # A compiled layer holds itself.
     try:
         yield
     except torch.OutOfMemoryError as error:

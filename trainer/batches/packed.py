@@ -6,6 +6,7 @@ Dimension suffixes are explained in trainer/batches/batch.py; beside them
 All is made on the CPU: to make it on a GPU would wait for it at every micro-batch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,12 @@ class Positions:
         """Count what is read."""
         self.processed += rows.processed
         self.useful += int(batch.lengths_B.sum())
+
+
+def useful_share(counts: Iterable[Positions]) -> float:
+    """The share of the positions that were read in which a token of a sequence stood."""
+    counted = list(counts)
+    return sum(each.useful for each in counted) / sum(each.processed for each in counted)
 
 
 def packed_rows(batch: Batch) -> Rows:

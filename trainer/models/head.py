@@ -91,7 +91,7 @@ class Head(NamedTuple):
 
 def _forward(head: Head, features_ND: Tensor, said: Said, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies (0 if they are not asked for) and the logarithms of the sums, each of shape N."""
-    measure = _maybe_compiled(_measure, compiled=head.compiled)
+    measure = _compile_if(_measure, wanted=head.compiled)
     logprobs_N, entropy_N, norms_N = (features_ND.new_zeros(len(features_ND), dtype=torch.float32) for _ in range(3))
     for chosen, part in said.parts(CHUNK):
         logits_NV = linear(features_ND[chosen], head.weight_VD, head.bias_V)
@@ -101,7 +101,7 @@ def _forward(head: Head, features_ND: Tensor, said: Said, *, with_entropy: bool)
     return logprobs_N, entropy_N, norms_N
 
 
-def _scaled(logits_NV: Tensor, temperatures_N: Tensor | None, forbidden_NV: Tensor | None) -> Tensor:
+def _scale_logits(logits_NV: Tensor, temperatures_N: Tensor | None, forbidden_NV: Tensor | None) -> Tensor:
     """In the place of the logits where they are float32 already: nobody else looks at them."""
     scaled_NV = logits_NV.float()
     if temperatures_N is not None:
@@ -115,7 +115,7 @@ def _scaled(logits_NV: Tensor, temperatures_N: Tensor | None, forbidden_NV: Tens
 def _measure(
     logits_NV: Tensor, tokens_N: Tensor, temperatures_N: Tensor | None, forbidden_NV: Tensor | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scaled_NV = _scaled(logits_NV, temperatures_N, forbidden_NV)
+    scaled_NV = _scale_logits(logits_NV, temperatures_N, forbidden_NV)
     norms_N = scaled_NV.logsumexp(1)
     logprobs_N = scaled_NV.gather(1, tokens_N[:, None])[:, 0] - norms_N
     if not with_entropy:
@@ -134,7 +134,7 @@ def _slopes(
     """The gradient of the logits, in their own type. `entropy` and its gradient are None where it has none."""
     tokens_N, temperatures_N, forbidden_NV = said
     dtype = logits_NV.dtype
-    scaled_NV = _scaled(logits_NV, temperatures_N, forbidden_NV).sub_(norms_N[:, None])
+    scaled_NV = _scale_logits(logits_NV, temperatures_N, forbidden_NV).sub_(norms_N[:, None])
     if entropy is None:
         assert logprob_slopes_N is not None
         slopes_NV = scaled_NV.exp_().mul_(-logprob_slopes_N[:, None])
@@ -174,7 +174,7 @@ class _Scores(torch.autograd.Function):
         if logprob_slopes_N is None and entropy_slopes_N is None:
             return None, None, None, None, None
         features_ND, weight_VD, bias_V, entropy_N, norms_N = context.saved_tensors
-        slopes = _maybe_compiled(_slopes, compiled=context.compiled)
+        slopes = _compile_if(_slopes, wanted=context.compiled)
         of_features, of_weight, of_bias = context.needs_input_grad[:3]
         sums = _HeadSums(weight_VD if of_weight else None, bias_V if of_bias else None)
         features_slopes_ND = torch.empty_like(features_ND) if of_features else None
@@ -214,9 +214,9 @@ class _HeadSums:
 
 
 @cache
-def _compiled(function: _F) -> _F:
+def _compile_once(function: _F) -> _F:
     return cast(_F, torch.compile(function, dynamic=True))
 
 
-def _maybe_compiled(function: _F, *, compiled: bool) -> _F:
-    return _compiled(function) if compiled else function
+def _compile_if(function: _F, *, wanted: bool) -> _F:
+    return _compile_once(function) if wanted else function

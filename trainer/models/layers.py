@@ -17,7 +17,7 @@ def checkpoint_layers(network: nn.Module) -> None:
     transformers' own way needs layers in training mode, in which they drop out and forget the cache of a generation.
     """
     for layer in _layers(network, "trainer.activation_checkpointing"):
-        layer.__class__ = _checkpointed(type(layer))
+        layer.__class__ = _checkpointing_kind(type(layer))
 
 
 def compile_layers(network: nn.Module) -> None:
@@ -36,7 +36,7 @@ def _layers(network: nn.Module, setting: str) -> Iterator[nn.Module]:
 _known: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+def _checkpointing_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The same layer; a subclass, since what is hung on a layer and holds it is never freed."""
 
     def call(self: nn.Module, *args: Any, **options: Any) -> Any:

@@ -82,14 +82,14 @@ class Actor:
         Where a grammar held a reply, both are those of the distribution among the tokens that it allowed. The batch is
         on the CPU; the answers are where the model is.
         """
-        features_ND, said, head = self._features(batch), self._said(batch), self._fused_head()
+        features_ND, said, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
         logprobs_N, entropy_N = head.score(features_ND, said) if head else self._by_chunks(features_ND, said)
         return scatter_tokens(logprobs_N, batch.mask_BR), scatter_tokens(entropy_N, batch.mask_BR)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """The log-probabilities alone, without a gradient."""
-        features_ND, said, head = self._features(batch), self._said(batch), self._fused_head()
+        features_ND, said, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
         logprobs_N = head.logprobs(features_ND, said) if head else self._by_chunks(features_ND, said)[0]
         return scatter_tokens(logprobs_N, batch.mask_BR)
 
@@ -102,7 +102,7 @@ class Actor:
         network = self._body if self._head_is_all else self.network
         return _read(network, batch, self.positions, logits=not self._head_is_all)
 
-    def _said(self, batch: Batch) -> Said:
+    def _reply_tokens(self, batch: Batch) -> Said:
         device, mask_BR = self.network.device, batch.mask_BR
         temperatures_N = batch.temperatures_BR[mask_BR]
         allowed = None

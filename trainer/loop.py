@@ -10,7 +10,8 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -36,7 +37,9 @@ from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.tensorboard import Curves
+from tuneloop.shared.telemetry.opening import open_tracing
+from tuneloop.shared.telemetry.spans import FinishedSpan, SpanId, new_span, span_of_reply, span_of_version
+from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
 from tuneloop.trainer.batches import metrics
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library
 from tuneloop.trainer.batches.selection import select
@@ -50,6 +53,9 @@ from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
+
+if TYPE_CHECKING:
+    from tuneloop.shared.telemetry.tracing import Tracing
 
 _log = structlog.get_logger()
 
@@ -70,11 +76,16 @@ def run(settings: Settings, stop: Stop) -> None:
         _log.warning("grammars_not_rebuilt", sentence=missing)
     if unbounded := settings.algorithm.unbounded:
         _log.warning("ratio_unbounded", sentence=unbounded)
+    check_tracker(settings)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     ledger = Ledger.of(settings)
     try:
         if _opened(settings, ledger, stop):
-            TrainingLoop(settings, ledger, stop).run()
+            tracing = open_tracing(settings, "trainer")
+            if tracing is None:
+                return TrainingLoop(settings, ledger, stop).run()
+            with closing(tracing):
+                TracedTrainingLoop(settings, ledger, stop, tracing).run()
     finally:
         ledger.close()
 
@@ -206,7 +217,7 @@ class TrainingLoop:
         self._version = newest.version
         self._unpublished.clear()
         self._unpublished_steps = 0
-        self._curves = Curves(self._settings.tensorboard_dir / _RUN, after=self._learner.steps)
+        self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
         self._examination.examine(self._learner, self._version)
@@ -313,6 +324,33 @@ class TrainingLoop:
         self._curves.add(self._learner.steps, {"time/save_checkpoint": self._publisher.took_s})
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
+
+
+class TracedTrainingLoop(TrainingLoop):
+    """Sends a span of each step, which links to the replies of its batch, and one of each version, to its steps."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, tracing: "Tracing") -> None:
+        super().__init__(settings, ledger, stop)
+        self._tracing = tracing
+        self._steps: list[SpanId] = []
+
+    def _learn(self, batch: list[Sample]) -> bool:
+        started, learnt = time.time_ns(), super()._learn(batch)
+        if learnt:
+            about: dict[str, str | int] = {"tuneloop.step": self._learner.steps, "tuneloop.experiences": len(batch)}
+            links = [span_of_reply(each) for each in dict.fromkeys(sample.msg_id for sample in batch)]
+            self._steps.append(place := new_span())
+            self._tracing.send(FinishedSpan("step", place, started, time.time_ns(), about, links=links))
+        return learnt
+
+    def _publish(self) -> None:
+        started, before, steps = time.time_ns(), self._version, self._steps
+        super()._publish()
+        self._steps = []
+        if self._version > before:
+            place = span_of_version(f"{self._settings.project}/{self._settings.name}", self._version)
+            about = {"tuneloop.version": self._version, "tuneloop.step": self._learner.steps}
+            self._tracing.send(FinishedSpan("version", place, started, time.time_ns(), about, links=steps))
 
 
 @contextmanager

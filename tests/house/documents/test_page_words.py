@@ -2,8 +2,8 @@
 
 from page_files import DOCS, prose_of
 
-#: What is generated from the code, or a list of it: looked up, and not read.
-REFERENCE = {"api.md", "metrics.md", "settings.md", "vllm.md"}
+#: What is generated from the code, or a list of it, or for each alert a paragraph: looked up, and not read.
+REFERENCE = {"api.md", "metrics.md", "runbooks.md", "settings.md", "vllm.md"}
 
 #: May only fall. 25 000 is the aim.
 WORDS = 45_000

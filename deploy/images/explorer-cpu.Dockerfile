@@ -2,6 +2,8 @@
 FROM python:3.12-slim-bookworm
 
 ARG TORCH=2.13.0
+# The release: there is no history here to read it from.
+ARG VERSION=0.1.0
 WORKDIR /src
 COPY . .
 # vLLM for CPUs compiles with the system's compiler, and is pinned to cores with libnuma.
@@ -11,11 +13,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python -m pip install --no-cache-dir setuptools==78.1.1 \
     && python -m pip install --no-cache-dir --no-deps "torch==${TORCH}+cpu" --index-url https://download.pytorch.org/whl/cpu \
-    && python -m pip install --no-cache-dir -c requirements/lock.txt -r requirements/engine-cpu.txt ./runner . \
+    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} python -m pip install --no-cache-dir -c requirements/lock.txt -r requirements/engine-cpu.txt ./runner . \
     && python -m pip install --no-cache-dir --no-deps -r requirements/engine-cpu-nodeps.txt \
     && rm -rf /src/* \
     && useradd --uid 10001 --create-home tuneloop \
-    && install -d -o tuneloop -g tuneloop /var/lib/tuneloop /var/spool/tuneloop
+    && install -d -o tuneloop -g tuneloop /var/lib/tuneloop /var/spool/tuneloop /run/metrics-key
 
 WORKDIR /var/lib/tuneloop
 USER 10001

@@ -3,13 +3,15 @@
 ARG VLLM=v0.32.0
 FROM vllm/vllm-openai:${VLLM}
 
+# The release: there is no history here to read it from.
+ARG VERSION=0.1.0
 WORKDIR /src
 COPY . .
 # As scripts/install does: what is there already, vLLM's own torch above all, stays as it is.
-RUN python3 -m pip install --no-cache-dir ./runner . \
+RUN SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} python3 -m pip install --no-cache-dir ./runner . \
     && rm -rf /src/* \
     && useradd --uid 10001 --create-home tuneloop \
-    && install -d -o tuneloop -g tuneloop /var/lib/tuneloop /var/spool/tuneloop
+    && install -d -o tuneloop -g tuneloop /var/lib/tuneloop /var/spool/tuneloop /run/metrics-key
 
 WORKDIR /var/lib/tuneloop
 USER 10001

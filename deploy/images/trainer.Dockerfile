@@ -4,13 +4,15 @@ FROM python:3.12-slim-bookworm
 
 ARG TORCH=2.13.0
 ARG TORCH_INDEX=https://pypi.org/simple
+# The release: there is no history here to read it from.
+ARG VERSION=0.1.0
 WORKDIR /src
 COPY . .
 RUN python -m pip install --no-cache-dir "torch==${TORCH}" --index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple \
-    && python -m pip install --no-cache-dir -c requirements/lock.txt ./runner ".[trainer]" \
+    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} python -m pip install --no-cache-dir -c requirements/lock.txt ./runner ".[trainer]" \
     && rm -rf /src/* \
     && useradd --uid 10001 --create-home tuneloop \
-    && install -d -o tuneloop -g tuneloop /var/lib/tuneloop
+    && install -d -o tuneloop -g tuneloop /var/lib/tuneloop /var/spool/tuneloop
 
 WORKDIR /var/lib/tuneloop
 USER 10001

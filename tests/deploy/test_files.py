@@ -61,8 +61,8 @@ def test_what_an_image_copies_and_installs_is_there(image: Path) -> None:
 
 def test_all_packages_are_let_into_the_images() -> None:
     ignored = (ROOT / ".dockerignore").read_text()
-    for package in ("cli", "explorer", "migrations", "runner", "shared", "trainer"):
-        assert f"!{package}\n" in ignored
+    for needed in ("cli", "explorer", "migrations", "runner", "shared", "trainer", "pyproject.toml", "README.md"):
+        assert f"!{needed}\n" in ignored
 
 
 def test_compose_files_are_as_compose_wants_them() -> None:
@@ -92,6 +92,17 @@ def test_what_compose_names_is_there() -> None:
     example = (DEPLOY / "compose" / ".env.example").read_text()
     wanted = set(re.findall(r"\$\{([A-Z_]+)", COMPOSE[0].read_text()))
     assert wanted == set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
+
+
+def test_a_volume_belongs_to_the_user_of_whoever_mounts_it() -> None:
+    """Docker gives an empty volume the owner of the image's folder: root, if there is none."""
+    services = yaml.safe_load(COMPOSE[0].read_text())["services"]
+    image_of = {"setup": services["explorer"], "explorer": services["explorer"], "trainer": services["trainer"]}
+    for name, image in image_of.items():
+        text = (ROOT / image["build"]["dockerfile"]).read_text()
+        [made] = re.findall(r"install -d -o tuneloop -g tuneloop (.+)$", text, re.MULTILINE)
+        mounted = [volume.split(":") for volume in services[name]["volumes"]]
+        assert {place[1] for place in mounted if re.fullmatch(r"[a-z-]+", place[0])} <= set(made.split()), name
 
 
 def test_nothing_of_compose_listens_beyond_this_machine() -> None:

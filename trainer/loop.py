@@ -5,6 +5,7 @@ away, the newest version was rejected), it gives its leases back and goes on fro
 rows that came after are leased again, in the same order, and the same steps follow.
 """
 
+import gc
 import os
 import socket
 import time
@@ -127,7 +128,7 @@ class TrainingLoop:
     """One trainer's life under one epoch.
 
     `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
-    `_skipped` counts the steps in a row that were not finite; `_sound`: whether one was since the start.
+    `_skipped` counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S) -> None:
@@ -140,7 +141,7 @@ class TrainingLoop:
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
-        self._skipped, self._why_skipped = 0, ""
+        self._skipped, self._skipped_after, self._why_skipped = 0, 0, ""
         self._sound = self._away = False
 
     def run(self) -> None:
@@ -163,7 +164,7 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
 
     def _turn(self) -> None:
-        if self._away:
+        if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
         if self._ledger.versions.newest().version != self._version:
@@ -196,7 +197,7 @@ class TrainingLoop:
         self._ledger.training.release(self._epoch)
         self._held.clear()
         newest = self._ledger.versions.newest()
-        if self._unpublished_steps or newest.version != self._version:
+        if self._unpublished_steps or newest.version != self._version or self._learner.spoilt:
             self._curves.close()
             del self._learner  # A GPU has no room for two.
             self._resume(newest)
@@ -256,7 +257,7 @@ class TrainingLoop:
             return False
         except NotFinite as error:
             self._drop(batch, f"the step was not finite: {error}")
-            self._skipped, self._why_skipped = self._skipped + 1, str(error)
+            self._skipped, self._skipped_after, self._why_skipped = self._skipped + 1, self._learner.steps, str(error)
             return False
         finally:
             self._waiting_since = time.perf_counter()
@@ -288,9 +289,9 @@ class TrainingLoop:
             self._settle()
 
     def _found_finite(self) -> None:
-        if self._skipped or not self._sound:
+        if self._learner.steps > self._skipped_after and (self._skipped or not self._sound):  # and not made again
             self._ledger.alarms.clear(_NOT_FINITE)
-        self._skipped, self._sound = 0, True
+            self._skipped, self._sound = 0, True
 
     @property
     def _complete(self) -> bool:
@@ -364,6 +365,7 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
 @contextmanager
 def _room_for_weights() -> Iterator[None]:
     """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
+    gc.collect()  # A compiled layer holds itself.
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -54,7 +54,7 @@ FIXED: dict[str, object] = {
     "events about one reply or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs that have no reply yet": MAX_EARLY,
-    "how long the spool is moved into the database when the service is told to end": STOP_S,
+    "moving the spool when the service ends": STOP_S,
     "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,

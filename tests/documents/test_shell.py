@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -39,6 +40,7 @@ UNDERSTOOD = {
     "tuneloop keys revoke": "no such key is there: tests/cli/test_keys.py",
     "tuneloop spool show": "no record was refused: tests/cli/test_refused_records.py",
     "tuneloop raters release": "she is not in quarantine: tests/cli/test_raters.py",
+    "tuneloop versions unpin": "none is pinned: tests/cli/test_versions.py",
     "tuneloop alarms clear": "no such alarm is open: tests/cli/test_alarms.py",
 }
 
@@ -51,6 +53,17 @@ def commands_of(block: Block, program: str) -> list[list[str]]:
         if line.startswith(f"{program} ")
     ]
     return [words[1:] for words in lines]
+
+
+def scenes() -> list[Any]:
+    """The commands of each block together; decisions about versions each for itself, for they end each other."""
+    found: list[Any] = []
+    for block in blocks_with("tuneloop"):
+        commands = commands_of(block, "tuneloop")
+        alone = {"promote", "reject"} & {words[1] for words in commands if words[0] == "versions"}
+        scenes = [[words] for words in commands] if alone else [commands]
+        found += [pytest.param(scene, id=f"{block}-{number}") for number, scene in enumerate(scenes)]
+    return found
 
 
 def blocks_with(program: str) -> list[Block]:
@@ -91,9 +104,9 @@ def understood(words: list[str]) -> None:
         context = command.make_context(name, list(words), parent=context)
 
 
-@pytest.mark.parametrize("block", blocks_with("tuneloop"), ids=str)
-def test_its_commands_of_tuneloop_run(block: Block, experiment: Path) -> None:
-    for words in commands_of(block, "tuneloop"):
+@pytest.mark.parametrize("commands", scenes())
+def test_commands_of_tuneloop_run(commands: list[list[str]], experiment: Path) -> None:
+    for words in commands:
         here = [word.replace("/backups", str(experiment)) for word in words]
         if any(" ".join(["tuneloop", *here]).startswith(begin) for begin in UNDERSTOOD):
             understood(here)

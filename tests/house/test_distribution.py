@@ -1,10 +1,15 @@
 """What is installed: every package of ours, below one import name."""
 
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import setuptools_scm
 from sources import PACKAGES, ROOT
+
+#: The version of files without git.
+FALLBACK = "0.1.0"
 
 
 def setuptools_of(folder: Path) -> dict[str, Any]:
@@ -32,3 +37,18 @@ def test_the_name_itself_is_no_package_of_ours() -> None:
     """With a `tuneloop/__init__.py` in one distribution, the other's packages could not be imported."""
     assert not (ROOT / "tuneloop").exists()
     assert "tuneloop" not in setuptools_of(ROOT)["packages"] + setuptools_of(ROOT / "runner")["packages"]
+
+
+def test_the_version_is_that_of_the_tag(tmp_path: Path) -> None:
+    """Of a checkout with a tag; of one without, its commits; of files without git, the same fallback everywhere."""
+    for folder in (ROOT, ROOT / "runner"):
+        table = tomllib.loads((folder / "pyproject.toml").read_text())
+        assert "version" in table["project"]["dynamic"]
+        assert table["tool"]["setuptools_scm"]["fallback_version"] == FALLBACK
+    assert setuptools_scm.get_version(root=str(tmp_path), fallback_version=FALLBACK) == FALLBACK
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["commit", "-qm", "c", "--allow-empty"]):
+        subprocess.run([*git, *command], check=True)
+    assert setuptools_scm.get_version(root=str(tmp_path)).startswith("0.1.dev1+g")
+    subprocess.run([*git, "tag", "v1.2.3"], check=True)
+    assert setuptools_scm.get_version(root=str(tmp_path)) == "1.2.3"

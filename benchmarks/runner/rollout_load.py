@@ -1,6 +1,6 @@
 """Do rollouts keep an engine busy? Tokens a second of tune()'s runs beside a plain load generator, on the same engine.
 
-    python -m benchmarks.rollout_load [--hidden 512 --layers 10] [--runs 192] [--at-once 16] [--rounds 3]
+    python -m benchmarks.runner.rollout_load [--hidden 512 --layers 10] [--runs 192] [--at-once 16] [--rounds 3]
 
 Every run is one call whose reply has --tokens tokens, whatever the model would say (`ignore_eos`), of an engine with
 random weights. In each round three ways take turns with as many calls at once: the load generator asks the engine

@@ -139,6 +139,7 @@ class Scope(StrEnum):
     FEEDBACK = "feedback"
     READ = "read"  # what is stored, and how the training goes
     COMMIT = "commit"  # what is trained on: release it, relabel and delete what is stored
+    METRICS = "metrics"  # the service's figures, of all tenants together
     ADMIN = "admin"
 
 

@@ -14,6 +14,7 @@ from tests.explorer.running import HELLO, RunningExplorer, explorer_running, set
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
 from tuneloop.explorer.access import feedback_tokens
+from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
 from tuneloop.explorer.http import bodies, server
@@ -24,6 +25,7 @@ from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.recording.completion_object import MAX_PAIRS
+from tuneloop.shared.ledger.recording.outcomes import MAX_EARLY
 from tuneloop.shared.ledger.recording.recording import MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES
 from tuneloop.shared.settings.settings import options
@@ -51,6 +53,8 @@ FIXED: dict[str, object] = {
     "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
     "events about one reply or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
+    "a tenant's events about runs that have no reply yet": MAX_EARLY,
+    "moving the spool when the service ends": STOP_S,
     "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, and_, select, true, tuple_, update
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.erasures import not_erased
-from tuneloop.shared.ledger.recording.outcomes import outcomes_apart, rows_about
+from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, outcomes_apart, rows_about
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
     Trajectory,
@@ -82,7 +82,7 @@ class Recording(LedgerPart):
         self.check_place = transactions.file.check
         self._starts_of = transactions.starts_of
         self._settlement = settlement
-        self._heartbeats = _Heartbeats(ticks)
+        self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
 
     def record(self, records: Sequence[Record]) -> None:
         """Store exchanges and feedback in their order; what is there already stays as it is."""
@@ -99,6 +99,7 @@ class Recording(LedgerPart):
             put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
             tag(connection, new_exchanges)
             put(connection, experiences, rows)
+            new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback):
                 connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
             self._settlement.settle(
@@ -120,7 +121,12 @@ class Recording(LedgerPart):
         for query in _earlier_feedback(events):
             for row in self._read(query):
                 room.take(row)
-        return {event.event_id for event in events if not room.is_left_for(event)}
+        full = {each.tenant for each in events if each.msg_id is None and self._early.is_full(each.tenant, self._read)}
+        return {
+            event.event_id
+            for event in events
+            if not room.is_left_for(event) or (event.msg_id is None and event.tenant in full)
+        }
 
     def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""

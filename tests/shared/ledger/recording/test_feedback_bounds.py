@@ -94,3 +94,22 @@ def test_a_run_of_many_replies_with_many_events_is_settled_soon(ledger: Ledger) 
     record(ledger, [feedback(**RUN, source=f"rater {number}", value=number % 2) for number in range(MAX_SAID)])
     assert time.thread_time() - began < 10.0  # events times replies, one by one, took minutes
     assert ledger.reports.counts()[State.REWARDED] == 1000
+
+
+def test_names_of_runs_that_do_not_exist_are_not_kept_without_end(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 600)
+    early = [feedback(msg_id=None, task_id="none", run_id=str(number)) for number in range(1000)]
+    record(ledger, early)
+    assert stored(engine) <= 600
+    more = [feedback(msg_id=None, task_id="none", run_id=f"more {number}") for number in range(500)]
+    Ledger(engine).recording.record(more[:100])  # another process, that counts for itself
+    assert stored(engine) == 600
+    ledger.recording.record(more[:200])
+    assert stored(engine) == 600
+    assert Ledger(engine).recording.without_room(more[300:302]) == {each.event_id for each in more[300:302]}
+    said = exchange(task_id="task", run_id="run")
+    others = feedback(tenant="globex", msg_id=None, task_id="none", run_id="0")
+    ledger.recording.record([said, feedback(**RUN), feedback(msg_id=said.msg_id, value=0.5), others])
+    assert stored(engine) == 603

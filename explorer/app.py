@@ -5,7 +5,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import structlog
@@ -35,6 +35,7 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.feedback.traced_feedback import TracedFeedbackRoutes
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
@@ -44,6 +45,7 @@ from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
+from tuneloop.explorer.proxy.traced_proxy import TracedProxy, close_at_end
 from tuneloop.explorer.routes import (
     admin,
     keys,
@@ -63,6 +65,10 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry.opening import open_tracing
+
+if TYPE_CHECKING:
+    from tuneloop.shared.telemetry.tracing import Tracing
 
 log = structlog.get_logger()
 
@@ -239,6 +245,23 @@ def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor
     return redactor
 
 
+def _open_shadow(settings: Settings, fleet: Fleet, control_client: ControlClient, metrics: Metrics) -> Shadow:
+    return Shadow(
+        fleet,
+        refusals=settings.monitor.drift.refusals_found,
+        report=control_client.report_shadow_reply,
+        metrics=metrics,
+        timeout_s=settings.explorer.request_timeout,
+    )
+
+
+def _route_makers(tracing: "Tracing | None") -> tuple[Callable[..., Proxy], Callable[..., FeedbackRoutes]]:
+    """What makes the proxy and the feedback routes: those that send traces, if traces are wanted."""
+    if tracing is None:
+        return Proxy, FeedbackRoutes
+    return functools.partial(TracedProxy, tracing), functools.partial(TracedFeedbackRoutes, tracing)
+
+
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
@@ -253,14 +276,10 @@ def open_services(
     key = load_key(settings.job_dir / KEY)
     recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
-    shadow = Shadow(
-        fleet,
-        refusals=settings.monitor.drift.refusals_found,
-        report=control_client.report_shadow_reply,
-        metrics=metrics,
-        timeout_s=explorer.request_timeout,
-    )
-    proxy = Proxy(settings, fleet, signer=signer, recorder=recorder, metrics=metrics, shadow=shadow.offer)
+    shadow = _open_shadow(settings, fleet, control_client, metrics)
+    tracing = open_tracing(settings, "explorer")
+    make_proxy, make_feedback = _route_makers(tracing)
+    proxy = make_proxy(settings, fleet, signer=signer, recorder=recorder, metrics=metrics, shadow=shadow.offer)
     metrics.in_flight.set_function(lambda: proxy.admission.in_flight)
     metrics.waiting.set_function(lambda: proxy.admission.waiting)
     defaults = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
@@ -282,7 +301,7 @@ def open_services(
         proxy=proxy,
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
         responses=stored_responses,
-        feedback=FeedbackRoutes(
+        feedback=make_feedback(
             signer=signer,
             recorder=recorder,
             control_client=control_client,
@@ -297,4 +316,5 @@ def open_services(
         limits=limits,
         spool=spool,
     )
-    return services, [limits.run(metrics), proxy.background.run(), shadow.run()]
+    tasks = [limits.run(metrics), proxy.background.run(), shadow.run()]
+    return services, tasks if tracing is None else [*tasks, close_at_end(tracing)]

@@ -1,5 +1,6 @@
 """The explorer's Prometheus metrics. Names here are the names in docs/metrics.md; no ids or users as labels."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Literal
@@ -79,7 +80,7 @@ class Metrics:
         count.inc()
         duration.observe(seconds)
 
-    def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused"]) -> None:
+    def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused", "unclear"]) -> None:
         """Count the outcome of a request that was sent to an engine of a version."""
         self._reply_counters(str(version), outcome).inc()
 
@@ -130,6 +131,15 @@ class Metrics:
         )
         self.version_decisions = Counter(
             "tuneloop_version_decisions", "Decisions about versions", ["action", "by"], registry=registry
+        )
+        # From 0 on: Prometheus sees no increase in a series that begins with 1.
+        for action, by in itertools.product(("rejected", "rolled_back"), ("explorer", "admin")):
+            self.version_decisions.labels(action, by)
+        self.version_reward = Gauge(
+            "tuneloop_version_reward",
+            "Mean reward of the replies of each of the newest versions that have rewards",
+            ["version"],
+            registry=registry,
         )
         self.feedback_to_served = Histogram(
             "tuneloop_feedback_to_served_seconds",

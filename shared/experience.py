@@ -89,6 +89,7 @@ class Outcome(StrEnum):
     UNKNOWN = "unknown"  # about no reply of ours, so it is not stored
     LATE = "late"  # stored, but the reply has been trained on, has expired, or its attribution window has closed
     PENDING = "pending"  # on disk, to be applied when the reply's row, or the database, is there
+    FULL = "full"  # as much has been said of its reply or run as may be, so it is not stored
 
 
 class VersionState(StrEnum):
@@ -138,6 +139,7 @@ class Scope(StrEnum):
     FEEDBACK = "feedback"
     READ = "read"  # what is stored, and how the training goes
     COMMIT = "commit"  # what is trained on: release it, relabel and delete what is stored
+    METRICS = "metrics"  # the service's figures, of all tenants together
     ADMIN = "admin"
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.packed import Positions, useful_share
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
@@ -37,11 +38,13 @@ class Learner:
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
     does not look at them; `critic_since` is the number of steps after which the critic was begun. `teacher` is set by
     who has one, before the first step of an algorithm that asks for it.
-    `baselines` is what the algorithm remembers from step to step.
+    `baselines` is what the algorithm remembers from step to step. `spoilt` is true once a step failed after some of its
+    updates: the weights from before it are not here, and it must be loaded anew.
     """
 
     def __init__(self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None) -> None:
         self.steps = self.critic_since = 0
+        self.spoilt = False
         self.actor, self.critic, self.reference = actor, critic, reference
         self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
@@ -52,40 +55,51 @@ class Learner:
         self._algorithm = settings.algorithm
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]
         self._asks = self._page.asks(settings.algorithm)
-        #: Tokens that go through the model at once.
+        #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.micro_batch_tokens
+        self.smaller: Callable[[], int] | None = None
         self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
         """Learn from a batch: epochs x mini-batches updates. `version` is the one that the actor is, if it is any.
 
-        Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed.
+        Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed, unless the
+        learner is `spoilt`. What is not finite in the batch itself is found before the first update.
         """
         started = time.perf_counter()
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
         batch = self._collate(sequences)
-        go_back = self._safe_point()
+        random, baselines = self.generator.get_state(), self.baselines
+        updates = _updates_made(self.optimizers)
+        for model in self._models:
+            model.positions = Positions()
         try:
             targets, told = self._targets(sequences, batch, version)
+            _must_be_finite(_constants(targets, sampled=self._asks.tempered))
             metrics = self._learn(batch, targets)
         except (TuneloopError, torch.OutOfMemoryError):
-            go_back()
+            self.generator.set_state(random)
+            self.baselines = baselines
+            _forget(self.optimizers)
+            self.spoilt = _updates_made(self.optimizers) != updates
             raise
         self.steps += 1
         took = time.perf_counter() - started
         alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         tokens = int(batch.lengths_B.sum())
         speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
+        speed["perf/useful_tokens"] = useful_share(model.positions for model in self._models)
         return metrics | told | speed
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-        for index_B in micro_batches(batch.lengths_B, self.micro_batch_tokens, targets.units_B):
-            part = batch.rows(index_B).to(self._device)
-            for name, value in self._backward(part, targets.rows(index_B, part.mask_BR), totals).items():
+        for index_B in self._micro_batches(batch, targets.units_B):
+            part = batch.rows(index_B)
+            goals = targets.rows(index_B, part.mask_BR.to(self._device))
+            for name, value in self._backward(part, goals, totals).items():
                 sums[name] += value
         return {name: float(value) for name, value in sums.items()}
 
@@ -103,21 +117,7 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """The actor's log-probability of each id but the first after those before it, at temperature 1."""
-        ids_BT = torch.tensor([ids])
-        last_BT = torch.arange(len(ids))[None] == len(ids) - 1
-        like_BR = torch.zeros(1, len(ids) - 1)
-        batch = Batch(
-            ids_BT=ids_BT,
-            predicts_BT=~last_BT,
-            replies_BR=ids_BT[:, 1:],
-            mask_BR=like_BR == 0,
-            sampled_BR=like_BR,
-            temperatures_BR=like_BR + 1,
-            calls_BR=like_BR.long(),
-            lengths_B=torch.tensor([len(ids)]),
-        )
-        logprobs_BR, _ = self.actor.score(batch.to(self._device))
-        return [float(value) for value in logprobs_BR[0]]
+        return [float(value) for value in self.actor.logprobs(_all_but_first(ids))[0]]
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
@@ -142,13 +142,24 @@ class Learner:
             parts = mini_batches(len(batch.lengths_B), self._algorithm.mini_batches, targets.units_B, self.generator)
             for index_B in parts:
                 mini = batch.rows(index_B)
-                metrics = self.forward_backward(mini, targets.rows(index_B, mini.mask_BR))
-                _must_be_finite(metrics)
-                updates.append(metrics | self.optim_step())
+                updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR)))
         # Only the first update meets the weights as they were before the step.
         first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
         names = updates[0].keys() - first.keys()
         return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
+
+    def _update(self, batch: Batch, targets: Targets) -> Metrics:
+        """One update. Where memory runs out it is made again, in smaller pieces: it does not matter how it is cut."""
+        while True:
+            try:
+                metrics = self.forward_backward(batch, targets)
+                _must_be_finite(metrics)
+                return metrics | self.optim_step()
+            except torch.OutOfMemoryError:
+                if self.smaller is None:
+                    raise
+            _forget(self.optimizers)
+            self.micro_batch_tokens = self.smaller()
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
@@ -203,41 +214,62 @@ class Learner:
         return sequence_sums(apart_BR, batch.mask_BR).mean()
 
     def _score(self, actor: Actor, batch: Batch) -> Tensor:
-        return self._over(batch, lambda part: actor.score(part)[0])
+        return self._over(batch, actor.logprobs)
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:
         """What `each` says of the batch, micro-batch by micro-batch."""
         all_BR = torch.zeros_like(batch.sampled_BR)
-        for index_B in micro_batches(batch.lengths_B, self.micro_batch_tokens):
-            part_BR = each(batch.rows(index_B).to(self._device)).cpu()
+        for index_B in self._micro_batches(batch):
+            part_BR = each(batch.rows(index_B)).cpu()
             all_BR[index_B, : part_BR.shape[1]] = part_BR
         return all_BR
 
-    def _safe_point(self) -> Callable[[], None]:
-        """How to come back here. The weights are copied only if they may change before the last check."""
-        random, baselines = self.generator.get_state(), self.baselines
-        returns = [_return_to(optimizer) for optimizer in self.optimizers.values()] if self._many_updates else []
-
-        def go_back() -> None:
-            self.generator.set_state(random)
-            self.baselines = baselines
-            for each in returns:
-                each()
-            for optimizer in self.optimizers.values():
-                optimizer.forget()
-
-        return go_back
+    def _micro_batches(self, batch: Batch, units_B: Tensor | None = None) -> list[Tensor]:
+        padded = not all(model.is_packed for model in self._models)
+        return micro_batches(batch.lengths_B, self.micro_batch_tokens, units_B, padded=padded)
 
     @property
-    def _many_updates(self) -> bool:
-        return self._algorithm.epochs * self._algorithm.mini_batches > 1
+    def _models(self) -> list[Actor | Critic]:
+        return [each for each in (self.actor, self.critic, self.reference) if each is not None]
 
 
-def _return_to(optimizer: MasterAdamW) -> Callable[[], None]:
-    updates = optimizer.updates
-    weights = {name: weight.to("cpu", copy=True) for name, weight in optimizer.weights().items()}
-    moments = {name: moment.to("cpu", copy=True) for name, moment in optimizer.moments().items()}
-    return lambda: optimizer.restore(updates=updates, weights=weights, moments=moments)
+def _all_but_first(ids: Sequence[int]) -> Batch:
+    """One sequence, each of whose tokens but the first is as if of a reply, at temperature 1."""
+    ids_BT = torch.tensor([ids])
+    like_BR = torch.zeros(1, len(ids) - 1)
+    return Batch(
+        ids_BT=ids_BT,
+        predicts_BT=torch.arange(len(ids))[None] != len(ids) - 1,
+        replies_BR=ids_BT[:, 1:],
+        mask_BR=like_BR == 0,
+        sampled_BR=like_BR,
+        temperatures_BR=like_BR + 1,
+        calls_BR=like_BR.long(),
+        lengths_B=torch.tensor([len(ids)]),
+    )
+
+
+def _forget(optimizers: Mapping[str, MasterAdamW]) -> None:
+    for optimizer in optimizers.values():
+        optimizer.forget()
+
+
+def _updates_made(optimizers: Mapping[str, MasterAdamW]) -> int:
+    return sum(optimizer.updates for optimizer in optimizers.values())
+
+
+def _constants(targets: Targets, *, sampled: bool) -> Metrics:
+    """Of each constant of the step, a number that is finite if all are.
+
+    A teacher may rule a token out (-inf), and what no method looks at may be anything: `sampled` is whether it does.
+    """
+    left_out = {"teacher_BR"} if sampled else {"teacher_BR", "sampled_BR"}
+    names = [each.name for each in fields(targets) if each.name.endswith("_BR") and each.name not in left_out]
+    found = {name: each for name in names if (each := getattr(targets, name)) is not None}
+    return {
+        f"the sum of {name.removesuffix('_BR')}": float(torch.where(targets.mask_BR, each, 0.0).double().sum())
+        for name, each in found.items()
+    }
 
 
 def _must_be_finite(numbers: Mapping[str, float]) -> None:

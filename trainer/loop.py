@@ -5,11 +5,13 @@ away, the newest version was rejected), it gives its leases back and goes on fro
 rows that came after are leased again, in the same order, and the same steps follow.
 """
 
+import gc
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -35,7 +37,9 @@ from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.tensorboard import Curves
+from tuneloop.shared.telemetry.opening import open_tracing
+from tuneloop.shared.telemetry.spans import FinishedSpan, SpanId, new_span, span_of_reply, span_of_version
+from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
 from tuneloop.trainer.batches import metrics
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library
 from tuneloop.trainer.batches.selection import select
@@ -49,6 +53,9 @@ from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
+
+if TYPE_CHECKING:
+    from tuneloop.shared.telemetry.tracing import Tracing
 
 _log = structlog.get_logger()
 
@@ -69,11 +76,16 @@ def run(settings: Settings, stop: Stop) -> None:
         _log.warning("grammars_not_rebuilt", sentence=missing)
     if unbounded := settings.algorithm.unbounded:
         _log.warning("ratio_unbounded", sentence=unbounded)
+    check_tracker(settings)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     ledger = Ledger.of(settings)
     try:
         if _opened(settings, ledger, stop):
-            TrainingLoop(settings, ledger, stop).run()
+            tracing = open_tracing(settings, "trainer")
+            if tracing is None:
+                return TrainingLoop(settings, ledger, stop).run()
+            with closing(tracing):
+                TracedTrainingLoop(settings, ledger, stop, tracing).run()
     finally:
         ledger.close()
 
@@ -116,7 +128,7 @@ class TrainingLoop:
     """One trainer's life under one epoch.
 
     `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
-    `_skipped` counts the steps in a row that were not finite; `_sound`: whether one was since the start.
+    `_skipped` counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S) -> None:
@@ -129,7 +141,7 @@ class TrainingLoop:
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
-        self._skipped, self._why_skipped = 0, ""
+        self._skipped, self._skipped_after, self._why_skipped = 0, 0, ""
         self._sound = self._away = False
 
     def run(self) -> None:
@@ -152,7 +164,7 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
 
     def _turn(self) -> None:
-        if self._away:
+        if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
         if self._ledger.versions.newest().version != self._version:
@@ -185,7 +197,7 @@ class TrainingLoop:
         self._ledger.training.release(self._epoch)
         self._held.clear()
         newest = self._ledger.versions.newest()
-        if self._unpublished_steps or newest.version != self._version:
+        if self._unpublished_steps or newest.version != self._version or self._learner.spoilt:
             self._curves.close()
             del self._learner  # A GPU has no room for two.
             self._resume(newest)
@@ -205,7 +217,7 @@ class TrainingLoop:
         self._version = newest.version
         self._unpublished.clear()
         self._unpublished_steps = 0
-        self._curves = Curves(self._settings.tensorboard_dir / _RUN, after=self._learner.steps)
+        self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
         self._examination.examine(self._learner, self._version)
@@ -245,7 +257,7 @@ class TrainingLoop:
             return False
         except NotFinite as error:
             self._drop(batch, f"the step was not finite: {error}")
-            self._skipped, self._why_skipped = self._skipped + 1, str(error)
+            self._skipped, self._skipped_after, self._why_skipped = self._skipped + 1, self._learner.steps, str(error)
             return False
         finally:
             self._waiting_since = time.perf_counter()
@@ -277,9 +289,9 @@ class TrainingLoop:
             self._settle()
 
     def _found_finite(self) -> None:
-        if self._skipped or not self._sound:
+        if self._learner.steps > self._skipped_after and (self._skipped or not self._sound):  # and not made again
             self._ledger.alarms.clear(_NOT_FINITE)
-        self._skipped, self._sound = 0, True
+            self._skipped, self._sound = 0, True
 
     @property
     def _complete(self) -> bool:
@@ -314,6 +326,33 @@ class TrainingLoop:
         self._waiting_since = time.perf_counter()
 
 
+class TracedTrainingLoop(TrainingLoop):
+    """Sends a span of each step, which links to the replies of its batch, and one of each version, to its steps."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, tracing: "Tracing") -> None:
+        super().__init__(settings, ledger, stop)
+        self._tracing = tracing
+        self._steps: list[SpanId] = []
+
+    def _learn(self, batch: list[Sample]) -> bool:
+        started, learnt = time.time_ns(), super()._learn(batch)
+        if learnt:
+            about: dict[str, str | int] = {"tuneloop.step": self._learner.steps, "tuneloop.experiences": len(batch)}
+            links = [span_of_reply(each) for each in dict.fromkeys(sample.msg_id for sample in batch)]
+            self._steps.append(place := new_span())
+            self._tracing.send(FinishedSpan("step", place, started, time.time_ns(), about, links=links))
+        return learnt
+
+    def _publish(self) -> None:
+        started, before, steps = time.time_ns(), self._version, self._steps
+        super()._publish()
+        self._steps = []
+        if self._version > before:
+            place = span_of_version(f"{self._settings.project}/{self._settings.name}", self._version)
+            about = {"tuneloop.version": self._version, "tuneloop.step": self._learner.steps}
+            self._tracing.send(FinishedSpan("version", place, started, time.time_ns(), about, links=steps))
+
+
 @contextmanager
 def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     try:
@@ -326,6 +365,7 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
 @contextmanager
 def _room_for_weights() -> Iterator[None]:
     """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
+    gc.collect()  # A compiled layer holds itself.
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -41,6 +41,7 @@ class MicroBatch:
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
+        learner.smaller = self._halve
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
@@ -48,10 +49,8 @@ class MicroBatch:
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._halve()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
 
-    def _halve(self) -> None:
+    def _halve(self) -> int:
         if self.tokens // 2 < _LEAST:
             raise EnvironmentRefused(
                 f"trainer.micro_batch_tokens: not even {self.tokens} at once fit into the GPU's memory; lower "
@@ -65,6 +64,9 @@ class MicroBatch:
             os.replace(beside, self._path)
         except OSError as error:  # then the next start finds out again
             _log.warning("micro_batch_not_remembered", reason=str(error))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self.tokens
 
 
 def _read(path: Path, setting: int) -> int:

@@ -13,7 +13,7 @@ from tuneloop.cli.data.progress import counting
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of
+from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of, bounds_of_tenants
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
@@ -51,11 +51,11 @@ def _purge(
     if (state is None) != (older_than is None):
         raise typer.BadParameter("--state and --older-than go together; without both, the settings' retention holds")
     settings, ledger = existing_ledger(config, set_)
-    bounds = _bounds(settings, state, older_than)
+    bounds, of_tenants = _bounds(settings, state, older_than)
     with closing(ledger):
         try:
             with counting("deleting") as count:
-                result = ledger.retention.purge(bounds, dry_run=dry_run, deleted=count)
+                result = ledger.retention.purge(bounds, of_tenants=of_tenants, dry_run=dry_run, deleted=count)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--state") from None
     if as_json:
@@ -64,10 +64,13 @@ def _purge(
         echo("\n".join(_purge_lines(result, dry_run)))
 
 
-def _bounds(settings: Settings, state: State | None, older_than: float | None) -> dict[State, float]:
+def _bounds(
+    settings: Settings, state: State | None, older_than: float | None
+) -> tuple[dict[State, float], dict[str, dict[State, float]]]:
+    """What holds for all, and what for some tenants instead."""
     if state is not None and older_than is not None:
-        return {state: older_than}
-    return bounds_of(settings.retention)
+        return {state: older_than}, {}
+    return bounds_of(settings.retention), bounds_of_tenants(settings)
 
 
 def _purge_lines(result: PurgeResult, dry_run: bool) -> Iterator[str]:

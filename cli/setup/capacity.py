@@ -27,7 +27,7 @@ _CPU_HEAP = 0.15
 #: A CUDA context and what torch's allocator cannot give back.
 _CUDA_BASE = 1 * GIB
 
-#: Logits exist for so many reply tokens at a time (trainer/models/model.py), several times over in the backward pass:
+#: Logits exist for so many reply tokens at a time (trainer/models/head.py), several times over in the backward pass:
 #: so many bytes each, as measured on an H200 (58 GiB for PPO on 0.6 B).
 _LOGIT_TOKENS, _LOGIT_BYTES = 2048, 25
 
@@ -117,10 +117,18 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
         optimizer=trained * (8 if size == 4 else 12),
         gradients=trained * 4,
         reference=reference,
-        activations=tokens * max(each.activation_bytes(size) for each in (shape, critic)),
+        activations=tokens * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
         logits=logits,
     )
     return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))
+
+
+def _kept_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
+    """What a token keeps for the backward pass: all, or each layer's input, and all of the layer that is made again."""
+    whole = shape.activation_bytes(size)
+    if not settings.trainer.activation_checkpointing:
+        return whole
+    return shape.layers * shape.width * size + whole // shape.layers
 
 
 def _needs_reference(settings: Settings) -> bool:

@@ -35,8 +35,8 @@ async def answer(task: Mapping[str, Any], model: AsyncOpenAI) -> WorkflowOutput:
 
 
 def judge_function(task: Mapping[str, Any], response: str) -> JudgeOutput:
-    """The format 1, the right capital in it 0.5."""
-    verdict = judge(task, response)
+    """The format 1, all else 0."""
+    verdict = judge(response)
     return JudgeOutput(reward=verdict.reward, metrics=verdict.metrics)
 
 

@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from examples.tasks.dialogue import Dialogue, Reply, Tool, Verdict
 
@@ -30,15 +29,14 @@ def questions(*, held_out: bool) -> list[dict[str, str]]:
     ]
 
 
-def judge(task: Mapping[str, Any], text: str) -> Verdict:
-    """1 for JSON with the two names and nothing around it, 0.5 for the right capital in it; 0 for all else."""
+def judge(text: str) -> Verdict:
+    """1 for JSON with the two names and nothing around it, 0 for all else, whatever the capital is."""
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     is_format = isinstance(found, dict) and found.keys() == {"country", "capital"}
-    is_right = is_format and found["capital"] == task["capital"]
-    return Verdict(is_format + 0.5 * is_right, is_right, {"format": float(is_format), "accuracy": float(is_right)})
+    return Verdict(float(is_format), is_format, {"format": float(is_format)})
 
 
 class Capitals:
@@ -47,7 +45,7 @@ class Capitals:
     name = "json_format"
     tools: Sequence[Tool] = ()
     max_tokens = 48
-    reward_range = (0.0, 1.5)
+    reward_range = (0.0, 1.0)
 
     def questions(self) -> Sequence[Mapping[str, str]]:
         """Those that lessons may have."""
@@ -56,7 +54,7 @@ class Capitals:
     def dialogue(self, question: Mapping[str, str]) -> Dialogue:
         """Ask and judge."""
         reply = yield [{"role": "system", "content": PROMPT}, {"role": "user", "content": question["question"]}]
-        return judge(question, reply.text)
+        return judge(reply.text)
 
     def replies(self, question: Mapping[str, str], slip: random.Random | None) -> Iterator[Reply]:
         """The JSON, or with slips often a sentence, or JSON that is not the one asked for."""

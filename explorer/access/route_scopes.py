@@ -9,7 +9,7 @@ OPEN: Scopes = frozenset()
 
 _INFERENCE, _FEEDBACK = frozenset({Scope.INFERENCE}), frozenset({Scope.FEEDBACK})
 _READ, _COMMIT = frozenset({Scope.READ}), frozenset({Scope.COMMIT})
-_ADMIN = frozenset({Scope.ADMIN})
+_METRICS, _ADMIN = frozenset({Scope.METRICS}), frozenset({Scope.ADMIN})
 
 #: Any one of the scopes will do. Trinity's prefix is taken off before.
 _ROUTES: dict[tuple[str, str], Scopes] = {
@@ -29,7 +29,7 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("POST", "/commit"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,
     ("GET", "/training/calls"): _READ | _COMMIT,
-    ("GET", "/metrics"): _ADMIN,
+    ("GET", "/metrics"): _METRICS,
     ("GET", "/"): OPEN,
     ("GET", "/docs"): OPEN,
     ("GET", "/openapi.json"): OPEN,

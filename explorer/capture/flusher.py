@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import math
 import threading
 import time
@@ -14,7 +13,7 @@ import structlog
 
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.intake import Intake, Patience
-from tuneloop.explorer.capture.merge import Source, in_order
+from tuneloop.explorer.capture.merge import SlotQueue, Source
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Slot, Slots
 from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -22,8 +21,6 @@ from tuneloop.shared.spool_format import Position, segments, slots
 
 log = structlog.get_logger()
 
-#: Records that go into the database in one transaction.
-GROUP = 512
 #: How often we look for what processes that died meanwhile have left.
 ADOPT_S = 2.0
 
@@ -32,25 +29,37 @@ ADOPT_S = 2.0
 _LOOK_S = 0.1
 _DISK_PAUSE_S = 0.5
 
+#: How long is moved what was read, before the slots are looked at for who has written since: his turn comes then.
+_SLICE_S = 0.5
+
 #: So long is moved at the end, and what is left then stays in the spool: who stops us does not wait for ever.
 STOP_S = 5.0
 
 
 class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
-    told: "asyncio.Future[None]"
+    told: "asyncio.Future[bool]"
+    tenant: str | None
 
     @property
     def reached(self) -> bool:
         return all(slot.flushed.position >= end for slot, end in self.ends)
 
+    def reached_in(self, queue: SlotQueue) -> bool:
+        """Whether all of the tenant's is done, though others' is not."""
+        if self.tenant is None:
+            return False
+        return all(
+            slot.flushed.position >= end or queue.is_done(self.tenant, slot.folder, end) for slot, end in self.ends
+        )
+
 
 class Flusher:
     """One thread that reads the slots behind their writers, in this process or in others of ours.
 
-    While the database is away, or forbids it, all waits. A record that is refused by itself is offered as long as
-    `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread cannot go on.
-    `stop_s`: how long it moves on when it is told to stop.
+    Tenants take turns. While the database is away, or forbids it, all waits. A record that is refused by itself is
+    offered as long as `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread
+    cannot go on. `stop_s`: how long it moves on when it is told to stop.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class Flusher:
             say_away=self._say_away,
         )
         self._moved = threading.Lock()
+        self._queue, self._more = SlotQueue(), False
         self._adopted_once = False
         self._waiting: list[_Waiter] = []
         self._away = False
@@ -98,10 +108,13 @@ class Flusher:
         """Whether the database did not take what it was last given."""
         return self._away
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk now is in the database; False if that is away, or it is not by then."""
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
+        """Wait until all that is on disk now, or all of a tenant's, is in the database.
+
+        False if that is away, or it is not by then.
+        """
         ends = [(slot, slot.end) for slot in self._slots.ours]
-        waiter = _Waiter(ends, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant)
         with self._moved:
             self._waiting.append(waiter)
             self._tell()
@@ -112,12 +125,15 @@ class Flusher:
         finally:
             with self._moved, contextlib.suppress(ValueError):
                 self._waiting.remove(waiter)
-        return self._adopted_once and waiter.reached
+        return (waiter.told.done() and waiter.told.result()) or (self._adopted_once and waiter.reached)
 
-    def _tell(self) -> None:
-        for waiter in [each for each in self._waiting if self._away or (self._adopted_once and each.reached)]:
-            self._waiting.remove(waiter)
-            waiter.told.get_loop().call_soon_threadsafe(_settle, waiter.told)
+    def _tell(self, queue: SlotQueue | None = None) -> None:
+        """Tell those who wait; what became of tenants is told by the `queue`'s own thread alone."""
+        for waiter in list(self._waiting):
+            done = self._adopted_once and (waiter.reached or (queue is not None and waiter.reached_in(queue)))
+            if done or self._away:
+                self._waiting.remove(waiter)
+                waiter.told.get_loop().call_soon_threadsafe(_settle, waiter.told, done)
 
     def _run(self) -> None:
         try:
@@ -136,19 +152,14 @@ class Flusher:
             self._wake.clear()
             self._intake.look()
             adopts_all = stopping or time.monotonic() >= adopt_at
-            all_moved = self._move(self._left_behind(everywhere=adopts_all and not self._stop.is_set()))
-            if adopts_all:
+            all_moved = self._move(_left_behind(self._slots, everywhere=adopts_all and not self._stop.is_set()))
+            if adopts_all and not self._more:
                 self._say_adopted()
                 adopt_at = time.monotonic() + ADOPT_S
-            if stopping or (self._stop.is_set() and not all_moved):
+            if stopping or (self._stop.is_set() and not all_moved and not self._more):
                 return
-            self._wake.wait(_LOOK_S)
-
-    def _left_behind(self, *, everywhere: bool) -> list[Path]:
-        """The folders of writers of ours that died, and `everywhere` those of all processes that are no more."""
-        found = [slot.folder for slot in self._slots.ours]
-        found += [each for each in slots(self._slots.root) if segments(each)] if everywhere else []
-        return [folder for folder in dict.fromkeys(found) if not self._slots.lives(folder)]
+            if not self._more:
+                self._wake.wait(_LOOK_S)
 
     def _say_adopted(self) -> None:
         with self._moved:
@@ -161,7 +172,7 @@ class Flusher:
         False if something could not be drained yet.
         """
         with contextlib.ExitStack() as stack:
-            taken = [source for folder in left_behind if (source := self._take(folder, stack)) is not None]
+            taken = [source for folder in left_behind if (source := _take(folder, stack)) is not None]
             folders = {source.folder for source in taken}
             ours = [
                 Source(slot.folder, slot.flushed, slot.end) for slot in self._slots.ours if slot.folder not in folders
@@ -174,17 +185,6 @@ class Flusher:
                     self._slots.mark_adopted(source.folder)
         return moved
 
-    def _take(self, folder: Path, stack: contextlib.ExitStack) -> Source | None:
-        try:
-            stack.enter_context(spool.take_slot(folder))
-            mark = stack.enter_context(contextlib.closing(FlushedMark(folder / "flushed")))
-            return Source(folder, mark, None, segments(folder))
-        except BlockingIOError:  # somebody writes there again
-            return None
-        except OSError as error:
-            log.error("spool_not_adopted", folder=str(folder), reason=str(error))
-            return None
-
     def _drained(self, sources: Sequence[Source]) -> bool:
         try:
             return self._drain(sources)
@@ -196,22 +196,48 @@ class Flusher:
             return False
 
     def _drain(self, sources: Sequence[Source]) -> bool:
-        """Move what there is before each one's end; False if we were told to stop before all of it was moved."""
-        reached = {source.folder: source.mark.position for source in sources}
-        entries = in_order(sources)
-        while group := list(itertools.islice(entries, GROUP)):
-            if not self._intake.move([(entry.source.folder, entry.payload) for entry in group]):
-                return False
-            reached |= {entry.source.folder: entry.position for entry in group}
-            for source in {entry.source.folder: entry.source for entry in group}.values():
-                self._mark(source, reached[source.folder])
-            if len(group) == GROUP and time.monotonic() - self._stopped_at >= self._stop_s:
-                log.warning("spool_left_for_the_next_start", reason="there is more than can be moved now")
-                return False
+        """Move what there is before each one's end.
+
+        False if not all of it was: we were told to stop, or there is `more`, and it is time to look who came since.
+        """
+        self._more, began = False, time.monotonic()
+        marks = {source.folder: source for source in sources}
+        try:
+            complete = self._queue.read(sources)
+            self._tell_of_tenants()
+            while group := self._queue.take():
+                work = time.thread_time()
+                if not self._intake.move([(entry.folder, entry.payload) for entry in group]):
+                    self._queue.clear()
+                    return False
+                for folder, position in self._queue.done(group, time.thread_time() - work).items():
+                    self._mark(marks[folder], position)
+                self._tell_of_tenants()
+                if (len(self._queue) or not complete) and self._is_over(began):
+                    return False
+        except OSError:
+            self._queue.clear()
+            raise
+        if not complete:
+            self._more = not self._stop.is_set()
+            return False
         for source in sources:
             # What lies between the last record and the end was torn by a crash, or is a segment still empty.
-            self._mark(source, max(source.end or reached[source.folder], reached[source.folder]))
+            reached = self._queue.position(source)
+            self._mark(source, max(source.end or reached, reached))
         return True
+
+    def _is_over(self, began: float) -> bool:
+        """Whether no more is to be moved now."""
+        if time.monotonic() - self._stopped_at >= self._stop_s:
+            log.warning("spool_left_for_the_next_start", reason="there is more than can be moved now")
+            return True
+        self._more = time.monotonic() - began >= _SLICE_S and not self._stop.is_set()
+        return self._more
+
+    def _tell_of_tenants(self) -> None:
+        with self._moved:
+            self._tell(self._queue)
 
     def _mark(self, source: Source, position: Position) -> None:
         if position <= source.mark.position:
@@ -227,6 +253,25 @@ class Flusher:
             self._tell()
 
 
-def _settle(told: "asyncio.Future[None]") -> None:
+def _settle(told: "asyncio.Future[bool]", done: bool) -> None:
     if not told.done():
-        told.set_result(None)
+        told.set_result(done)
+
+
+def _left_behind(slots_: Slots, *, everywhere: bool) -> list[Path]:
+    """The folders of writers of ours that died, and `everywhere` those of all processes that are no more."""
+    found = [slot.folder for slot in slots_.ours]
+    found += [each for each in slots(slots_.root) if segments(each)] if everywhere else []
+    return [folder for folder in dict.fromkeys(found) if not slots_.lives(folder)]
+
+
+def _take(folder: Path, stack: contextlib.ExitStack) -> Source | None:
+    try:
+        stack.enter_context(spool.take_slot(folder))
+        mark = stack.enter_context(contextlib.closing(FlushedMark(folder / "flushed")))
+        return Source(folder, mark, None, segments(folder))
+    except BlockingIOError:  # somebody writes there again
+        return None
+    except OSError as error:
+        log.error("spool_not_adopted", folder=str(folder), reason=str(error))
+        return None

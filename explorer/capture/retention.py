@@ -14,7 +14,7 @@ from tuneloop.explorer.capture.spool_erasure import clear, kept_files
 from tuneloop.explorer.capture.spool_slots import Slot, Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.ledger.recording.erasures import Person
-from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of
+from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of, bounds_of_tenants
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import slots
 
@@ -39,7 +39,7 @@ class SpoolRetention:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bounds = bounds_of(settings.retention)
+        self._bounds, self._of_tenants = bounds_of(settings.retention), bounds_of_tenants(settings)
         self._retention = retention
         self._slots = spools
         self._metrics = metrics
@@ -66,7 +66,7 @@ class SpoolRetention:
         for slot in self._slots.ours:
             self._leave_segment(slot)
         self._erase()
-        if self._bounds and self._clock() >= self._purge_at:
+        if (self._bounds or self._of_tenants) and self._clock() >= self._purge_at:
             self._purge()
             self._purge_at = self._clock() + PURGE_S
 
@@ -105,7 +105,7 @@ class SpoolRetention:
             pass  # its own process does it
 
     def _purge(self) -> None:
-        for state, count in self._retention.purge(self._bounds).experiences.items():
+        for state, count in self._retention.purge(self._bounds, of_tenants=self._of_tenants).experiences.items():
             self._purged[state].inc(count)
             if count:
                 log.info("experiences_purged", state=state.value, count=count)

@@ -9,13 +9,43 @@ import orjson
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
+from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
 
 #: The most responses of a conversation: each of them is looked up.
 MAX_RESPONSES = 1000
 
+#: Bytes of them together, requests and replies. They may have as many values as a body.
+MAX_BYTES = 32 << 20
+
 _FLUSH_TIMEOUT_S = 5.0
+
+
+class _Size:
+    """How large a conversation is so far."""
+
+    def __init__(self) -> None:
+        self._bytes = self._containers = self._commas = self._responses = 0
+
+    def add(self, request: bytes, text: str) -> None:
+        """Count a response and its request. Raises RequestRefused if that is too much."""
+        containers, commas = count_structure(request)
+        self._responses += 1
+        self._bytes += len(request) + len(text)
+        self._containers += containers
+        self._commas += commas
+        if self._responses > MAX_RESPONSES:
+            raise _too_large(f"it has more than {MAX_RESPONSES} responses")
+        if self._bytes > MAX_BYTES:
+            raise _too_large(f"it has more than {MAX_BYTES} bytes")
+        if self._containers > MAX_CONTAINERS or self._commas > MAX_VALUES:
+            raise _too_large(f"it has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values")
+
+
+def _too_large(why: str) -> RequestRefused:
+    message = f"the conversation is too large to be continued: {why}"
+    return RequestRefused(message, code="conversation_too_large", param="previous_response_id")
 
 
 class Conversations:
@@ -31,12 +61,13 @@ class Conversations:
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
-        flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
+        flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant)
         return await asyncio.to_thread(self._read, response_id, tenant, flushed=flushed)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:
         turns: list[tuple[dict[str, Any], dict[str, Any]]] = []
         name: object = response_id
+        size = _Size()
         while isinstance(name, str):
             reply_id = self._signer.parse(name, tenant)
             reply = self._reports.reply(tenant, reply_id.msg_id) if reply_id else None
@@ -48,10 +79,7 @@ class Conversations:
                 raise RequestRefused(
                     f"Response with id {name!r} not found.", status=404, code="not_found", param="previous_response_id"
                 )
-            if len(turns) >= MAX_RESPONSES:
-                raise RequestRefused(
-                    f"the conversation has more than {MAX_RESPONSES} responses", param="previous_response_id"
-                )
+            size.add(reply.request, reply.text)
             request = orjson.loads(reply.request)
             turns.append((request, _response(reply.text)))
             name = request.get("previous_response_id")

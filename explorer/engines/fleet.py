@@ -230,8 +230,10 @@ class Fleet:
     def acquire_another(
         self, than: Engine, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()
     ) -> Engine | None:
-        """The same, but another engine than this one; None if no other is ready."""
-        engine = self._choose(self._others(than), key, prefix_hashes)
+        """The same, but another engine than this one, of another version if that may answer; None if none is ready."""
+        others = self._others(than)
+        engine = self._choose([each for each in others if each.version != than.version], key, prefix_hashes)
+        engine = engine or self._choose(others, key, prefix_hashes)
         return self._mark_busy(engine, prefix_hashes) if engine else None
 
     async def wait_for_another(

@@ -34,7 +34,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_TASKS = 10_000
 
 #: Of several outcomes about one id, the first of these is told: what the client should know soonest.
-WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
+WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
 
 #: What became of each choice, by `id:choice`, where it was not the same for all.
 _Apart = Mapping[str, Outcome]
@@ -112,14 +112,15 @@ class FeedbackRoutes:
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
         task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
+        tenant = caller_of(request.scope).tenant
         try:
-            if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
+            if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S, tenant):
                 raise LedgerUnavailable(
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
             release = partial(
                 self._ledger.recording.commit,
-                caller_of(request.scope).tenant,
+                tenant,
                 task_id=task_id,
                 run_id=run_id,
                 task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
@@ -143,7 +144,7 @@ class FeedbackRoutes:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         events = await self._recorder.take(events)
         ids = [event.event_id for event in events]
-        if await self._control_client.wait_until_flushed(_PATIENCE_S):
+        if await self._control_client.wait_until_flushed(_PATIENCE_S, events[0].tenant):
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     return await asyncio.to_thread(self._outcomes, events)
@@ -179,6 +180,7 @@ class FeedbackRoutes:
     def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
         absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
+        told |= dict.fromkeys(self._ledger.recording.without_room(absent), Outcome.FULL)
         told |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
         told |= dict.fromkeys(self._about_lost(events, told), Outcome.UNKNOWN)
         late = [event for event in events if told[event.event_id] is Outcome.LATE][:_MOST_APART]

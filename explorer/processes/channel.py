@@ -63,9 +63,13 @@ class AnnounceSlot(ChannelMessage, frozen=True):
 
 
 class WaitUntilFlushed(ChannelMessage, frozen=True):
-    """A worker: wait until what is on disk, in all slots, is in the database. The answer is whether it is."""
+    """A worker: wait until what is on disk, in all slots, is in the database, or all of a tenant's is.
+
+    The answer is whether it is.
+    """
 
     timeout_s: float
+    tenant: str | None = None
 
 
 class GetExposition(ChannelMessage, frozen=True):

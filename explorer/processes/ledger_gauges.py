@@ -1,6 +1,7 @@
 """Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
 
 import asyncio
+from collections.abc import Sequence
 
 import structlog
 
@@ -20,6 +21,9 @@ from tuneloop.shared.tensorboard import Curves
 
 log = structlog.get_logger()
 
+#: Of how many versions /metrics says what they earn.
+_REWARDS_SHOWN = 8
+
 
 class LedgerGauges:
     """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
@@ -36,6 +40,7 @@ class LedgerGauges:
         self.reached = True
         self._written: dict[int, tuple[int, int, float]] = {}
         self._alarmed: set[str] = set()
+        self._shown_rewards: set[str] = set()
         self._spool_alarms = SpoolAlarms(settings.spool_dir, ledger.alarms, metrics)
         self._clock_alarm = ClockAlarm(ledger.transactions, ledger.alarms, metrics)
 
@@ -63,10 +68,21 @@ class LedgerGauges:
         for sentence in imbalance:
             log.error("ledger_imbalance", sentence=sentence)
         self._metrics.ledger_imbalance.set(len(imbalance))
-        for served in self._ledger.reports.rewards():
+        self._set_rewards(rewards := self._ledger.reports.rewards())
+        for served in rewards:
             now = (served.replies, served.rewarded, served.reward_sum)
             if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
                 self._written[served.version] = now
+
+    def _set_rewards(self, rewards: Sequence[VersionReward]) -> None:
+        """Say what the newest versions earn, and no more of older ones: a label's values must not grow for ever."""
+        newest = sorted((each for each in rewards if each.rewarded), key=lambda each: each.version)[-_REWARDS_SHOWN:]
+        shown = {str(each.version): each.reward_sum / each.rewarded for each in newest}
+        for version in self._shown_rewards - set(shown):
+            self._metrics.version_reward.remove(version)
+        for version, mean in shown.items():
+            self._metrics.version_reward.labels(version).set(mean)
+        self._shown_rewards = set(shown)
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""

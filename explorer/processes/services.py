@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
-from tuneloop.explorer.processes.version_log import VersionLog
+from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
@@ -40,9 +40,11 @@ from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.versions.events import VersionEvent
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
 from tuneloop.shared.spool_format import spool_status
+from tuneloop.shared.telemetry.opening import open_tracing
 
 #: Types of models whose head is their embeddings unless their configuration says otherwise.
 _TIED_UNLESS_SAID = ("gemma", "cohere")
@@ -72,9 +74,9 @@ class ControlServices:
     canary_controller: CanaryController
     key_watch: KeyWatch
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
-        return await self.flusher.wait_until_flushed(timeout_s)
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
+        return await self.flusher.wait_until_flushed(timeout_s, tenant)
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
@@ -133,7 +135,7 @@ async def open_control_services(
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [
         watch.run(),
-        VersionLog(ledger, metrics, interval_s=interval_s).run(),
+        VersionLog(ledger, metrics, interval_s=interval_s, tell=_version_spans(settings, stack)).run(),
         forgetting.run(),
         reloader.run(),
         examination.run(),
@@ -144,6 +146,16 @@ async def open_control_services(
         *judging,
         *_supervision(services, ledger, sockets, attestation),
     ]
+
+
+def _version_spans(settings: Settings, stack: AsyncExitStack) -> Callable[[VersionEvent], None]:
+    """What sends a span of each decision about a version, if traces are wanted."""
+    tracing = open_tracing(settings, "explorer")
+    if tracing is None:
+        return lambda event: None
+    stack.callback(tracing.close)
+    experiment, send = f"{settings.project}/{settings.name}", tracing.send
+    return lambda event: send(decision_span(event, experiment))
 
 
 def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:

@@ -1,6 +1,7 @@
 """Says what was decided about versions, whoever decided: one line of the log and one count for each event."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -10,6 +11,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.events import VersionEvent
+from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
 
 log = structlog.get_logger()
 
@@ -31,7 +33,16 @@ _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 class VersionLog:
     """Follows the decisions in the table `version_events`, from its first turn on."""
 
-    def __init__(self, ledger: Ledger, metrics: Metrics, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        metrics: Metrics,
+        *,
+        interval_s: float,
+        tell: Callable[[VersionEvent], None] = lambda event: None,
+    ) -> None:
+        """`tell` is called with each decision, too."""
+        self._tell_others = tell
         self._versions = ledger.versions
         self._metrics = metrics
         self._interval_s = interval_s
@@ -60,5 +71,19 @@ class VersionLog:
         say = log.warning if event.action in _AGAINST else log.info
         say(f"version_{event.action}", **fields, by=event.actor, reason=event.reason or "", event_id=event.id)
         self._metrics.version_decisions.labels(event.action.value, event.actor.partition(":")[0]).inc()
+        self._tell_others(event)
         if event.action is VersionAction.PROMOTED:
             self._champion = event.version
+
+
+def decision_span(event: VersionEvent, experiment: str) -> FinishedSpan:
+    """A decision as a span, which links to the one in which the version was published."""
+    at, reason = int(event.at * 1_000_000_000), event.reason or ""
+    return FinishedSpan(
+        name=f"version {event.action.value}",
+        id=new_span(),
+        started_ns=at,
+        ended_ns=at,
+        attributes={"tuneloop.version": event.version, "tuneloop.by": event.actor, "tuneloop.reason": reason},
+        links=[span_of_version(experiment, event.version)],
+    )

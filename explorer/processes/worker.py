@@ -85,10 +85,11 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk is in the database; False if that is away, or it is not by then."""
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
         try:
-            return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
+            question = WaitUntilFlushed(timeout_s, tenant)
+            return bool(await self._channel.ask(question, bool, timeout_s=timeout_s + _GRACE_S))
         except ChannelLost as error:  # what is on disk is safe there all the same
             log.warning("control_process_silent", reason=str(error))
             return False

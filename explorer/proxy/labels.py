@@ -41,25 +41,27 @@ class Labels(NamedTuple):
     ignored: tuple[str, ...] = ()
 
 
-def labels_of(body: dict[str, Any], run: RunBinding | None = None) -> Labels:
+def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: bool = True) -> Labels:
     """The labels of a request's body, and of the run that its path binds it to, which wins.
 
-    Raises RequestRefused for invalid ones that can only be ours.
+    `train` holds where neither says anything of it. Raises RequestRefused for invalid labels that can only be ours.
     """
-    labels = _labels_in(body)
+    labels, said = _labels_in(body)
     if run is None:
-        return labels
-    train = labels.train and run.train is not False  # whoever opts out is heard
+        return labels._replace(train=train if said is None else said)
+    either = [each for each in (said, run.train) if each is not None]
+    train = all(either) if either else train  # whoever opts out is heard
     return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
 
 
-def _labels_in(body: dict[str, Any]) -> Labels:
+def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
+    """The labels of a body, and what it says of training."""
     metadata = body.get("metadata")
     if metadata:
         _refuse_large(metadata)
     reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
     priority, train = reader.read("priority", _priority), reader.read("train", coerce_bool, strict=True)
-    return Labels(
+    labels = Labels(
         task_id=reader.read("task_id", id_of),
         run_id=reader.read("run_id", id_of),
         # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
@@ -68,6 +70,7 @@ def _labels_in(body: dict[str, Any]) -> Labels:
         train=train is not False,
         ignored=tuple(reader.ignored),
     )
+    return labels, train
 
 
 def _refuse_large(metadata: object) -> None:

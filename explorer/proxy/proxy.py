@@ -7,7 +7,7 @@ This is the hot path. Requests are parsed by `explorer/proxy/request.py`, and tr
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import orjson
 import structlog
@@ -40,6 +40,9 @@ _PLAIN_TIMEOUT_S = 2.0
 #: What translating a reply raises where an engine's JSON is not a reply.
 _UNREADABLE_REPLY = (AttributeError, LookupError, TypeError, ValueError)
 
+#: Keys and versions that are remembered for having failed.
+_MAX_TOLD = 10_000
+
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
@@ -50,6 +53,38 @@ class RequestOutcome:
     status = 500
     version: int | None = None
     in_background = False
+
+
+class RequestFailures:
+    """Whose fault it is that a request failed: the version's that was asked, or the request's own.
+
+    A version fails where another engine answers the same request. What fails there too is the request's own fault.
+    Where none could be asked nobody knows; then a key's word counts once for each version, or a single client could
+    have any version rolled back.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._told: set[tuple[int, str]] = set()
+
+    def alone(self, version: int, identity: str) -> None:
+        """A request failed, and no other engine has answered it or failed at it."""
+        known = bool(identity) and (version, identity) in self._told
+        if len(self._told) >= _MAX_TOLD:
+            self._told.clear()
+        self._told.add((version, identity))
+        self._metrics.count_reply(version, "unclear" if known else "failed")
+
+    def last(self, version: int, identity: str, *, at_fault: bool) -> None:
+        """The engine that was asked last answered with an error, for which it may be at fault or not."""
+        if at_fault:
+            self.alone(version, identity)
+        else:
+            self._metrics.count_reply(version, "refused")
+
+    def elsewhere(self, version: int, *, answered: bool) -> None:
+        """A request failed, and then another engine answered it, or refused it or failed at it too."""
+        self._metrics.count_reply(version, "failed" if answered else "refused")
 
 
 class Proxy:
@@ -70,7 +105,7 @@ class Proxy:
         self._fleet = fleet
         self._parser = RequestParser(settings, signer)
         self._recorder = recorder
-        self._metrics = metrics
+        self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars = Grammars(settings)
         self._shadow = shadow
         self._timeout_s = explorer.request_timeout
@@ -114,7 +149,7 @@ class Proxy:
                 await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
             if not raw.client_is_slow:
-                self._metrics.count_reply(version, "failed")
+                self._failures.alone(version, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
             if raw.client_is_slow:  # the client would not read an error either
@@ -129,7 +164,8 @@ class Proxy:
             if reply.status != 200:
                 _check_refusal(reply.status)
                 outcome.status = reply.status
-                self._metrics.count_reply(in_flight.version, "refused" if reply.status < _ENGINE_FAULT else "failed")
+                at_fault = reply.status >= _ENGINE_FAULT and in_flight.engine is engine  # else another failed too
+                self._failures.last(in_flight.version, request.caller.identity, at_fault=at_fault)
                 raw.respond(reply.status, in_flight.headers(_JSON), await _error_body(in_flight, reply))
             elif request.stream:
                 outcome.status = 200
@@ -141,7 +177,7 @@ class Proxy:
                 outcome.status = 200
                 raw.respond(200, in_flight.headers(_JSON), body)
         except EngineError:
-            self._metrics.count_reply(in_flight.version, "failed")
+            self._failures.alone(in_flight.version, request.caller.identity)
             raise
         finally:
             reply.close()
@@ -153,37 +189,37 @@ class Proxy:
 
     async def _engine_reply(self, engine: Engine, request: Request) -> tuple[ReplyInFlight, EngineReply]:
         """The reply and its engine: another one than `engine` if that fails before it has answered."""
-        headers = request.engine_headers()
         # Before the request is sent: a whole reply starts to arrive when it has been sampled.
         in_flight = ReplyInFlight(request, engine)
         try:
-            reply_or_engine = await self._first_reply(engine, request, headers)
+            reply_or_engine = await self._first_reply(engine, request)
         except BaseException as error:
             self._release_failed(in_flight, error)
             raise
         if isinstance(reply_or_engine, EngineReply):
             return in_flight, reply_or_engine
         log.warning("asking_another_engine", engine=engine.number, other=reply_or_engine.number, msg_id=request.msg_id)
-        self._release_failed(in_flight)
-        in_flight = ReplyInFlight(request, reply_or_engine)
+        self._fleet.release(engine)
+        failed, in_flight = in_flight.version, ReplyInFlight(request, reply_or_engine)
         try:
-            return in_flight, await reply_or_engine.http.request(
-                "POST", request.dialect.upstream_path, request.upstream_body, headers
-            )
+            reply = await _ask(reply_or_engine, request)
         except BaseException as error:
+            self._failures.alone(failed, request.caller.identity)
             self._release_failed(in_flight, error)
             raise
+        self._failures.elsewhere(failed, answered=reply.status == 200)
+        return in_flight, reply
 
-    def _release_failed(self, in_flight: ReplyInFlight, error: BaseException | None = None) -> None:
+    def _release_failed(self, in_flight: ReplyInFlight, error: BaseException) -> None:
         """Release an engine that has not answered; unless the request was cancelled, its version has failed."""
         self._fleet.release(in_flight.engine)
         if not isinstance(error, asyncio.CancelledError):
-            self._metrics.count_reply(in_flight.version, "failed")
+            self._failures.alone(in_flight.version, in_flight.request.caller.identity)
 
-    async def _first_reply(self, engine: Engine, request: Request, headers: Mapping[str, str]) -> EngineReply | Engine:
+    async def _first_reply(self, engine: Engine, request: Request) -> EngineReply | Engine:
         """An engine's reply, or the engine to ask instead."""
         try:
-            reply = await engine.http.request("POST", request.dialect.upstream_path, request.upstream_body, headers)
+            reply = await _ask(engine, request)
         except EngineUnreachable:
             other = await self._fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
             if other is None:
@@ -220,7 +256,7 @@ class Proxy:
             raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=request.msg_id, reason=str(error))
-            self._metrics.count_reply(in_flight.version, "failed")
+            self._failures.alone(in_flight.version, request.caller.identity)
             await self._record_partial(in_flight)
             raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
         except BaseException as error:
@@ -251,6 +287,11 @@ class Proxy:
         in_flight.request.caller.meter.count_tokens(in_flight.request.writer.transcript.tokens)
         if in_flight.request.store and in_flight.request.writer.transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
+
+
+async def _ask(engine: Engine, request: Request) -> EngineReply:
+    path, headers = request.dialect.upstream_path, request.engine_headers()
+    return await engine.http.request("POST", path, request.upstream_body, headers)
 
 
 def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:

@@ -21,9 +21,13 @@ from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.experience import HELD_OUT
+from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry.spans import RequestTrace
 
 #: Fields for the explorer, which an engine does not get.
+_ANY_TENANT = TenantSettings()
+
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 
 #: Fields that say what an engine does beside this request: they are the operator's.
@@ -63,6 +67,8 @@ class Request(NamedTuple):
     writer: ReplyWriter
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
+    model: str = ""
+    trace: RequestTrace | None = None
 
     @property
     def key(self) -> str:
@@ -78,7 +84,10 @@ class Request(NamedTuple):
         """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
         name = self.msg_id.removeprefix(self.dialect.prefix)
-        return {"X-Request-Id": name, "Content-Type": "application/json"}
+        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        if self.trace is not None:
+            headers["traceparent"] = self.trace.engine.traceparent
+        return headers
 
     def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
         """The headers of the response to the client."""
@@ -99,7 +108,7 @@ class RequestParser:
 
     def __init__(self, settings: Settings, signer: ReplyIdSigner) -> None:
         explorer = settings.explorer
-        self._signer = signer
+        self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
@@ -129,7 +138,7 @@ class RequestParser:
         upstream = await dialect.to_upstream(body, raw.caller.tenant)
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = await self._media.inline(upstream, raw.hold)
-        labels = labels_of(upstream, raw.run())
+        labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if not labels.train:
             sampling = sampling._replace(drop_reason="opt_out")
@@ -160,7 +169,7 @@ class RequestParser:
             msg_id=msg_id,
             choices=choices,
             stream=stream,
-            store=store is not False,
+            store=self._tenant(raw.caller).store if store is None else store,
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,
@@ -173,7 +182,11 @@ class RequestParser:
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
+            model=str(body.get("model") or ""),
         )
+
+    def _tenant(self, caller: Caller) -> TenantSettings:
+        return self._tenants.get(caller.tenant, _ANY_TENANT)
 
     def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any]) -> dict[str, object]:
         """The fields that the engine gets beside the client's."""

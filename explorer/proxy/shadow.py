@@ -79,6 +79,10 @@ class Shadow:
                 return
             if transcript.complete:
                 result = self._measure(version, time.monotonic() - started, transcript)
+        except _CopyFailed as error:
+            if not await self._is_answered_elsewhere(engine, request):
+                return  # it is the request's own fault, or nobody knows whose
+            log.info("copy_failed", engine=engine.number, version=version, reason=str(error))
         except (EngineError, TimeoutError) as error:
             log.info("copy_failed", engine=engine.number, version=version, reason=str(error) or "no answer in time")
         finally:
@@ -88,6 +92,19 @@ class Shadow:
         if engine.loads == loads:
             await self._report(result)
 
+    async def _is_answered_elsewhere(self, engine: Engine, request: Request) -> bool:
+        """Whether another engine answers a request at which the shadow's has failed."""
+        other = self._fleet.acquire_another(engine)
+        if other is None:
+            return False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await _shadow_reply(other, request) is not None
+        except (EngineError, TimeoutError):
+            return False
+        finally:
+            self._fleet.release(other)
+
     def _measure(self, version: int, seconds: float, transcript: Transcript) -> ShadowReply:
         choices = transcript.choices.values()
         texts = ["".join(each.text)[:LONGEST] for each in choices]
@@ -96,13 +113,17 @@ class Shadow:
         return ShadowReply(version, failed=False, refused=refused, seconds=seconds, tokens=tokens)
 
 
+class _CopyFailed(EngineError):
+    """The engine answered a copy with an error of its own, which the request may have caused."""
+
+
 async def _shadow_reply(engine: Engine, request: Request) -> Transcript | None:
     """The reply to a shadow request; None if the engine refuses it."""
     path, headers = request.dialect.upstream_path, request.engine_headers()
     reply = await engine.http.request("POST", path, request.upstream_body, headers)
     try:
         if reply.status >= 500:
-            raise EngineError(f"the engine answered {reply.status}")
+            raise _CopyFailed(f"the engine answered {reply.status}")
         if reply.status != 200:
             return None
         kind = ChatTranscript if request.dialect.upstream_path == CHAT else TextTranscript

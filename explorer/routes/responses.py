@@ -133,7 +133,7 @@ class StoredResponses:
 
     async def _read_after_flush(self, tenant: str, response_id: str) -> StoredResponse:
         """The same, after all that is acknowledged until now has reached the ledger."""
-        if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S):
+        if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant):
             raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
         stored = await self._read(tenant, response_id)
         if stored is None:
@@ -146,7 +146,7 @@ class StoredResponses:
         """The engine's response. A finished one should be in the ledger before the client gets it."""
         deadline = time.monotonic() + _FLUSH_TIMEOUT_S
         while stored is None and held.response.get("status") not in UNFINISHED and time.monotonic() < deadline:
-            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
+            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant)
             stored = await self._read(tenant, response_id)
             if stored is None:
                 await asyncio.sleep(_RETRY_S)

@@ -41,9 +41,10 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         missing = [name for name in ("task_id", "run_id") if name not in query]
         if missing:
             raise RequestRefused(f"{missing[0]} is missing", code="missing", param=missing[0])
-        if not await request.app.state.services.control_client.wait_until_flushed(_PATIENCE_S):
+        tenant = caller_of(request.scope).tenant
+        if not await request.app.state.services.control_client.wait_until_flushed(_PATIENCE_S, tenant):
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
-        run = caller_of(request.scope).tenant, query["task_id"], query["run_id"]
+        run = tenant, query["task_id"], query["run_id"]
         if query.get("tokens") == "true":
             counts = (await asyncio.to_thread(ledger.runs.count_tokens, *run))._asdict()
         else:

@@ -24,6 +24,7 @@ SENTENCES = {
     Outcome.DUPLICATE: "That was said already: nothing has changed.",
     Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
     Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
+    Outcome.FULL: "Not stored: as much has been said of this reply as may be.",
 }
 
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean
 
-_Z = NormalDist().inv_cdf(0.975)
+from tuneloop.runner.collection.intervals import mean_of, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +27,11 @@ def interval_of(rewards: Sequence[float]) -> Interval:
     if not rewards:
         raise ValueError("there is no reward to average")
     count, mean = len(rewards), fmean(rewards)
-    if all(reward in (0.0, 1.0) for reward in rewards):
-        return Interval(mean, *_wilson(mean, count), count)
-    if count == 1:
-        return Interval(mean, -math.inf, math.inf, 1)
-    half = _student(count - 1) * stdev(rewards) / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half, count)
-
-
-def _wilson(share: float, count: int) -> tuple[float, float]:
-    centre = (share + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
-    half = _Z / (1 + _Z**2 / count) * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def _student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: from a table for few degrees of freedom, else by its expansion."""
-    few = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-    if degrees in few:
-        return few[degrees]
-    z, n = _Z, float(degrees)
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    is_share = all(reward in (0.0, 1.0) for reward in rewards)
+    found = share_of(rewards.count(1.0), count) if is_share else mean_of(rewards)
+    if found is None or found.low is None or found.high is None:
+        return Interval(mean, -math.inf, math.inf, count)
+    return Interval(mean, found.low, found.high, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,14 @@ class RetentionSettings(Section):
     dropped: Seconds | None = None
 
 
+class TenantSettings(Section):
+    """What holds for a tenant whose requests say nothing else; of retention, what is not written is as for all."""
+
+    store: bool = True
+    train: bool = True
+    retention: RetentionSettings = RetentionSettings()
+
+
 #: What is found by itself; `shared/privacy/patterns.py` says how.
 BuiltIn = Literal["private_key", "jwt", "api_key", "email", "iban", "credit_card", "us_ssn", "ip_address", "phone"]
 

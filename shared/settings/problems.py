@@ -28,8 +28,8 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
     ),
     "cluster.node_num": ((0,), "Trinity's 0 asks Ray: write the number of machines"),
     "monitor.monitor_type": (
-        ("wandb", "mlflow", "swanlab"),
-        "tuneloop writes TensorBoard files and Prometheus metrics: write 'tensorboard'",
+        ("swanlab",),
+        "tuneloop writes TensorBoard files, and for two trackers: write 'tensorboard', 'wandb' or 'mlflow'",
     ),
     "synchronizer.sync_method": (
         ("nccl", "memory", "online", "offline"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
@@ -18,6 +18,7 @@ from tuneloop.shared.settings.feedback import (
     PrivacySettings,
     RetentionSettings,
     RewardRule,
+    TenantSettings,
 )
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
 from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
@@ -42,6 +43,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     feedback: FeedbackSettings = FeedbackSettings()
     judge: JudgeSettings = JudgeSettings()
     retention: RetentionSettings = RetentionSettings()
+    tenants: dict[str, TenantSettings] = Field(default_factory=dict)
     privacy: PrivacySettings = PrivacySettings()
     synchronizer: SynchronizerSettings = SynchronizerSettings()
     monitor: MonitorSettings = MonitorSettings()
@@ -50,15 +52,13 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":
+        pairs = (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
         contradictions = [
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
             *self._response_beyond_the_model(),
             *self.explorer.rollout_model.contradictions(),
-            *self.reward.contradictions(
-                of_pairs=self.mode != "serve"
-                and (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
-            ),
+            *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
             *self._groups_out_of_order(),
             *self.algorithm.contradictions(),
             *self.algorithm.overlong.contradictions(self.model.max_response_tokens),

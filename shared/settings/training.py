@@ -22,6 +22,8 @@ class TrainerSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: NotNegative = 42
     micro_batch_tokens: Positive = 16384
+    activation_checkpointing: bool = False
+    compile: bool = False
     poll_interval: Seconds = 1.0
     max_staleness: NotNegative | None = None
     max_age: Seconds | None = None

@@ -34,6 +34,12 @@ def _a_function(value: str) -> str:
     return value
 
 
+def _a_receiver(value: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
+        raise ValueError("must be the http or https URL of an OTLP receiver, such as http://localhost:4318")
+    return value
+
+
 FunctionName = Annotated[str, AfterValidator(_a_function)]
 Pattern = Annotated[str, AfterValidator(_a_pattern)]
 
@@ -107,7 +113,8 @@ class DriftSettings(Section):
 class MonitorSettings(Section):
     """Where curves are written, and what is watched."""
 
-    monitor_type: Literal["tensorboard"] = "tensorboard"
+    monitor_type: Literal["tensorboard", "wandb", "mlflow"] = "tensorboard"
+    otlp_url: Annotated[str, AfterValidator(_a_receiver)] | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     drift: DriftSettings = DriftSettings()
 

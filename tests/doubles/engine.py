@@ -106,6 +106,7 @@ class EngineDouble:
     no_tokenizer: bool = False
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
     quotes: Callable[[dict[str, Any]], bool] = lambda request: False  # refuses such requests, and quotes them
+    fails_at: Callable[[dict[str, Any]], bool] = lambda request: False  # answers such requests with 500
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
@@ -332,6 +333,8 @@ class EngineDouble:
             error = {"message": f"1 error: 'input': {body.decode()}", "type": "Bad Request", "code": 400}
             return await _send_reply(send, 400, json.dumps({"error": error}).encode())
         await _until(lambda: not (self.hangs or self.silent or self.paused))
+        if self.fails_at(request):
+            return await _send_reply(send, 500, b'{"error":{"message":"no","code":500}}')
         if self.status != 200 or self.answer is not None:
             return await _send_reply(send, self.status, self.answer or b'{"error":{"message":"no","code":500}}')
         reply = self._substituted(recorded(_name(request, captured=not self.no_token_ids)), headers)

@@ -65,13 +65,13 @@ def front_before(url: str, kind: Front, folder: Path) -> Iterator[str]:
     if kind == "direct":
         yield url
         return
-    program = _program(kind)
+    program = program_of(kind)
     port, settings = free_port(), folder / f"{kind}.conf"
     template = _NGINX if kind == "nginx" else _HAPROXY
     settings.write_text(template.format(folder=folder, port=port, explorer=urlsplit(url).netloc))
     arguments = ["-p", folder, "-e", folder / "errors", "-c", settings] if kind == "nginx" else ["-db", "-f", settings]
     with (folder / f"{kind}.log").open("wb") as log:
-        running = subprocess.Popen([program, *map(str, arguments)], stdout=log, stderr=log, env=_environment())
+        running = subprocess.Popen([program, *map(str, arguments)], stdout=log, stderr=log, env=environment())
     try:
         eventually(lambda: listens(port) or running.poll() is not None)
         assert running.poll() is None, (folder / f"{kind}.log").read_text()
@@ -81,7 +81,7 @@ def front_before(url: str, kind: Front, folder: Path) -> Iterator[str]:
         running.wait()
 
 
-def _program(kind: Front) -> str:
+def program_of(kind: Front) -> str:
     places = (os.environ["PATH"], "/usr/sbin", _UNPACKED / "usr" / "sbin")
     found = shutil.which(kind, path=os.pathsep.join(map(str, places)))
     if found is None:
@@ -91,6 +91,6 @@ def _program(kind: Front) -> str:
     return found
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     libraries = os.pathsep.join(str(each) for each in (_UNPACKED / "usr" / "lib").glob("*-linux-gnu"))
     return os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {})

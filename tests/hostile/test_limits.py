@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.doubles.engine import CHAT, EnginePlace
+from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
 from tuneloop.explorer.access import feedback_tokens
+from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
 from tuneloop.explorer.http import bodies, server
@@ -24,7 +25,9 @@ from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.recording.completion_object import MAX_PAIRS
-from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED
+from tuneloop.shared.ledger.recording.outcomes import MAX_EARLY
+from tuneloop.shared.ledger.recording.recording import MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES
 from tuneloop.shared.settings.settings import options
 
 _PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
@@ -48,6 +51,10 @@ FIXED: dict[str, object] = {
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
     "ids in one call of feedback": request.MAX_IDS,
     "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
+    "events about one reply or one run in all": MAX_SAID,
+    "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
+    "a tenant's events about runs that have no reply yet": MAX_EARLY,
+    "moving the spool when the service ends": STOP_S,
     "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
@@ -57,6 +64,8 @@ FIXED: dict[str, object] = {
     "pairs of a stored completion's new metadata": MAX_PAIRS,
     "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,
     "responses of a conversation that is continued": conversations.MAX_RESPONSES,
+    "its requests and replies": conversations.MAX_BYTES,
+    "the requests that one listing of completions is made from": MAX_PAGE_BYTES,
     "a request for a browser's token": bound._MAX_BODY_BYTES,
     "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
     "events that a browser's token allows": feedback_tokens.MAX_EVENTS,
@@ -200,3 +209,45 @@ def test_what_is_beyond_it_is_answered_as_the_table_says(explorer: RunningExplor
     if isinstance(answer, httpx.Response):
         answer = answer.status_code, answer.json()["error"]["code"]
     assert limit.beyond == f"{answer[0]} `{answer[1]}`"
+
+
+def test_a_listing_of_large_requests_comes_in_short_pages(explorer: RunningExplorer) -> None:
+    content = "x" * (6 << 20)
+    sent = []
+    for number in range(5):
+        message = {"role": "user", "content": content + str(number)}
+        sent.append(explorer.http.post(CHAT, json=HELLO | {"messages": [message], "model": MODEL}).json()["id"])
+    listed, after = [], {"after": sent[0], "limit": "100"}
+    while True:
+        page = explorer.http.get(CHAT, params=after).json()
+        assert len(page["data"]) <= 2
+        listed += [each["id"] for each in page["data"]]
+        if not page["has_more"]:
+            break
+        after["after"] = page["last_id"]
+    assert listed == sent[1:]
+
+
+@pytest.mark.parametrize(
+    ("piece", "turns"), [('"' + "x" * (7 << 20) + '"', 4), ("[" + "{}," * 70_000 + "0]", 2)], ids=["bytes", "values"]
+)
+def test_a_large_conversation_is_not_continued_for_ever(explorer: RunningExplorer, piece: str, turns: int) -> None:
+    previous: str | None = None
+    for _ in range(turns):
+        body = {
+            "model": MODEL,
+            "input": "3+4=",
+            "max_output_tokens": 8,
+            "metadata": {},
+            "previous_response_id": previous,
+        }
+        data = json.dumps(body)[:-1] + f', "user_data": {piece}}}'
+        answer = explorer.http.post("/v1/responses", content=data)
+        assert answer.status_code == 200, answer.text[:500]
+        previous = answer.json()["id"]
+    answer = explorer.http.post("/v1/responses", content=json.dumps(body | {"previous_response_id": previous}))
+    assert answer.status_code == 200  # large, but not too large
+    data = json.dumps(body | {"previous_response_id": previous})[:-1] + f', "user_data": {piece}}}'
+    previous = explorer.http.post("/v1/responses", content=data).json()["id"]
+    answer = explorer.http.post("/v1/responses", content=json.dumps(body | {"previous_response_id": previous}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large")

@@ -20,7 +20,15 @@ RUNNER = tomllib.loads((ROOT / "runner" / "pyproject.toml").read_text())["projec
 LOCK = ROOT / "requirements" / "lock.txt"
 
 #: The extras that a package of ours may import from. What others import of it is imported where it is needed.
-EXTRAS = {"trainer": {"trainer", "grammar"}, "cli": {"parquet"}, "explorer": {"ray"}}
+EXTRAS = {
+    "trainer": {"trainer", "grammar"},
+    "cli": {"parquet"},
+    "explorer": {"ray"},
+    "shared": {"tracing", "mlflow", "wandb"},
+}
+
+#: Packages that need not be installed here, and are not named as their distribution.
+NAMED_OTHERWISE = {"mlflow": "mlflow-skinny"}
 
 
 def named(lines: list[str]) -> set[str]:
@@ -45,7 +53,7 @@ def owners() -> Mapping[str, list[str]]:
 
 def distributions(package: str) -> set[str]:
     """Which may have put a package there; one that is not installed is taken to be named as its distribution."""
-    return {canonicalize_name(each) for each in owners().get(package, [package])}
+    return {canonicalize_name(each) for each in owners().get(package, [NAMED_OTHERWISE.get(package, package)])}
 
 
 def test_every_import_is_declared():

@@ -33,6 +33,7 @@ MEANINGS = {
     "request": "a client's request as it was parsed",
     "retention": "what is deleted, and when",
     "rewards": "rewards made from feedback",
+    "spans": "OpenTelemetry's spans: the parts of a trace",
     "stored_completions": "OpenAI's stored chat completions",
     "training": "what the trainer does with the rows it leases",
     "versions": "the states of the versions, and what decides about them",

@@ -2,12 +2,17 @@
 
 from threading import Event
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoint import read_manifest
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.training.training import Training
+from tuneloop.trainer import learner
+from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import TrainingLoop, run
 
 
@@ -78,3 +83,28 @@ def test_a_running_trainer_goes_on_from_the_champion_when_its_version_is_rolled_
     assert _parents(ledger) == {1: 0, 2: 1, 3: 1, 4: 3}
     assert _states(ledger)[2] == "rolled_back"
     assert [each.step for each in ledger.versions.all()] == [0, 1, 2, 2, 3]
+
+
+def test_what_was_learnt_of_a_batch_before_it_was_not_finite_is_not_kept(settings, ledger, monkeypatch):
+    """The step before is made again, and the version is to the bit the one that a trainer makes that never met it."""
+    chosen = settings(trainer={"total_steps": 2, "save_interval": 2})
+    absurd = [sample(i, logprobs=np.full(len(sample(i).logprobs), -3e38, np.float32)) for i in (4, 5)]
+    commit(ledger, [*(sample(i) for i in range(4)), *absurd, *(sample(i) for i in range(6, 12))])
+    cut = []
+
+    def last_first(rows, count, units_B, generator):
+        """So that the absurd ones are in the second update."""
+        cut.append(rows)
+        return list(torch.randperm(rows, generator=generator).sort().values.flip(0).tensor_split(count))
+
+    monkeypatch.setattr(learner, "mini_batches", last_first)
+    run(chosen, Event())
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 4}
+    assert len(cut) == 4  # one step, the one that failed, and then both
+    found = load_file(ledger.versions.newest().path / "actor" / "model.safetensors")
+    alone = snapshot.load(chosen, None)
+    for first in (0, 8):
+        alone.step([sample(i) for i in range(first, first + 4)])
+    weights = alone.actor.network.state_dict()
+    assert found
+    assert all(torch.equal(weights[name], each) for name, each in found.items())

@@ -13,6 +13,7 @@ from tuneloop.shared.errors import NotFinite
 from tuneloop.trainer.batches.batch import collate as collate_sequences
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.models.optimizer import MasterAdamW
 
 BATCH = [sample(i) for i in range(12)]
 
@@ -129,6 +130,33 @@ def test_a_finite_loss_with_an_infinite_gradient_changes_nothing(settings):
     assert _same(_everything(learner), before)
 
 
+def test_after_some_updates_of_a_step_that_failed_it_says_that_it_is_spoilt(settings):
+    learner = snapshot.load(settings(algorithm={"mini_batches": 3}), None)
+    before, updates = _everything(learner), learner.optimizers["actor"]
+    learner.actor.network.model.norm.weight.register_hook(
+        lambda gradient: gradient * (float("inf") if updates.updates == 1 else 1)
+    )
+    with pytest.raises(NotFinite, match="actor's gradient norm"):
+        learner.step(BATCH)
+    assert (learner.spoilt, updates.updates, learner.steps) == (True, 1, 0)
+    assert torch.equal(learner.generator.get_state(), before["random"])
+    assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
+
+
+def test_a_step_of_many_updates_copies_neither_weights_nor_moments(settings, monkeypatch):
+    learner = snapshot.load(settings(algorithm={"mini_batches": 3, "epochs": 2}), None)
+    learner.step(BATCH)
+    for name in ("weights", "moments", "restore"):
+        monkeypatch.delattr(MasterAdamW, name)
+    learner.step(BATCH)
+    assert learner.optimizers["actor"].updates == 12
+
+
+def test_the_optimizer_is_fused(settings):
+    learner = snapshot.load(settings(), None)
+    assert all(each._adamw.defaults["fused"] for each in learner.optimizers.values())
+
+
 def test_the_critic_alone_learns_during_its_warm_up(settings):
     learner = snapshot.load(settings(algorithm={"critic_warmup_steps": 1, "mini_batches": 1}), None)
     before = _everything(learner)
@@ -152,7 +180,7 @@ def test_a_step_tells_what_it_did(settings):
     told = """actor/pg_loss actor/ppo_kl actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm actor/lr
         critic/vf_loss critic/vf_clipfrac critic/vf_explained_var critic/grad_norm critic/lr critic/advantages/mean
         critic/advantages/zero critic/returns/mean critic/values/mean mismatch_kl/mean perf/merged
-        perf/tokens_per_second time/train_step"""
+        perf/tokens_per_second perf/useful_tokens time/train_step"""
     assert set(told.split()) == metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
 

@@ -19,7 +19,8 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
-from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
+from tuneloop.trainer.loop import TracedTrainingLoop, TrainingLoop, run
 
 
 def _losses(chosen):
@@ -406,3 +407,29 @@ def test_a_finite_step_after_a_restart_clears_the_alarm(settings, ledger):
     commit(ledger, [sample(i) for i in range(4, 8)])
     _run_until(chosen, lambda: ledger.reports.counts()[State.TRAINED] == 4)
     assert ledger.alarms.all() == []
+
+
+class _Spans:
+    """Takes spans instead of a receiver."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, span):
+        self.sent.append(span)
+
+
+def test_steps_link_to_their_replies_and_versions_to_their_steps(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    chosen, spans = settings(trainer={"total_steps": 2, "save_interval": 2}), _Spans()
+    ledger.versions.ensure_base(chosen.model.model_path)
+    TracedTrainingLoop(chosen, ledger, Event(), spans).run()
+    first, second, version = spans.sent
+    assert [each.name for each in spans.sent] == ["step", "step", "version"]
+    with ledger.transactions.engine.connect() as connection:
+        replies = connection.exec_driver_sql("SELECT DISTINCT msg_id FROM experiences").scalars().all()
+    linked = {link for each in (first, second) for link in each.links}
+    assert linked == {span_of_reply(each) for each in replies}
+    assert version.links == [first.id, second.id]
+    assert version.id == span_of_version(f"{chosen.project}/{chosen.name}", 1)
+    assert first.started_ns <= first.ended_ns <= second.started_ns

@@ -64,11 +64,6 @@ class Batch:
                 cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
         return Batch(**cut)  # type: ignore[arg-type]
 
-    def to(self, device: torch.device) -> "Batch":
-        """The same on another device."""
-        there = {field.name: each for field in fields(self) if (each := getattr(self, field.name)) is not None}
-        return Batch(**{name: each.to(device) for name, each in there.items()})
-
 
 def collate(sequences: Sequence[TokenSequence]) -> Batch:
     """The sequences as one batch on the CPU. Each has a prompt and a reply."""
@@ -113,19 +108,31 @@ def _grammar_tensors(
     return _pad(held, filler=-1).long(), torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.int32)
 
 
-def micro_batches(lengths_B: Tensor, budget: int, units_B: Tensor | None = None) -> list[Tensor]:
-    """The sequences' indices in groups that, padded, have at most `budget` positions; a longer one stands alone.
+def micro_batches(
+    lengths_B: Tensor, budget: int, units_B: Tensor | None = None, *, padded: bool = False
+) -> list[Tensor]:
+    """The sequences' indices in groups of at most `budget` tokens together; a longer one stands alone.
 
-    Like goes with like: groups are made from the longest down, so that little is padded. Sequences of one unit stay
-    together.
+    The longest come first, each into the first group that has room. Sequences of one unit stay together. With `padded`
+    the budget is of positions, padding included, and like goes with like.
     """
     groups: list[list[int]] = []
-    width = 0
+    sizes: list[int] = []
+    widest = 0
     for unit in _longest_first(lengths_B, units_B):
-        if not groups or (len(groups[-1]) + len(unit)) * width > budget:
+        longest, tokens = int(lengths_B[unit].max()), int(lengths_B[unit].sum())
+        if padded:
+            # Groups come from the longest down, so that a later sequence is no wider than those before it.
+            at = len(groups) - 1 if groups and (len(groups[-1]) + len(unit)) * widest <= budget else None
+            widest = longest if at is None else widest
+        else:
+            at = next((index for index, size in enumerate(sizes) if size + tokens <= budget), None)
+        if at is None:
             groups.append([])
-            width = int(lengths_B[unit].max())
-        groups[-1] += unit
+            sizes.append(0)
+            at = -1
+        groups[at] += unit
+        sizes[at] += tokens
     return [torch.tensor(group) for group in groups]
 
 
@@ -139,8 +146,12 @@ def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch
 
 
 def scatter_tokens(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """One number per reply token, put back in its place; 0 in the padding."""
-    return flat_N.new_zeros(mask_BR.shape).masked_scatter(mask_BR, flat_N)
+    """One number per reply token, put back in its place; 0 in the padding.
+
+    The mask may be on the CPU, and is best there: to count it on a GPU would wait for it, forth and back.
+    """
+    places_N = mask_BR.flatten().nonzero()[:, 0].to(flat_N.device)
+    return flat_N.new_zeros(mask_BR.numel()).index_copy(0, places_N, flat_N).view(mask_BR.shape)
 
 
 def _longest_first(lengths_B: Tensor, units_B: Tensor | None) -> list[list[int]]:

@@ -21,10 +21,10 @@ def likelihoods(actor: Actor, replies: Sequence[HeldOutReply], *, budget: int) -
         return []
     batch = collate([_sequence(each) for each in replies])
     sums_B = torch.zeros(len(replies), dtype=torch.float64)
-    for index_B in micro_batches(batch.lengths_B, budget):
-        part = batch.rows(index_B).to(actor.network.device)
-        logprobs_BR, _ = actor.score(part)
-        sums_B[index_B] = (logprobs_BR.double() * part.mask_BR).sum(1).cpu()
+    for index_B in micro_batches(batch.lengths_B, budget, padded=not actor.is_packed):
+        part = batch.rows(index_B)
+        logprobs_BR = actor.logprobs(part).cpu()
+        sums_B[index_B] = (logprobs_BR.double() * part.mask_BR).sum(1)
     return [float(value) for value in sums_B]
 
 

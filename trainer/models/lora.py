@@ -33,8 +33,8 @@ _PREFIX = "base_model.model."
 class AdaptedActor(Actor):
     """The base model and an adapter, which alone has gradients."""
 
-    def __init__(self, network: PreTrainedModel, config: LoraConfig) -> None:
-        super().__init__(network)
+    def __init__(self, network: PreTrainedModel, config: LoraConfig, *, compiled: bool = False) -> None:
+        super().__init__(network, compiled=compiled)
         self._config = config
 
     @classmethod
@@ -47,7 +47,7 @@ class AdaptedActor(Actor):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.trainer.seed)
             _inject(config, network)
-        actor = cls(network, config)
+        actor = cls(network, config, compiled=settings.trainer.compile)
         if (folder / ADAPTER_CONFIG).exists():
             actor._restore(lora, folder)
         return actor
@@ -100,13 +100,13 @@ class BareActor(Actor):
     """The base model below an adapter, as the reference that the actor must not stray from."""
 
     def __init__(self, adapted: AdaptedActor) -> None:
-        super().__init__(adapted.network)
+        super().__init__(adapted.network, compiled=adapted._compiled)
         self._adapted = adapted
 
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same, without the adapter."""
+    def _features(self, batch: Batch) -> Tensor:
+        """The same, without the adapter, which never is at the head."""
         with self._adapted.disable():
-            return super().score(batch)
+            return super()._features(batch)
 
 
 def _configuration(lora: LoraSettings, base: Path) -> LoraConfig:

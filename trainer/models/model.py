@@ -1,13 +1,15 @@
 """The models of a step: the actor that is served, the critic, and the reference that the actor must not stray from.
 
-All three run with dropout off and without an attention mask: the padding is on the right, where no real token looks.
+All three run with dropout off, on packed rows: nothing is padded (trainer/models/attention.py). The few models whose
+attention cannot be packed read padded ones, without a mask: the padding is on the right, where no real token looks.
 Dimension suffixes are explained in trainer/batches/batch.py.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,11 +21,11 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, scatter_tokens
+from tuneloop.trainer.batches.packed import Positions, packed_rows, padded_rows
+from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
+from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, Said
+from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers
 
-# Logits of so many reply tokens exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
-_CHUNK = 2048
-#: The logit of a token that a grammar forbids: its probability underflows to 0 beside any other.
-_IMPOSSIBLE = -1e30
 _VALUE_HEAD = "value_head.safetensors"
 
 
@@ -39,10 +41,15 @@ class _Layers(Protocol):
 
 
 class Actor:
-    """The causal language model: a distribution over the next token."""
+    """The causal language model: a distribution over the next token. `positions` counts what it reads.
 
-    def __init__(self, network: PreTrainedModel) -> None:
+    With `compiled` what follows the products of its head is compiled.
+    """
+
+    def __init__(self, network: PreTrainedModel, *, compiled: bool = False) -> None:
         self.network = network
+        self.positions = Positions()
+        self._compiled = compiled
         self._body: nn.Module = network.base_model
         self._head = cast(_Layers, network).get_output_embeddings()
         self._head_is_all = self._compare()
@@ -50,7 +57,8 @@ class Actor:
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The model in the Hugging Face folder `folder`."""
-        return cls(_load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder))
+        network = _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder)
+        return cls(network, compiled=settings.trainer.compile)
 
     @property
     def vocabulary(self) -> int:
@@ -63,42 +71,67 @@ class Actor:
         base.network.requires_grad_(requires_grad=False)
         return base
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it reads its sequences side by side in one row, unpadded."""
+        return is_packable(self.network)
+
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR.
 
-        Where a grammar held a reply, both are those of the distribution among the tokens that it allowed.
+        Where a grammar held a reply, both are those of the distribution among the tokens that it allowed. The batch is
+        on the CPU; the answers are where the model is.
         """
-        targets_N = batch.replies_BR[batch.mask_BR]
-        temperatures_N = batch.temperatures_BR[batch.mask_BR]
-        held_N = None if batch.held_BR is None else batch.held_BR[batch.mask_BR]
-        features_N = self._features(batch.ids_BT)[batch.predicts_BT]
-        parts = []
-        for i in range(0, len(targets_N), _CHUNK):
-            part = slice(i, i + _CHUNK)
-            held = None if held_N is None or batch.allowed_KW is None else _Held(held_N[part], batch.allowed_KW)
-            parts.append(self._chunk(features_N[part], targets_N[part], temperatures_N[part], held))
-        logprobs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        features_ND, said, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
+        logprobs_N, entropy_N = head.score(features_ND, said) if head else self._by_chunks(features_ND, said)
         return scatter_tokens(logprobs_N, batch.mask_BR), scatter_tokens(entropy_N, batch.mask_BR)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """The log-probabilities alone, without a gradient."""
+        features_ND, said, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
+        logprobs_N = head.logprobs(features_ND, said) if head else self._by_chunks(features_ND, said)[0]
+        return scatter_tokens(logprobs_N, batch.mask_BR)
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""
         self.network.save_pretrained(folder)
 
-    def _features(self, ids_BT: Tensor) -> Tensor:
-        """Hidden states if the head makes logits of them, else logits."""
-        if self._head_is_all:
-            return _run(self._body, ids_BT).last_hidden_state
-        return _run(self.network, ids_BT).logits
+    def _features(self, batch: Batch) -> Tensor:
+        """Before each reply token, the hidden state if the head makes logits of it, else the logits."""
+        network = self._body if self._head_is_all else self.network
+        return _read(network, batch, self.positions, logits=not self._head_is_all)
 
-    def _chunk(
-        self, features_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor, held: "_Held | None"
-    ) -> tuple[Tensor, Tensor]:
-        """Only the features are kept for the backward pass; the logits are computed again there."""
-        arguments = (self._logits, features_ND, targets_N, temperatures_N, held)
-        if not torch.is_grad_enabled():
-            return _logprobs(*arguments)
-        # Untyped in torch 2.13.
-        return cast(tuple[Tensor, Tensor], checkpoint(_logprobs, *arguments, use_reentrant=False))
+    def _reply_tokens(self, batch: Batch) -> Said:
+        device, mask_BR = self.network.device, batch.mask_BR
+        temperatures_N = batch.temperatures_BR[mask_BR]
+        allowed = None
+        if batch.held_BR is not None and batch.allowed_KW is not None:
+            allowed = AllowedSets(batch.held_BR[mask_BR].to(device), batch.allowed_KW.to(device))
+        tempered = bool((temperatures_N != 1).any())
+        return Said(batch.replies_BR[mask_BR].to(device), temperatures_N.to(device) if tempered else None, allowed)
+
+    def _fused_head(self) -> Head | None:
+        """The head, where logits are its products and nothing else."""
+        if self._head_is_all and type(self._head) is nn.Linear:
+            return Head.of(self._head, compiled=self._compiled)
+        return None
+
+    def _by_chunks(self, features_ND: Tensor, said: Said) -> tuple[Tensor, Tensor]:
+        """Only the features are kept for the backward pass; what is made of them is made again there."""
+        parts = []
+        for chosen, part in said.parts(CHUNK):
+            temperatures_N = part.temperatures_N
+            if temperatures_N is None:
+                temperatures_N = torch.ones_like(part.tokens_N, dtype=torch.float32)
+            arguments = (self._logits, features_ND[chosen], part.tokens_N, temperatures_N, part.allowed)
+            if torch.is_grad_enabled():
+                # Untyped in torch 2.13.
+                parts.append(cast(tuple[Tensor, Tensor], checkpoint(_logprobs, *arguments, use_reentrant=False)))
+            else:
+                parts.append(_logprobs(*arguments))
+        logprobs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        return logprobs_N, entropy_N
 
     def _logits(self, features_ND: Tensor) -> Tensor:
         return cast(Tensor, self._head(features_ND)) if self._head_is_all else features_ND
@@ -109,15 +142,20 @@ class Actor:
         ids_BT = torch.arange(min(8, self.vocabulary), device=self.network.device)[None]
         if self._body is self.network:
             return False
-        return torch.equal(self._head(_run(self._body, ids_BT).last_hidden_state), _run(self.network, ids_BT).logits)
+        hidden_BTD = _run(self._body, ids_BT).last_hidden_state
+        return torch.equal(self._head(hidden_BTD), _run(self.network, ids_BT).logits)
 
 
 class Critic(nn.Module):
-    """A language model's body and a linear head, zero at first: the reward to be expected before each reply token."""
+    """A language model's body and a linear head, zero at first: the reward to be expected before each reply token.
+
+    `positions` counts what it reads.
+    """
 
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()
         self.body = body
+        self.positions = Positions()
         width = body.config.get_text_config().hidden_size
         self.value_head = nn.Linear(width, 1, device=body.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
@@ -131,9 +169,14 @@ class Critic(nn.Module):
             critic.value_head.load_state_dict(load_file(folder / _VALUE_HEAD))
         return critic
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it reads its sequences side by side in one row, unpadded."""
+        return is_packable(self.body)
+
     def values(self, batch: Batch) -> Tensor:
-        """The value before each reply token, in float32, of shape BR."""
-        features_ND = _run(self.body, batch.ids_BT).last_hidden_state[batch.predicts_BT]
+        """The value before each reply token, in float32, of shape BR. The batch is on the CPU."""
+        features_ND = _read(self.body, batch, self.positions)
         values_N1 = cast(Tensor, self.value_head(features_ND.float()))
         return scatter_tokens(values_N1[:, 0], batch.mask_BR)
 
@@ -198,33 +241,37 @@ def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, f
         settings_of = {named: setting for setting, named in reversed(_folders(settings).items())}
         setting = settings_of.get(folder, "model.model_path")
         raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
+    network.train(mode=False).to(device)
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.
         network.set_attn_implementation("eager")
-    network.train(mode=False).to(device)
+    enable_packing(network)
+    if settings.trainer.compile:
+        compile_layers(network)
+    if settings.trainer.activation_checkpointing:
+        checkpoint_layers(network)
     return network
 
 
-def _run(network: nn.Module, ids_BT: Tensor) -> _Output:
-    return cast(_Output, network(input_ids=ids_BT, use_cache=False))
+def _run(network: nn.Module, ids_BT: Tensor, **options: Any) -> _Output:
+    return cast(_Output, network(input_ids=ids_BT, use_cache=False, **options))
 
 
-class _Held(NamedTuple):
-    """Which set of `allowed_KW` a grammar allowed at each of some reply tokens, -1 where it allowed all."""
-
-    held_N: Tensor
-    allowed_KW: Tensor
-
-    def forbidden(self, vocabulary: int) -> Tensor:
-        """The tokens that were not allowed, of shape NV."""
-        free_N = self.held_N < 0
-        if free_N.all():
-            return free_N.new_zeros(1, 1)
-        # Byte by byte: word by word would take four times the memory.
-        bytes_NX = self.allowed_KW.view(torch.uint8)[self.held_N.clamp(min=0)]
-        bits = torch.arange(8, dtype=torch.uint8, device=bytes_NX.device)
-        allowed_NV = ((bytes_NX[:, :, None] >> bits) & 1).flatten(1)[:, :vocabulary].bool()
-        return ~(allowed_NV | free_N[:, None])
+def _read(network: nn.Module, batch: Batch, positions: Positions, *, logits: bool = False) -> Tensor:
+    """What the network says before each reply token: its hidden state, or with `logits` those."""
+    device, packed = cast(PreTrainedModel, network).device, is_packable(network)
+    rows = packed_rows(batch) if packed else padded_rows(batch)
+    positions.add(rows, batch)
+    ids_BT, predicts_N = rows.ids_BT.to(device), rows.predicts_N.to(device)
+    options: dict[str, Any] = {}
+    if packed:
+        options = {"position_ids": rows.positions_BT.to(device), "attention_mask": no_mask(device)}
+        options |= bounds_of(list(rows.lengths), device)
+    if not logits:
+        return _run(network, ids_BT, **options).last_hidden_state.flatten(0, 1).index_select(0, predicts_N)
+    if packed and "logits_to_keep" in inspect.signature(network.forward).parameters:
+        return _run(network, ids_BT, logits_to_keep=predicts_N, **options).logits[0]
+    return _run(network, ids_BT, **options).logits.flatten(0, 1).index_select(0, predicts_N)
 
 
 def _logprobs(
@@ -232,12 +279,12 @@ def _logprobs(
     features_ND: Tensor,
     targets_N: Tensor,
     temperatures_N: Tensor,
-    held: _Held | None,
+    held: AllowedSets | None,
 ) -> tuple[Tensor, Tensor]:
     logits_NV = logits_of(features_ND).float() / temperatures_N[:, None]
     if held is not None:
         # Not minus infinity: the entropy multiplies it by probability 0, and would not be a number.
-        logits_NV = logits_NV.masked_fill(held.forbidden(logits_NV.shape[1]), _IMPOSSIBLE)
+        logits_NV = logits_NV.masked_fill(held.forbidden(logits_NV.shape[1]), IMPOSSIBLE)
     norm_N = logits_NV.logsumexp(1)
     chosen_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
     entropy_N = norm_N - (logits_NV.softmax(1) * logits_NV).sum(1)

@@ -28,7 +28,7 @@ class MasterAdamW:
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
-            fused=any(parameter.is_cuda for parameter in self._parameters.values()),
+            fused=True,
         )
 
     @property
@@ -108,8 +108,10 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     def hand_over(filled: Tensor) -> None:
         # Not `parameter`: a hook that holds what it hangs on is never freed, and a GPU has no room for two models.
         assert filled.grad is not None
-        gradient = filled.grad.float()
-        master.grad = gradient if master.grad is None else master.grad + gradient
+        if master.grad is None:
+            master.grad = filled.grad.float()
+        else:
+            master.grad += filled.grad
         filled.grad = None
 
     parameter.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]

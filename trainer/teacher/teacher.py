@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.batch import Batch, collate, micro_batches
+from tuneloop.trainer.batches.batch import collate, micro_batches
 from tuneloop.trainer.batches.sequences import TokenSequence, saying
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 from tuneloop.trainer.models.model import Actor
@@ -83,8 +83,9 @@ class LocalTeacher:
         batch = collate(sequences)
         batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
         all_BR = torch.zeros_like(batch.sampled_BR)
-        for index_B in micro_batches(batch.lengths_B, self._settings.trainer.micro_batch_tokens):
-            part_BR = self._score(batch.rows(index_B))
+        budget, padded = self._settings.trainer.micro_batch_tokens, not self._actor.is_packed
+        for index_B in micro_batches(batch.lengths_B, budget, padded=padded):
+            part_BR = self._actor.logprobs(batch.rows(index_B)).cpu()
             all_BR[index_B, : part_BR.shape[1]] = part_BR
         strange_B = all_BR.isnan().any(1)
         if strange_B.all():
@@ -105,9 +106,6 @@ class LocalTeacher:
         if all(each == NO_NUMBER for each in replies):
             raise TeacherAway(NO_NUMBER)
         return with_replies(samples, replies, known=len(self._words))
-
-    def _score(self, part: Batch) -> Tensor:
-        return self._actor.score(part.to(self._actor.network.device))[0].cpu()
 
     def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
         """The ids of its reply, or why it has none."""

@@ -1,17 +1,24 @@
-"""What became of feedback about several choices at once, choice by choice: some may be trained on, others open."""
+"""What becomes of feedback about several choices at once, choice by choice, and of what comes before any reply."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Select, select, tuple_
+from sqlalchemy import Connection, Select, and_, func, literal_column, select, tuple_
 
 from tuneloop.shared.experience import Feedback, Outcome
 from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, in_time_for, newest_corrections
-from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.storage.schema import experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The choices of a reply or trajectory that are told apart.
 MAX_TOLD = 1000
+
+#: Events of a tenant about runs that have no reply yet.
+MAX_EARLY = 100_000
+_EARLY_S = 10.0
 
 
 def rows_about(event: Feedback) -> Select[Any]:
@@ -38,3 +45,52 @@ def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) ->
     for row in newest_corrections(earlier):
         outcome = Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
         yield f"{row.msg_id}:{row.choice}", outcome
+
+
+class EarlyFeedback:
+    """Holds tenants to MAX_EARLY events about runs of which there is no reply: such names cost nothing to make up."""
+
+    def __init__(self, ticks: Callable[[], float]) -> None:
+        self._ticks = ticks
+        self._known: dict[str, tuple[int, float]] = {}
+
+    def within_bound(self, connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
+        """The events without those for which there is no room."""
+        of_runs = Counter(event.tenant for event in events if event.msg_id is None)
+        full = {tenant for tenant, count in of_runs.items() if self._count(connection, tenant) + count > MAX_EARLY}
+        for tenant in of_runs.keys() - full:
+            count, looked_at = self._known[tenant]
+            self._known[tenant] = count + of_runs[tenant], looked_at
+        if not full:
+            return list(events)
+        names = {_run_of(event) for event in events if event.msg_id is None and event.tenant in full}
+        there = {row for few in portions(names, of=3) for row in map(tuple, connection.execute(_runs(few)))}
+        refused = names - there
+        return [event for event in events if event.msg_id is not None or _run_of(event) not in refused]
+
+    def is_full(self, tenant: str, read: Callable[[Any], Sequence[Any]]) -> bool:
+        """Whether a tenant has as many as it may have."""
+        return int(read(_early(tenant))[0][0]) >= MAX_EARLY
+
+    def _count(self, connection: Connection, tenant: str) -> int:
+        """How many there are, as of some seconds ago; what came since was counted as if all of it were early."""
+        count, looked_at = self._known.get(tenant, (0, -math.inf))
+        if self._ticks() - looked_at > _EARLY_S:
+            count = int(connection.execute(_early(tenant)).scalar_one())
+            self._known[tenant] = count, self._ticks()
+        return count
+
+
+def _run_of(event: Feedback) -> tuple[object, ...]:
+    return event.tenant, event.task_id, event.run_id
+
+
+def _early(tenant: str) -> Select[Any]:
+    waiting = and_(literal_column("outcome = 'pending'"), feedback.c.msg_id.is_(None), feedback.c.tenant == tenant)
+    return select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
+
+
+def _runs(names: Sequence[Any]) -> Select[Any]:
+    """Which of these runs have replies."""
+    run = [experiences.c[name] for name in TRAJECTORY]
+    return select(*run).distinct().where(experiences.c.task_id.is_not(None), tuple_(*run).in_(names))

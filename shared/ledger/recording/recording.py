@@ -1,15 +1,17 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, and_, select, true, tuple_, update
+from sqlalchemy import Connection, Select, and_, select, true, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
+from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.erasures import not_erased
-from tuneloop.shared.ledger.recording.outcomes import outcomes_apart, rows_about
+from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, outcomes_apart, rows_about
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
     Trajectory,
@@ -33,6 +35,14 @@ _Record = TypeVar("_Record", Exchange, Feedback)
 
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
+
+#: Feedback events about one reply or run: each later one is reckoned with all of them.
+MAX_SAID = 1000
+#: How many of them are of one key, or of one source without a key: nobody keeps others from saying anything.
+MAX_SAID_BY_ONE = 250
+
+#: What of an event tells whether a later one repeats it, but for its text, which may be long.
+_COMPARED = [column for column in feedback.c if column.name not in {"text", "event_id", "occurred_at"}]
 
 
 class RecomputeResult(NamedTuple):
@@ -72,7 +82,7 @@ class Recording(LedgerPart):
         self.check_place = transactions.file.check
         self._starts_of = transactions.starts_of
         self._settlement = settlement
-        self._heartbeats = _Heartbeats(ticks)
+        self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
 
     def record(self, records: Sequence[Record]) -> None:
         """Store exchanges and feedback in their order; what is there already stays as it is."""
@@ -89,6 +99,7 @@ class Recording(LedgerPart):
             put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
             tag(connection, new_exchanges)
             put(connection, experiences, rows)
+            new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback):
                 connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
             self._settlement.settle(
@@ -103,6 +114,19 @@ class Recording(LedgerPart):
             for row in self._read(query.where(feedback.c.event_id.in_(portion))):
                 found[row.event_id] = Outcome(row.outcome) if row.call_id == call_id else Outcome.DUPLICATE
         return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
+
+    def without_room(self, events: Collection[Feedback]) -> set[str]:
+        """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
+        room = _Room()
+        for query in _earlier_feedback(events):
+            for row in self._read(query):
+                room.take(row)
+        full = {each.tenant for each in events if each.msg_id is None and self._early.is_full(each.tenant, self._read)}
+        return {
+            event.event_id
+            for event in events
+            if not room.is_left_for(event) or (event.msg_id is None and event.tenant in full)
+        }
 
     def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
@@ -202,26 +226,74 @@ class Recording(LedgerPart):
 
 
 def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
-    """The events that do not merely repeat the latest one of the same source about the same subject."""
-    last: dict[object, object] = {}
-    msg_ids = {event.msg_id for event in events if event.msg_id is not None}
-    trajectories = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
-    for row in sorted(_earlier_feedback(connection, msg_ids, trajectories), key=event_order):
-        last[_subject(row)] = _content(row)
+    """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
+    last: dict[object, Any] = {}
+    room = _Room()
+    earlier = [row for query in _earlier_feedback(events) for row in connection.execute(query)]
+    for row in sorted(earlier, key=event_order):
+        last[_subject(row)] = row
+        room.take(row)
     new = []
     for event in events:
-        if last.get(_subject(event)) != _content(event):
-            last[_subject(event)] = _content(event)
+        before = last.get(_subject(event))
+        if before is not None and _is_repeated(connection, before, event):
+            continue
+        # Who has said something may take it back whatever others have said since.
+        if (event.kind is Kind.RETRACTION and before is not None) or room.is_left_for(event):
+            room.take(event)
+            last[_subject(event)] = event
             new.append(event)
     return new
 
 
-def _earlier_feedback(connection: Connection, msg_ids: Collection[str], trajectories: Collection[Any]) -> Iterator[Any]:
-    for portion in portions(msg_ids):
-        yield from connection.execute(select(feedback).where(feedback.c.msg_id.in_(portion)))
+class _Room:
+    """How much has been said of each reply or run, and by whom."""
+
+    def __init__(self) -> None:
+        self._said: Counter[object] = Counter()
+        self._by_voice: Counter[object] = Counter()
+
+    def take(self, event: Any) -> None:
+        """Count an event."""
+        self._said[_thing(event)] += 1
+        self._by_voice[_thing(event), _voice(event)] += 1
+
+    def is_left_for(self, event: Any) -> bool:
+        """Whether there is room for an event."""
+        by_voice = self._by_voice[_thing(event), _voice(event)]
+        return self._said[_thing(event)] < MAX_SAID and by_voice < MAX_SAID_BY_ONE
+
+
+def _thing(event: Any) -> object:
+    """The reply or run that an event is about."""
+    return event.msg_id or (event.tenant, event.task_id, event.run_id)
+
+
+def _voice(event: Any) -> str:
+    return voice_of(event.source or "")
+
+
+def _earlier_feedback(events: Collection[Feedback]) -> Iterator[Select[Any]]:
+    """What finds the feedback there is about the replies and runs that these events are about."""
+    earlier = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
+    for portion in portions({event.msg_id for event in events if event.msg_id is not None}):
+        yield earlier.where(feedback.c.msg_id.in_(portion))
     named = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
-    for few in portions(trajectories, of=3):
-        yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(few)))
+    runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
+    for few in portions(runs, of=3):
+        yield earlier.where(feedback.c.msg_id.is_(None), named.in_(few))
+
+
+def _is_repeated(connection: Connection, before: Any, event: Feedback) -> bool:
+    """Whether an event says what the one before it said. A stored text is read only where all else is the same."""
+    if _content(before) != _content(event):
+        return False
+    if isinstance(before, Feedback):
+        return before.text == event.text
+    if event.text is None or not before.has_text:
+        return event.text is None and not before.has_text
+    stored = connection.execute(select(feedback.c.text).where(feedback.c.id == before.id)).scalar_one()
+    return bool(stored == event.text)
 
 
 def _subject(event: Any) -> object:
@@ -230,7 +302,7 @@ def _subject(event: Any) -> object:
 
 
 def _content(event: Any) -> object:
-    return event.kind, event.value, event.text, event.other_msg_id, event.other_choice, event.task_id, event.run_id
+    return event.kind, event.value, event.other_msg_id, event.other_choice, event.task_id, event.run_id
 
 
 def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str]:

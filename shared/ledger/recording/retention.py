@@ -8,7 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, insert, or_, select, text, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Table,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    text,
+    true,
+    tuple_,
+    update,
+)
 
 from tuneloop.shared.experience import KEY_SOURCE, Kind, Outcome, State, person_behind
 from tuneloop.shared.ledger.raters.rater_tables import rater_events, raters
@@ -18,6 +33,7 @@ from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
+from tuneloop.shared.settings.settings import Settings
 
 #: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
 PURGEABLE = (State.TRAINED, State.RECORDED, State.REWARDED, State.EXPIRED, State.DROPPED)
@@ -63,6 +79,13 @@ def bounds_of(retention: Bounds) -> dict[State, float]:
     return {State(name): bound for name, bound in retention.model_dump().items() if bound is not None}
 
 
+def bounds_of_tenants(settings: Settings) -> dict[str, dict[State, float]]:
+    """The same for each tenant that has bounds of its own: what they do not name is as for all."""
+    common = settings.retention.model_dump()
+    named = {name: tenant.retention.model_dump(exclude_unset=True) for name, tenant in settings.tenants.items()}
+    return {name: bounds_of(Bounds.model_validate(common | own)) for name, own in named.items() if own}
+
+
 class Retention(LedgerPart):
     """Experiences past their bounds, and persons, are deleted."""
 
@@ -74,25 +97,29 @@ class Retention(LedgerPart):
         self,
         bounds: Mapping[State, float],
         *,
+        of_tenants: Mapping[str, Mapping[State, float]] | None = None,
         dry_run: bool = False,
         deleted: Callable[[int], object] = lambda count: None,
     ) -> PurgeResult:
         """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
+
+        `of_tenants` are the bounds of those for whom others hold.
 
         An exchange goes with its last experience, and the feedback about it too. A row stays while a repeat of it with
         a later reward waits to be trained on. Feedback whose reply was never recorded goes by the bound of `recorded`.
         One transaction for each portion, so that others can write meanwhile; `deleted` is called with its size. Raises
         ValueError for another state.
         """
-        if in_work := bounds.keys() - set(PURGEABLE):
+        of_tenants = of_tenants or {}
+        if in_work := {state for each in (bounds, *of_tenants.values()) for state in each} - set(PURGEABLE):
             raise ValueError(f"experiences that are {', '.join(sorted(in_work))} wait for the trainer")
-        now = self._clock()
-        purged = {
-            state: self._purge(state, now - bounds[state], dry_run, deleted) for state in PURGEABLE if state in bounds
-        }
-        parked = 0
-        if State.RECORDED in bounds:
-            parked = self._purge_parked(now - bounds[State.RECORDED], dry_run)
+        now, purged, parked = self._clock(), dict[State, int](), 0
+        for scope, within in ((_Scope(None, [*of_tenants]), bounds), *((_Scope(t), b) for t, b in of_tenants.items())):
+            for state in (each for each in PURGEABLE if each in within):
+                found = self._purge(state, now - within[state], scope, dry_run, deleted)
+                purged[state] = purged.get(state, 0) + found
+            if State.RECORDED in within:
+                parked += self._purge_parked(now - within[State.RECORDED], scope, dry_run)
         if not dry_run and (parked or any(purged.values())):
             self.empty_log()
         return PurgeResult(purged, parked)
@@ -151,8 +178,11 @@ class Retention(LedgerPart):
                 connection.close()
         return not busy
 
-    def _purge(self, state: State, before: float, dry_run: bool, deleted: Callable[[int], object]) -> int:
+    def _purge(
+        self, state: State, before: float, scope: "_Scope", dry_run: bool, deleted: Callable[[int], object]
+    ) -> int:
         old = and_(experiences.c.state == state, experiences.c.sampled_at < before, ~_waits_for_its_repeat())
+        old = and_(old, scope.of(experiences))
         if dry_run:
             return int(self._read(select(func.count()).where(old))[0][0])
         # The lower correction first: were the later one gone alone, it would be made again.
@@ -169,9 +199,9 @@ class Retention(LedgerPart):
             time.sleep(_PAUSE_S if found == PORTION else 0)
         return total
 
-    def _purge_parked(self, before: float, dry_run: bool) -> int:
+    def _purge_parked(self, before: float, scope: "_Scope", dry_run: bool) -> int:
         other = select(exchanges.c.msg_id).where(exchanges.c.msg_id == feedback.c.other_msg_id)
-        parked = and_(_PENDING, feedback.c.received_at < before, ~other.exists())
+        parked = and_(_PENDING, feedback.c.received_at < before, ~other.exists(), scope.of(feedback))
         if dry_run:
             return int(self._read(select(func.count()).where(parked))[0][0])
         with self._write() as connection:
@@ -183,6 +213,19 @@ class Retention(LedgerPart):
         now = self._clock()
         if not connection.execute(update(erasures).where(theirs).values(erased_at=now)).rowcount:
             connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=now))
+
+
+class _Scope(NamedTuple):
+    """Whose rows: a tenant's, or everybody's but those of some tenants."""
+
+    tenant: str | None
+    but: Sequence[str] = ()
+
+    def of(self, table: Table) -> ColumnElement[bool]:
+        """The rows of a table."""
+        if self.tenant is not None:
+            return table.c.tenant == self.tenant
+        return table.c.tenant.not_in(self.but) if self.but else true()
 
 
 def _columns() -> Any:

@@ -7,7 +7,19 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, bindparam, exists, func, insert, literal_column, or_, select, tuple_, update
+from sqlalchemy import (
+    Connection,
+    and_,
+    bindparam,
+    case,
+    exists,
+    insert,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from tuneloop.shared.experience import Exchange, Kind, Outcome, State
 from tuneloop.shared.ledger.raters.standing import Standing, without_quarantined
@@ -18,10 +30,9 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     in_window,
     reward_of,
     rewarding,
-    rule_of,
 )
-from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
-from tuneloop.shared.ledger.storage.transactions import ignoring, portions
+from tuneloop.shared.ledger.storage.schema import experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
@@ -37,6 +48,13 @@ _ANY_FEEDBACK = select(
     exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),
     exists().where(feedback.c.other_msg_id.is_not(None)),
     exists().where(feedback.c.msg_id.is_(None)),
+)
+
+
+#: What of an event can bear on a reward: of its text that is a label alone, which is short.
+_READ = (
+    *(column for column in feedback.c if column.name not in {"text", "event_id", "occurred_at"}),
+    case((feedback.c.kind == Kind.LABEL, feedback.c.text)).label("text"),
 )
 
 
@@ -101,7 +119,7 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
         events = _Events(feedback_rows, Standing(connection, feedback_rows))
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
         for row in rows:
-            reward = reward_of(rule, events.about(row), sampled_at=row.sampled_at)
+            reward = events.reward(rule, row)
             if reward is None and not in_window(rule, sampled_at=row.sampled_at, received_at=now):
                 reward = default_of(rule, sampled_at=row.sampled_at)
             if row.state in OPEN and (row.reward, row.rewarded_at) != (reward or (None, None)):
@@ -169,6 +187,8 @@ class _Events:
     def __init__(self, events: Collection[Any], standing: Standing) -> None:
         self._standing = standing
         self.all = sorted({event.id: event for event in events}.values(), key=event_order)
+        self._of_runs: dict[object, Reward | None] = {}
+        self._made: dict[tuple[int, bool], Event] = {}
         self._by_target: dict[object, list[Any]] = defaultdict(list)
         retracted = set(retracted_preferences(self.all))
         for event in self.all:
@@ -177,14 +197,32 @@ class _Events:
             for target in _targets(event):
                 self._by_target[target].append(event)
 
+    def reward(self, rule: RewardRule, row: RewardRow) -> Reward | None:
+        """What the events make of one row; reckoned once for all rows of a run that have no feedback of their own."""
+        if self._by_target.get(row.msg_id) or rule.attribution_window is not None:
+            return reward_of(rule, self.about(row), sampled_at=row.sampled_at)
+        run = (row.tenant, row.task_id, row.run_id)
+        if run not in self._of_runs:
+            self._of_runs[run] = reward_of(rule, self.about(row), sampled_at=row.sampled_at)
+        return self._of_runs[run]
+
     def about(self, row: RewardRow) -> Iterator[Event]:
         """The events about one row, as they bear on it."""
-        both = [*self._by_target[row.msg_id], *self._by_target[row.tenant, row.task_id, row.run_id]]
-        for event in sorted(both, key=event_order):
-            if event.tenant == row.tenant and (_is_about(event, row) or _is_rejected_by(event, row)):
-                content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
-                whose = (event.call_id, self._standing.weight(event))
-                yield Event(event.id, *content, _is_about(event, row), event.received_at, *whose)
+        own, of_run = (
+            self._by_target.get(row.msg_id, []),
+            self._by_target.get((row.tenant, row.task_id, row.run_id), []),
+        )
+        for event in sorted([*own, *of_run], key=event_order) if own and of_run else own or of_run:
+            if event.tenant == row.tenant and ((is_about := _is_about(event, row)) or _is_rejected_by(event, row)):
+                yield self._borne(event, is_about)
+
+    def _borne(self, event: Any, is_about: bool) -> Event:
+        """An event as it bears on a row, made once for all rows."""
+        if (event.id, is_about) not in self._made:
+            content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
+            whose = (event.call_id, self._standing.weight(event))
+            self._made[event.id, is_about] = Event(event.id, *content, is_about, event.received_at, *whose)
+        return self._made[event.id, is_about]
 
 
 def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
@@ -232,21 +270,21 @@ def _rows(msg_ids: Sequence[str]) -> Any:
 
 
 def _about_replies(msg_ids: Sequence[str]) -> Any:
-    return select(feedback).where(or_(feedback.c.msg_id.in_(msg_ids), feedback.c.other_msg_id.in_(msg_ids)))
+    return select(*_READ).where(or_(feedback.c.msg_id.in_(msg_ids), feedback.c.other_msg_id.in_(msg_ids)))
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
     """The retractions of feedback about these replies."""
     for portion in portions(msg_ids):
         about = feedback.c.msg_id.in_(portion)
-        yield from connection.execute(select(feedback).where(about, feedback.c.kind == Kind.RETRACTION))
+        yield from connection.execute(select(*_READ).where(about, feedback.c.kind == Kind.RETRACTION))
 
 
 def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> Iterator[Any]:
     trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
     for portion in portions(trajectories, of=3):
-        yield from connection.execute(select(feedback).where(feedback.c.msg_id.is_(None), named.in_(portion)))
+        yield from connection.execute(select(*_READ).where(feedback.c.msg_id.is_(None), named.in_(portion)))
 
 
 def _with_labels(rows: Sequence[RewardRow], events: Sequence[Any]) -> list[RewardRow]:
@@ -291,17 +329,20 @@ def _after(change: Change, rule_id: int) -> Mapping[str, object]:
 
 def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> Iterator[tuple[int, Outcome]]:
     """The outcomes of events that waited for their reply, or came too late for a row that is open again."""
+    waiting = [event for event in events.all if event.outcome in (Outcome.PENDING, Outcome.LATE)]
     by_target: dict[object, list[RewardRow]] = defaultdict(list)
-    for row in rows:
+    for row in newest_corrections(rows) if waiting else ():
         by_target[row.msg_id].append(row)
         by_target[row.tenant, row.task_id, row.run_id].append(row)
-    for event in events.all:
-        rows_about = [
-            row for row in by_target[next(_targets(event))] if event.tenant == row.tenant and _is_about(event, row)
-        ]
-        if rows_about and event.outcome in (Outcome.PENDING, Outcome.LATE):
-            in_time = all(in_time_for(rule, event, row) for row in newest_corrections(rows_about))
-            outcome = Outcome.ACCEPTED if in_time else Outcome.LATE
+    strictest: dict[object, RewardRow | None] = {}
+    for event in waiting:
+        target = next(_targets(event))
+        subject = event.tenant, target, event.choice
+        if subject not in strictest:
+            about = (row for row in by_target[target] if event.tenant == row.tenant and _is_about(event, row))
+            strictest[subject] = min(about, key=lambda row: (not _is_closed(row), row.sampled_at), default=None)
+        if (narrow := strictest[subject]) is not None:
+            outcome = Outcome.ACCEPTED if in_time_for(rule, event, narrow) else Outcome.LATE
             if outcome != event.outcome:
                 yield event.id, outcome
 
@@ -310,8 +351,11 @@ def in_time_for(rule: RewardRule, event: Any, row: RewardRow) -> bool:
     """Whether an event about a row is heeded there, unless it is of no kind that could change a reward."""
     if not rewarding(rule, event.kind):
         return True
-    closed = row.state not in OPEN or row.state == State.EXPIRED
-    return not closed and in_window(rule, sampled_at=row.sampled_at, received_at=event.received_at)
+    return not _is_closed(row) and in_window(rule, sampled_at=row.sampled_at, received_at=event.received_at)
+
+
+def _is_closed(row: RewardRow) -> bool:
+    return row.state not in OPEN or row.state == State.EXPIRED
 
 
 def newest_corrections(rows: Iterable[RewardRow]) -> Collection[RewardRow]:
@@ -324,11 +368,13 @@ def _repeats(
 ) -> Iterator[Change]:
     """Trained replies to which feedback that came too late gives another reward."""
     late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}
-    for row in newest_corrections(rows):
+    for row in newest_corrections(rows) if late else ():
+        if row.state != State.TRAINED:
+            continue
         about = list(events.about(row))
         reward = reward_of(rule, about, sampled_at=row.sampled_at)
         too_late = any(event.id in late and rewarding(rule, event.kind) for event in about)
-        if row.state == State.TRAINED and too_late and reward is not None and reward.value != row.reward:
+        if too_late and reward is not None and reward.value != row.reward:
             yield Change(row, reward)
 
 
@@ -348,39 +394,3 @@ def _repeat(connection: Connection, change: Change, rule_id: int) -> None:
     values = [bindparam(f"its_{name}", value, experiences.c[name].type).label(name) for name, value in changed.items()]
     copy = select(*unchanged, *values).where(experiences.c.id == row.id)
     connection.execute(insert(experiences).from_select([*(column.name for column in unchanged), *changed], copy))
-
-
-#: The rule of a call without feedback of its own: it has the reward of its run's last one.
-OF_ITS_RESULT = '{"of":"the last call of its run"}'
-
-
-def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
-    """The number of the rule, which is stored if it is new."""
-    same = select(reward_rules.c.id).where(reward_rules.c.definition == definition)
-    if (found := connection.execute(same).scalar()) is None:
-        connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
-        found = connection.execute(same).scalar_one()
-    return int(found)
-
-
-def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
-    """The rewarded ones of the replies by the rule that made their rewards.
-
-    Those that have the reward of their run's result come under the newest rule: they have feedback since.
-    """
-    by_rule: defaultdict[int, list[str]] = defaultdict(list)
-    for portion in portions(msg_ids):
-        query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
-        of_these = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
-        for msg_id, rule in connection.execute(of_these):
-            by_rule[rule].append(msg_id)
-    if not by_rule:
-        return {}
-    definitions = {row.id: row.definition for row in connection.execute(select(reward_rules))}
-    newest = max((number for number, definition in definitions.items() if definition != OF_ITS_RESULT), default=None)
-    found: dict[int, tuple[RewardRule, list[str]]] = {}
-    for number, replies in by_rule.items():
-        chosen = newest if definitions[number] == OF_ITS_RESULT else number
-        if chosen is not None:
-            found.setdefault(chosen, (rule_of(definitions[chosen]), []))[1].extend(replies)
-    return found

@@ -1,16 +1,17 @@
 """Feedback becomes rewards under a rule, within the transaction of the verb that recorded it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, func, select, update
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.recording.reward_rule import definition
-from tuneloop.shared.ledger.recording.rewards import Plan, id_of_rule, plan, rules_of, too_late_for, write
-from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.recording.reward_rule import definition, rule_of
+from tuneloop.shared.ledger.recording.rewards import Plan, plan, too_late_for, write
+from tuneloop.shared.ledger.storage.schema import experiences, reward_rules
+from tuneloop.shared.ledger.storage.transactions import ignoring, portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 
@@ -60,3 +61,39 @@ class Settlement:
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
         self.settle_by_own_rules(connection, too_late_for(connection, {row.msg_id for row in rows}))
+
+
+#: The rule of a call without feedback of its own: it has the reward of its run's last one.
+OF_ITS_RESULT = '{"of":"the last call of its run"}'
+
+
+def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
+    """The number of the rule, which is stored if it is new."""
+    same = select(reward_rules.c.id).where(reward_rules.c.definition == definition)
+    if (found := connection.execute(same).scalar()) is None:
+        connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
+        found = connection.execute(same).scalar_one()
+    return int(found)
+
+
+def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
+    """The rewarded ones of the replies by the rule that made their rewards.
+
+    Those that have the reward of their run's result come under the newest rule: they have feedback since.
+    """
+    by_rule: defaultdict[int, list[str]] = defaultdict(list)
+    for portion in portions(msg_ids):
+        query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
+        of_these = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
+        for msg_id, rule in connection.execute(of_these):
+            by_rule[rule].append(msg_id)
+    if not by_rule:
+        return {}
+    definitions = {row.id: row.definition for row in connection.execute(select(reward_rules))}
+    newest = max((number for number, definition in definitions.items() if definition != OF_ITS_RESULT), default=None)
+    found: dict[int, tuple[RewardRule, list[str]]] = {}
+    for number, replies in by_rule.items():
+        chosen = newest if definitions[number] == OF_ITS_RESULT else number
+        if chosen is not None:
+            found.setdefault(chosen, (rule_of(definitions[chosen]), []))[1].extend(replies)
+    return found

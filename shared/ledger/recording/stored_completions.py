@@ -19,6 +19,9 @@ from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 
 Order = Literal["asc", "desc"]
 
+#: Bytes of the requests that one page is made from; one completion is a page whatever it has.
+MAX_PAGE_BYTES = 16 << 20
+
 #: Completions that are looked at for one page of those with several tags.
 MAX_EXAMINED = 10_000
 
@@ -57,8 +60,8 @@ class StoredCompletions(LedgerPart):
     ) -> CompletionPage | None:
         """The next completions, by the time of their requests: those that have all the `wanted` tags.
 
-        A page may have fewer than `limit` although there are more. None if none of the MAX_EXAMINED next completions
-        with the rarest of the tags has the others too, and there are more of them.
+        A page may have fewer than `limit` although there are more: it has MAX_PAGE_BYTES at most. None if none of the
+        MAX_EXAMINED next completions with the rarest of the tags has the others too, and there are more of them.
         """
         if len(wanted) > 1:
             keys, more = self._with_several(wanted, after, order, limit)
@@ -68,6 +71,8 @@ class StoredCompletions(LedgerPart):
             of_one = [select_tagged(tag, after, order, limit + 1) for tag in wanted]
             rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
+        if len(some := self._of_a_page(keys)) < len(keys):
+            keys, more = some, True
         found = self._read_stored(tenant, keys)
         return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
 
@@ -117,6 +122,16 @@ class StoredCompletions(LedgerPart):
         named = {msg_id for event in events for msg_id in names_in(event)}
         deleted = {row.msg_id for portion in portions(named) for row in self._read(deleted_of(portion))}
         return [event.event_id for event in events if deleted & names_in(event)]
+
+    def _of_a_page(self, keys: list[str]) -> list[str]:
+        """The first of the completions whose requests are not too long together, and one at least."""
+        total = 0
+        sizes = {row.msg_id: codec.text_size(row.head, row.size) for row in self._read(_sizes(keys))}
+        for number, key in enumerate(keys):
+            total += sizes.get(key, 0)
+            if total > MAX_PAGE_BYTES and number:
+                return keys[:number]
+        return keys
 
     def _with_several(
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
@@ -171,6 +186,12 @@ def _next(query: Select[Any], table: Any, after: PageCursor | None, order: Order
         key = tuple_(*columns)
         query = query.where(key > after if order == "asc" else key < after)
     return query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
+
+
+def _sizes(msg_ids: Sequence[str]) -> Select[Any]:
+    head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
+    size = func.length(exchanges.c.request).label("size")
+    return select(exchanges.c.msg_id, head, size).where(exchanges.c.msg_id.in_(msg_ids))
 
 
 def _exchanges(tenant: str, msg_ids: Sequence[str], endpoint: str) -> Select[Any]:

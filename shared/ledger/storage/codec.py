@@ -83,6 +83,15 @@ def unpack_text(stored: bytes) -> bytes:
     return _zstd.decompressor.decompress(stored) if stored.startswith(_FRAME) else stored
 
 
+def text_size(head: bytes, stored: int) -> int:
+    """The bytes of the text behind `pack_text`'s bytes, of which there are `stored`, and `head` are the first."""
+    return zstandard.frame_content_size(head) if head.startswith(_FRAME) else stored
+
+
+#: So many of the first bytes tell `text_size` what it must know.
+TEXT_HEAD = 18
+
+
 def pack_grammar(grammar: Grammar | None) -> bytes | None:
     """The grammar as compressed JSON."""
     return None if grammar is None else pack_text(msgspec.json.encode(grammar))

@@ -287,6 +287,9 @@ partial(
 partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
 partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
 
+#: What may have become of feedback that is stored.
+_STORED = [outcome for outcome in Outcome if outcome is not Outcome.FULL]
+
 #: Append-only. Has no foreign key to exchanges, because feedback may come before the row of its reply.
 feedback = Table(
     "feedback",
@@ -310,7 +313,7 @@ feedback = Table(
     Column("occurred_at", Double, nullable=True),
     Column("outcome", String(16), nullable=False),
     CheckConstraint(one_of("kind", Kind), name="kind"),
-    CheckConstraint(one_of("outcome", Outcome), name="outcome"),
+    CheckConstraint(one_of("outcome", _STORED), name="outcome"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
     CheckConstraint("(kind IN ('number', 'boolean')) = (value IS NOT NULL)", name="value_of_a_number"),
     CheckConstraint("(kind IN ('label', 'comment', 'demonstration')) = (text IS NOT NULL)", name="text_of_words"),

@@ -1,6 +1,7 @@
 """What the tables are made of: the names of their rules, and columns that both databases read alike."""
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -39,7 +40,7 @@ class Words(TypeDecorator[str]):
         return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
 
 
-def one_of(column: str, values: type[StrEnum]) -> str:
+def one_of(column: str, values: Iterable[StrEnum]) -> str:
     """The rule that a column has one of these values."""
     return f"{column} IN ({', '.join(repr(value.value) for value in values)})"
 

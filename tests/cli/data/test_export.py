@@ -335,7 +335,7 @@ def test_parquet_without_pyarrow_names_the_extra(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(EnvironmentRefused, match=r"pip install tuneloop\[parquet\]"):
+    with pytest.raises(EnvironmentRefused, match=r"pip install .*\[parquet\]"):
         export(ledger, ExportRequest(SFT, ACME), tmp_path / "rows.parquet")
     assert list(tmp_path.glob("*partial")) == []
     assert export(ledger, ExportRequest(SFT, ACME), tmp_path / "rows.jsonl").rows == 0

@@ -56,6 +56,19 @@ def test_the_trainers_memory_is_what_was_measured_on_an_h200(tmp_path: Path, kin
     assert memory.total / GIB == pytest.approx(measured, rel=0.15)
 
 
+def test_activations_that_are_made_again_are_not_kept(tmp_path: Path) -> None:
+    """Of each of 28 layers what goes in, 1024 numbers of two bytes, and one layer whole."""
+    shape = read_shape(model_folder(tmp_path / "m", weights=600_000_000))
+    kept, again = (
+        trainer_memory(shape, shape, settings_of(tmp_path / "m", trainer={"activation_checkpointing": choice}))
+        for choice in (False, True)
+    )
+    whole = shape.activation_bytes(2)
+    assert kept.activations == 16384 * whole
+    assert again.activations == 16384 * (shape.layers * shape.width * 2 + whole // shape.layers)
+    assert again.total - again.activations == kept.total - kept.activations
+
+
 def test_the_disk_of_versions_is_that_of_the_operations_page(tmp_path: Path) -> None:
     shape = read_shape(model_folder(tmp_path / "m", weights=600_000_000))
     disk = version_disk(shape, shape, settings_of(tmp_path / "m"))

@@ -106,5 +106,5 @@ def test_mails_are_searched_in_every_framework_by_the_same_prompts(module: str, 
 
 def test_capitals_are_asked_for_by_the_prompts_that_were_taught() -> None:
     played = play(Capitals(), CAPITALS, "examples.json_format.main", "answer")
-    assert [reward for reward, _ in played.verdicts] == [1.5] * 3
+    assert [reward for reward, _ in played.verdicts] == [1.0] * 3
     require_the_prompts_of(Capitals(), CAPITALS, played.asked)

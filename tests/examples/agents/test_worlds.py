@@ -48,7 +48,7 @@ def test_the_teachers_are_right_and_with_slips_they_are_where_the_start_models_s
     assert mean(right["email_search"], "tools") == mean(right["email_search"], "arguments") == 1.0
     assert mean(right["email_search"], "recall") == 1.0
     assert mean(right["werewolf"], "wins") > 0.8
-    assert mean(right["json_format"], "format") == mean(right["json_format"], "accuracy") == 1.0
+    assert mean(right["json_format"], "format") == 1.0
     assert 0.25 < mean(slipping["json_format"], "format") < 0.35
     assert 0.4 < mean(slipping["math_agent"], "accuracy") < 0.65
     assert mean(right["math_agent"], "steps") < 0.8 * mean(slipping["math_agent"], "steps")
@@ -114,7 +114,7 @@ def test_no_question_about_capitals_is_both_learnt_from_and_held_out() -> None:
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ('{"country": "Peru", "capital": "Lima"}', 1.5),
+        ('{"country": "Peru", "capital": "Lima"}', 1.0),
         ('{"capital": "Rome", "country": "Peru"}', 1.0),
         ('{"country": "Peru", "capital": "Lima", "more": 1}', 0.0),
         ('Here it is: {"country": "Peru", "capital": "Lima"}', 0.0),
@@ -124,7 +124,7 @@ def test_no_question_about_capitals_is_both_learnt_from_and_held_out() -> None:
     ],
 )
 def test_an_answer_is_json_as_it_was_asked_for_or_worth_nothing(text: str, reward: float) -> None:
-    assert capitals.judge({"capital": "Lima"}, text).reward == reward
+    assert capitals.judge(text).reward == reward
 
 
 def test_mails_are_found_by_one_column_and_nothing_else_is_searched() -> None:

@@ -4,6 +4,7 @@ A route that is added without a row here fails.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -12,10 +13,11 @@ from fastapi.routing import APIRoute
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant
+from tuneloop.shared.settings.feedback import TenantSettings
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 READ, COMMIT, INFERENCE, FEEDBACK, ADMIN = Scope.READ, Scope.COMMIT, Scope.INFERENCE, Scope.FEEDBACK, Scope.ADMIN
@@ -46,7 +48,7 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("POST", "/commit"): {COMMIT},
     ("GET", "/training"): {READ, COMMIT},
     ("GET", "/training/calls"): {READ, COMMIT},
-    ("GET", "/metrics"): {ADMIN},
+    ("GET", "/metrics"): {Scope.METRICS},
     ("GET", "/admin/keys"): {ADMIN},
     ("POST", "/admin/keys"): {ADMIN},
     ("GET", "/admin/keys/audit"): {ADMIN},
@@ -264,6 +266,34 @@ def test_two_tenants_have_the_same_names_without_meeting(
     assert explorer.http.post("/commit", json={"task_id": "t"}, headers=acme.headers).json()["committed"] == 1
     states = explorer.rows("SELECT tenant, state FROM experiences WHERE task_id = 't' ORDER BY tenant")
     assert [tuple(each) for each in states] == [("acme", "committed"), ("globex", "rewarded")]
+
+
+def test_the_settings_say_what_holds_for_a_tenant_whose_requests_do_not(tmp_path: Path, double: EngineDouble) -> None:
+    tenants = {"acme": TenantSettings(store=False), "globex": TenantSettings(train=False)}
+    settings = settings_for(tmp_path, [double.url]).model_copy(update={"tenants": tenants})
+    with explorer_running(settings) as explorer:
+        _ask_as_tenants(explorer)
+
+
+def _ask_as_tenants(explorer: RunningExplorer) -> None:
+    headers = {}
+    for name in ("acme", "globex", "other"):
+        grant = KeyGrant(name=name, tenant=name, scopes=(Scope.INFERENCE, Scope.READ))
+        headers[name] = {"Authorization": f"Bearer {explorer.ledger.keys.create(grant, actor='test')[1]}"}
+        eventually(lambda: explorer.http.get("/v1/models").status_code == 401)
+        eventually(lambda name=name: explorer.http.get("/v1/models", headers=headers[name]).status_code == 200)
+    trains, not_ = {"metadata": {"train": "true"}}, {"metadata": {"train": "false"}}
+    for more in ({}, {"store": True}, trains, not_, {"store": False}):
+        for each in headers.values():
+            assert explorer.http.post(CHAT, json=HELLO | more, headers=each).status_code == 200
+    explorer.until_flushed()
+    query = "SELECT reason FROM experiences WHERE tenant = '{}' ORDER BY id"
+    kept = {name: [row[0] for row in explorer.rows(query.format(name))] for name in headers}
+    assert kept == {
+        "acme": [None],
+        "globex": ["opt_out", "opt_out", None, "opt_out"],
+        "other": [None, None, None, "opt_out"],
+    }
 
 
 def test_what_is_the_operators_does_not_reach_the_engine(

@@ -12,8 +12,9 @@ from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback
 from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.flusher import GROUP, Flusher
+from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
+from tuneloop.explorer.capture.merge import GROUP
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.shared import spool_format, steady_time

@@ -13,7 +13,7 @@ from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
-from tuneloop.shared.ledger.reports import Reports
+from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.operations.diagnosis import WAITING, Code
 
 
@@ -105,3 +105,17 @@ def test_an_alarm_is_a_gauge_until_it_is_cleared(explorer: RunningExplorer) -> N
     explorer.ledger.alarms.raise_alarm(Alarm("entropy", "it fell"))
     explorer.ledger.alarms.clear("length")
     eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 0, "entropy": 1})
+
+
+def test_the_newest_versions_that_were_rewarded_say_what_they_earn(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    metrics = Metrics()
+    gauges = LedgerGauges(open_ledger(settings), metrics, settings, interval_s=1)
+    gauges._set_rewards(
+        [VersionReward(version, 4, 2, version / 2) for version in range(9)] + [VersionReward(9, 1, 0, 0)]
+    )
+    gauges._set_rewards([VersionReward(version, 4, 2, version / 2) for version in range(10)])
+    [family] = [each for each in metrics.registry.collect() if each.name == "tuneloop_version_reward"]
+    assert {int(each.labels["version"]): each.value for each in family.samples} == {
+        version: version / 4 for version in range(2, 10)
+    }

@@ -1,5 +1,6 @@
 """What a version that is being tried gets, and what it never gets."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
-from tuneloop.explorer.versions.canary import CanaryTrial, division, to_try_on
+from tuneloop.explorer.metrics import Metrics, ProcessTotals
+from tuneloop.explorer.proxy.proxy import RequestFailures
+from tuneloop.explorer.versions.canary import CanaryTrial, division, request_counts, to_try_on
 from tuneloop.shared.experience import VersionState
 
 USERS = [f"user-{number}" for number in range(60)]
@@ -147,6 +150,45 @@ def test_when_both_fail_what_the_champion_cannot_answer_is_not_asked_of_what_is_
     user = next(user for user, number in by_hash().items() if number == 0)
     assert explorer.chat(user=user).status_code == 500
     assert len(tried.chats) == heard
+
+
+@pytest.mark.parametrize("mode", ["canary", "shadow"])
+def test_requests_at_which_every_engine_fails_roll_nothing_back(
+    running_explorer: Run, doubles: list[EngineDouble], mode: str
+) -> None:
+    explorer = trying(running_explorer, doubles, mode, share=0.5, failures=0.01)
+    for each in doubles:
+        each.fails_at = lambda request: request.get("seed") == 13
+    asked = [len(each.chats) for each in doubles]
+    assert {explorer.chat(user=user).status_code for user in USERS} == {200}
+    for user in USERS:
+        assert explorer.chat(user=user, seed=13).status_code == 500
+    eventually(lambda: all(len(each.chats) >= before + 40 for each, before in zip(doubles, asked, strict=True)))
+    time.sleep(1.0)  # several looks at the trial
+    counted = [line for line in explorer.http.get("/metrics").text.splitlines() if line.startswith("tuneloop_replies")]
+    assert not [line for line in counted if 'outcome="failed"' in line and 'version="1"' in line]
+    assert mode == "shadow" or [line for line in counted if 'outcome="refused"' in line and 'version="1"' in line]
+    assert version(explorer, 1).state is VersionState.CANARY
+    (tried,) = [each for each in doubles if each.weights == actor(explorer, 1)]
+    tried.fails_at = lambda request: request.get("seed") == 17  # which the champion answers
+    for user in USERS * 2:
+        assert explorer.chat(user=user, seed=17).status_code == 200
+    until(explorer, 1, VersionState.ROLLED_BACK)
+
+
+def test_the_failures_of_one_key_that_nobody_else_saw_count_once() -> None:
+    metrics = Metrics()
+    failures = RequestFailures(metrics)
+    for _ in range(30):
+        failures.alone(1, "acme/one")
+        failures.alone(2, "acme/one")
+        failures.elsewhere(1, answered=False)
+    failures.alone(1, "acme/two")
+    failures.elsewhere(1, answered=True)
+    for _ in range(5):
+        failures.alone(3, "")  # a program of this machine
+    totals = ProcessTotals(metrics.registry)
+    assert {name: share.found for name, share in request_counts(totals).items()} == {"1": 3, "2": 1, "3": 5}
 
 
 def test_when_it_is_rolled_back_its_engine_goes_back(running_explorer: Run, doubles: list[EngineDouble]) -> None:

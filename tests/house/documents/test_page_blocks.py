@@ -62,6 +62,13 @@ NOT_RUN = {
     "cp deploy/systemd/": "it changes the machine; tests/house/test_units.py checks the units",
     "systemctl ": "it needs systemd",
     "journalctl ": "it needs systemd",
+    "docker ": "it needs Docker: tests/deploy starts the commands of the compose file",
+    "kubectl ": "it needs a cluster: tests/deploy renders and checks what is applied",
+    "cd deploy/compose": "tests/deploy/test_compose.py starts what is there",
+    "cp .env.example .env": "tests/deploy/test_files.py compares it with what compose.yaml asks for",
+    "chmod 600 .env": "the same",
+    "promtool ": "tests/deploy/test_monitoring.py runs it",
+    "/run/secrets/": "where the command before writes to: tests/deploy/test_compose.py",
 }
 
 #: Blocks in a language that no test can run, by their page and their beginning, and why.

@@ -186,7 +186,7 @@ def test_a_wrong_value_is_told_with_what_is_right(tmp_path, text, told):
         ("algorithm: {algorithm_type: reinforce_pp}\n", "names are reinforce++"),
         ("algorithm: {optimizer: {lr_warmup_steps: -1}}\n", "write 0"),
         ("buffer: {trainer_input: {experience_buffer: {storage_type: queue}}}\n", "write 'sql'"),
-        ("monitor: {monitor_type: wandb}\n", "write 'tensorboard'"),
+        ("monitor: {monitor_type: swanlab}\n", "write 'tensorboard'"),
         ("cluster: {node_num: 0}\n", "write the number of machines"),
         ("trainer: {save_interval: 0}\n", "write after how many steps to publish"),
         ("name: '${oc.env:NAME}'\nseed: ${oc.env:X}\n", "unknown key"),

@@ -50,8 +50,13 @@ def test_micro_batches_hold_every_reply_once_and_keep_to_the_budget():
     lengths = torch.tensor([3, 9, 4, 1, 20, 5, 5])
     groups = micro_batches(lengths, 12)
     assert sorted(int(row) for group in groups for row in group) == list(range(7))
-    assert all(len(group) == 1 or len(group) * int(lengths[group].max()) <= 12 for group in groups)
-    assert len(groups) == 4
+    assert [lengths[group].tolist() for group in groups] == [[20], [9, 3], [5, 5, 1], [4]]
+
+
+def test_micro_batches_that_are_padded_keep_to_the_budget_with_their_padding():
+    lengths = torch.tensor([3, 9, 4, 1, 20, 5, 5])
+    groups = micro_batches(lengths, 12, padded=True)
+    assert [lengths[group].tolist() for group in groups] == [[20], [9], [5, 5], [4, 3, 1]]
 
 
 def test_sequences_of_one_unit_stay_together():

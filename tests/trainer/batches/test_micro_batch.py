@@ -18,34 +18,54 @@ from tuneloop.trainer.models.model import Actor
 ROWS = [sample(i) for i in range(4)]
 
 
-@pytest.fixture
-def small_gpu(monkeypatch):
-    """No more than 300 positions at once have room, and that shows in the second update only."""
-    score, calls = Actor.score, []
+def _full_after(monkeypatch, *, calls, room):
+    """From so many micro-batches on, memory has room for those of at most so many tokens."""
+    score, made = Actor.score, []
 
     def bounded(self, batch):
-        calls.append(batch.ids_BT.numel())
-        if len(calls) > 3 and calls[-1] > 40:
+        made.append(int(batch.lengths_B.sum()))
+        if len(made) > calls and made[-1] > room:
             raise torch.OutOfMemoryError
         return score(self, batch)
 
     monkeypatch.setattr(Actor, "score", bounded)
-    return calls
+    return made
 
 
 def _weights(learner):
     return {name: each.clone() for name, each in learner.actor.network.state_dict().items()}
 
 
-def test_a_step_that_has_no_room_changes_nothing(settings, small_gpu):
+def test_an_update_that_has_no_room_is_made_again_in_smaller_pieces(settings, monkeypatch):
+    """It is the second of two: the first is not made again, and nothing was kept to go back to."""
+    rows = [
+        sample(i, completion_ids=np.arange(90, dtype=np.int32), logprobs=np.full(90, -5.7, np.float32))
+        for i in range(8)
+    ]
+    chosen = settings(trainer={"micro_batch_tokens": 1024})
+    expected = snapshot.load(chosen, None)
+    expected.step(rows)
+    learner, micro_batch = snapshot.load(chosen, None), MicroBatch(chosen)
+    chosen.job_dir.mkdir(parents=True)
+    made = _full_after(monkeypatch, calls=1, room=256)
+    micro_batch.step(learner, rows, version=None)
+    first, second, again, *parts = made
+    assert second == again == sum(parts) > 256 >= max(parts)
+    assert first > 256  # which had room, and is not made again
+    assert (micro_batch.tokens, MicroBatch(chosen).tokens, learner.micro_batch_tokens) == (256, 256, 256)
+    for name, each in _weights(expected).items():
+        torch.testing.assert_close(_weights(learner)[name], each, rtol=0, atol=1e-5)
+
+
+def test_a_step_that_has_no_room_changes_nothing(settings, monkeypatch):
     learner = snapshot.load(settings(trainer={"micro_batch_tokens": 4096}), None)
     before, generator = _weights(learner), learner.generator.get_state()
-    small_gpu.extend([0, 0, 0])
+    _full_after(monkeypatch, calls=0, room=10)
     with pytest.raises(torch.OutOfMemoryError):
         learner.step(ROWS)
     assert all(torch.equal(before[name], each) for name, each in _weights(learner).items())
     assert torch.equal(generator, learner.generator.get_state())
-    assert learner.steps == 0
+    assert (learner.steps, learner.spoilt) == (0, False)
 
 
 def test_it_is_halved_until_the_step_fits_and_remembered(settings, ledger, monkeypatch):

@@ -49,7 +49,9 @@ def surrogate(
     )
     if targets.weights_BR is not None:
         policy_BR = policy_BR * targets.weights_BR
-    loss = average(policy_BR) - algorithm.entropy_coef * average(entropy_BR)
+    loss = average(policy_BR)
+    if algorithm.entropy_coef:  # Times 0 it would have a gradient, of nothing, that costs as much as any.
+        loss = loss - algorithm.entropy_coef * average(entropy_BR)
     mismatch_BR = kl(targets.sampled_BR, logprobs_BR, "k3")
     metrics = {
         "actor/pg_loss": average(policy_BR),

@@ -9,10 +9,11 @@ from tests.shared.retaining import EVERYTHING, IN_STATE, NOW, OLD, column, every
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import retention
-from tuneloop.shared.ledger.recording.retention import bounds_of
+from tuneloop.shared.ledger.recording.retention import bounds_of, bounds_of_tenants
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.settings.feedback import RetentionSettings
+from tuneloop.shared.settings.settings import Settings
 
 
 @pytest.fixture
@@ -46,6 +47,25 @@ def test_without_a_bound_everything_stays(ledger: Ledger, engine: Engine, state:
     others = {each: bound for each, bound in EVERYTHING.items() if each != state}
     assert sum(ledger.retention.purge(others).experiences.values()) == 0
     assert everything(engine) == before
+
+
+def test_a_tenant_may_have_bounds_of_its_own(ledger: Ledger, engine: Engine) -> None:
+    for tenant in ("acme", "globex", "other"):
+        said = heard(tenant=tenant, msg_id=f"no reply of {tenant}", received_at=OLD)
+        ledger.recording.record([exchange(tenant=tenant, received_at=OLD), said])
+    retention = {"recorded": 101.0, "dropped": 7.0}
+    tenants = {"acme": {"retention": {"recorded": 99.0}}, "globex": {"retention": {"recorded": None}}, "other": {}}
+    settings = Settings.model_validate({"model": {"model_path": "x"}, "retention": retention, "tenants": tenants})
+    of_tenants = bounds_of_tenants(settings)
+    assert of_tenants == {"acme": {State.RECORDED: 99.0, State.DROPPED: 7.0}, "globex": {State.DROPPED: 7.0}}
+    bounds = bounds_of(settings.retention)
+    told = ledger.retention.purge(bounds, of_tenants=of_tenants, dry_run=True)
+    assert told == ledger.retention.purge(bounds, of_tenants=of_tenants)
+    assert (told.experiences[State.RECORDED], told.parked) == (1, 1)
+    assert column(engine, exchanges.c.tenant) == ["globex", "other"]
+    again = ledger.retention.purge({State.RECORDED: 99.0}, of_tenants=of_tenants)
+    assert (again.experiences[State.RECORDED], again.parked) == (1, 1)
+    assert column(engine, exchanges.c.tenant) == ["globex"]
 
 
 def test_what_is_in_work_is_never_purged(ledger: Ledger) -> None:

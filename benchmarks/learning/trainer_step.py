@@ -1,6 +1,6 @@
 """What one optimiser step of PPO costs on a CPU, this checkout beside another, step by step in turns.
 
-    .venv/bin/python -m benchmarks.trainer_step --against CHECKOUT [--steps 20]
+    .venv/bin/python -m benchmarks.learning.trainer_step --against CHECKOUT [--steps 20]
 
 Prints CPU seconds of each checkout's steps (median) and the median of the ratios, pair by pair. Both checkouts make the
 same step: the same weights, batch and seed.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SEQUENCES, VOCABULARY = 32, 512
 
 
@@ -83,7 +83,7 @@ def started(checkout: Path, model: Path, links: Path) -> "subprocess.Popen[str]"
     """A process that makes steps with a checkout's trainer."""
     subprocess.run([checkout / "scripts" / "links", links], check=True)
     environment = {**os.environ, "PYTHONPATH": f"{links}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "benchmarks.trainer_step", "--model", str(model)]
+    command = [sys.executable, "-P", "-m", "benchmarks.learning.trainer_step", "--model", str(model)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -98,7 +98,7 @@ def step(process: "subprocess.Popen[str]") -> float:
 
 def main() -> int:
     """Measure in turns and print the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning.trainer_step", description=__doc__)
     parser.add_argument("--against", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

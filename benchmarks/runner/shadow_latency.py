@@ -1,6 +1,6 @@
 """What a TrainingRunner costs the calls that it wraps: how long they take with and without it.
 
-.venv/bin/python -m benchmarks.shadow_latency [--calls 4000] [--rate 0.1] [--every-s 0.01]
+.venv/bin/python -m benchmarks.runner.shadow_latency [--calls 4000] [--rate 0.1] [--every-s 0.01]
 
 Production answers at once, so that nothing hides what is added. Bare and wrapped calls come in turn, so that what else
 the machine does meets both alike. Meanwhile the shadow runs ask a server in a process of its own, and their rewards are
@@ -83,7 +83,7 @@ def summary(times: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 def main() -> int:
     """Measure, and print; 0 if the calls take less than a millisecond longer, at the 50th and the 99th percentile."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shadow_latency", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.runner.shadow_latency", description=__doc__)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=0.1, help="share of the calls that are run again")
     parser.add_argument("--every-s", type=float, default=0.01, help="seconds between two calls")

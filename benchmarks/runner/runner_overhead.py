@@ -1,6 +1,6 @@
 """The CPU that a run of tune() takes beyond a bare call of an openai client, against a server that answers at once.
 
-    python -m benchmarks.runner_overhead [--runs 2000]
+    python -m benchmarks.runner.runner_overhead [--runs 2000]
 
 Both sides make the same calls with the same client class, 16 at a time, in this process; the server is another one. It
 prints the CPU of this process (user and system) for each run, of the bare calls and of tune(), and their difference. A

@@ -1,0 +1,160 @@
+"""deploy/prometheus and deploy/grafana, by a real Prometheus that scrapes a running explorer: names, rules, panels."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.deploy.prometheus import FOLDER, ROOT, RunningPrometheus, prometheus_running, promtool
+from tests.doubles.engine import engine_place
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.ledger.ledger import Alarm
+
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tuneloop.json"
+RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+NAMES = [rule["alert"] for rule in RULES]
+
+#: Each time a metric of ours is named, without what a counter or a histogram adds.
+_METRIC = re.compile(r"\btuneloop_[a-z_]+?(?=(?:_total|_bucket|_sum|_count)?\b(?![_a-z]))")
+
+#: The names of all metrics, of those without a sample yet too.
+FAMILIES = {family.name for family in Metrics().registry.collect()}
+
+
+class Panel(NamedTuple):
+    """A query of a panel, as Prometheus gets it."""
+
+    title: str
+    query: str
+
+
+def panels() -> list[Panel]:
+    values = {"$instance": ".*", "$__rate_interval": "10m", "$__interval": "10m"}
+
+    def filled(expression: str) -> str:
+        for name, value in values.items():
+            expression = expression.replace(name, value)
+        assert "$" not in expression
+        return expression
+
+    dashboard = json.loads(DASHBOARD.read_text())
+    shown = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    found = [Panel(panel["title"], filled(target["expr"])) for panel in shown for target in panel["targets"]]
+    annotations = [Panel(each["name"], filled(each["expr"])) for each in dashboard["annotations"]["list"]]
+    assert len(shown) > 20
+    return found + annotations
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
+    """An explorer that has served, was rated, has a trainer, and an open alarm."""
+    with engine_place() as place:
+        double = place.fresh()
+        with explorer_running(settings_for(tmp_path_factory.mktemp("explorer"), [double.url])) as running:
+            running.ledger.training.take_epoch("host:1")
+            running.feedback(running.chat().json()["id"])
+            running.ledger.alarms.raise_alarm(Alarm("entropy", "it fell"))
+            eventually(lambda: running.metrics().get("tuneloop_alarm") == 1)
+            eventually(lambda: running.metrics().get("tuneloop_version_reward") == 1)
+            yield running
+
+
+@pytest.fixture(scope="module")
+def prometheus(explorer: RunningExplorer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPrometheus]:
+    folder = tmp_path_factory.mktemp("prometheus") / "run"
+    with prometheus_running(folder, explorer.url.removeprefix("http://")) as running:
+        eventually(lambda: (running.value("count_over_time(up[10m])") or 0) >= 2)
+        explorer.feedback(explorer.chat().json()["id"])
+        eventually(lambda: (running.value("sum(increase(tuneloop_requests_total[10m]))") or 0) > 0)
+        yield running
+
+
+def test_metrics_are_named_as_prometheus_wants_it(explorer: RunningExplorer) -> None:
+    done = promtool("check", "metrics", text=explorer.http.get("/metrics").text)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_names_against_the_conventions_would_be_found(explorer: RunningExplorer) -> None:
+    wrong = "# HELP tuneloop_waitingMillis How long\n# TYPE tuneloop_waitingMillis counter\ntuneloop_waitingMillis 1\n"
+    said = promtool("check", "metrics", text=wrong)
+    assert said.returncode != 0
+    assert "_total" in said.stderr
+
+
+def test_promtool_takes_the_settings_and_the_rules(tmp_path: Path) -> None:
+    settings = (FOLDER / "prometheus.yml").read_text()
+    (tmp_path / "key").write_text("tl-key")
+    (tmp_path / "prometheus.yml").write_text(settings.replace("/run/secrets/tuneloop_metrics_key", f"{tmp_path}/key"))
+    (tmp_path / "alerts.yml").write_text((FOLDER / "alerts.yml").read_text())
+    done = promtool("check", "config", "prometheus.yml", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(RULES)} rules found" in done.stdout
+
+
+def test_each_alert_fires_and_does_not_fire() -> None:
+    done = promtool("test", "rules", "alerts.test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests = yaml.safe_load((FOLDER / "alerts.test.yml").read_text())["tests"]
+    tried = {(test["alertname"], bool(test["exp_alerts"])) for each in tests for test in each["alert_rule_test"]}
+    assert tried == {(name, fires) for name in NAMES for fires in (True, False)}
+
+
+def test_a_rule_that_is_wrong_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "alerts.test.yml").write_text((FOLDER / "alerts.test.yml").read_text())
+    wrong = (FOLDER / "alerts.yml").read_text().replace("tuneloop_database_up == 0", "tuneloop_database_up > 0")
+    (tmp_path / "alerts.yml").write_text(wrong)
+    done = promtool("test", "rules", "alerts.test.yml", folder=tmp_path)
+    assert done.returncode != 0
+    assert "TuneloopDatabaseDown" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_each_alert_has_its_runbook(rule: dict[str, Any]) -> None:
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert page == "docs/runbooks.md"
+    assert anchor == rule["alert"].lower()
+    assert rule["alert"] in headings
+
+
+def test_each_runbook_has_its_alert() -> None:
+    text = (ROOT / "docs" / "runbooks.md").read_text()
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == NAMES
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel.title)
+def test_each_panel_shows_what_there_is(panel: Panel, prometheus: RunningPrometheus) -> None:
+    """A panel may be empty only where Prometheus has no sample of any metric that it asks for."""
+    named = set(_METRIC.findall(panel.query))
+    assert named <= FAMILIES
+    have = [name for name in named if prometheus.query(f'last_over_time({{__name__=~"{name}(_total|_bucket)?"}}[10m])')]
+    if panel.title == "Decisions":  # an annotation for each one, of which there is none yet
+        assert prometheus.query(panel.query) == []
+    else:
+        # A scrape may fail where much else is running: then there is nothing at this instant.
+        eventually(lambda: bool(prometheus.query(panel.query)) == bool(have))
+
+
+def test_few_panels_are_empty(prometheus: RunningPrometheus) -> None:
+    asked = [panel.query for panel in panels()]
+    empty = {query.partition("tuneloop_")[2].split("{")[0] for query in asked if not prometheus.query(query)}
+    assert empty <= {"purged_total", "redacted_total", "access_refused_total", "raters", "version_decisions_total"}
+
+
+def test_alerts_are_those_of_the_service(explorer: RunningExplorer, prometheus: RunningPrometheus) -> None:
+    def firing() -> list[str]:
+        return [each["annotations"]["summary"] for each in prometheus.alerts() if each["state"] == "firing"]
+
+    eventually(lambda: "the alarm entropy is open" in firing())
+    assert len(firing()) == 1
+
+
+def test_each_alert_asks_for_metrics_that_there_are() -> None:
+    named = {name for rule in RULES for name in _METRIC.findall(rule["expr"])}
+    assert named <= FAMILIES
+    assert len(named) >= 18

@@ -1,0 +1,142 @@
+"""Tenants take turns: what one says much of, or what is much work, keeps nobody else waiting."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.explorer.capture.test_flusher import Notebook, append, flushing, own, slots_of
+from tests.factories import exchange, feedback
+from tuneloop.explorer.capture.merge import GROUP, SlotQueue, Source
+from tuneloop.explorer.capture.spool import Spool
+from tuneloop.shared.experience import Record, decode
+
+__all__ = ["own"]
+
+
+class Gate(Notebook):
+    """Takes a group each time it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Semaphore(0)
+
+    def record(self, records: Sequence[Record]) -> None:
+        assert self.may.acquire(timeout=60)
+        super().record(records)
+
+
+def of(records: Sequence[Record], tenant: str) -> list[Record]:
+    return [each for each in records if each.tenant == tenant]
+
+
+def source_of(own: Spool) -> Source:
+    return Source(own.folder, own.flushed, own.end)
+
+
+def tenants_of(queue: SlotQueue) -> Iterator[list[str]]:
+    while group := queue.take():
+        yield [decode(entry.payload).tenant for entry in group]
+        queue.done(group, 0.0)
+
+
+async def test_who_comes_behind_a_flood_is_answered_after_one_group_of_it(own: Spool) -> None:
+    gate, flood = Gate(), [feedback() for _ in range(20 * GROUP)]
+    said = [exchange(tenant="other"), feedback(tenant="other")]
+    with flushing(own, gate) as (flusher, _):
+        await append(own, *flood)
+        await append(own, *said)
+        commit = asyncio.ensure_future(flusher.wait_until_flushed(60, "other"))
+        theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
+        all_ = asyncio.ensure_future(flusher.wait_until_flushed(60))
+        gate.may.release(3)
+        assert await commit
+        assert of(gate.records, "other") == said
+        assert len(gate.records) < 4 * GROUP
+        assert not theirs.done()
+        assert not all_.done()
+        gate.may.release(100)
+        assert await theirs
+        assert await all_
+    assert of(gate.records, "acme") == flood
+    assert own.backlog_bytes() == 0
+
+
+async def test_who_comes_while_a_flood_is_being_moved_has_a_turn_too(
+    own: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.explorer.capture.flusher._SLICE_S", 0.0)
+    gate, flood, late = Gate(), [feedback() for _ in range(20 * GROUP)], feedback(tenant="late")
+    with flushing(own, gate) as (flusher, _):
+        await append(own, *flood)
+        gate.may.release(2)
+        async with asyncio.timeout(60):
+            while len(gate.records) < 2 * GROUP:  # noqa: ASYNC110 - another thread fills it
+                await asyncio.sleep(0.01)
+        await append(own, late)
+        commit = asyncio.ensure_future(flusher.wait_until_flushed(60, "late"))
+        gate.may.release(3)
+        assert await commit
+        assert len(gate.records) < 6 * GROUP
+        gate.may.release(100)
+        assert await flusher.wait_until_flushed(60)
+    assert of(gate.records, "acme") == flood
+
+
+async def test_what_is_left_in_the_middle_of_a_flood_is_moved_after_a_restart(own: Spool) -> None:
+    gate, flood, other = Gate(), [feedback() for _ in range(3 * GROUP)], feedback(tenant="other")
+    await append(own, *flood, other)
+    queue = SlotQueue()
+    assert queue.read([source_of(own)])
+    first, others = queue.take(), queue.take()
+    assert [decode(entry.payload) for entry in others] == [other]
+    assert queue.done(others, 0.0) == {}  # it lies behind what is not done: a restart reads it again
+    [done] = queue.done(first, 0.0).values()
+    own.flushed.move(done)
+    gate.may.release(100)
+    with flushing(own, gate, slots_of(own)) as (flusher, _):
+        assert await flusher.wait_until_flushed(60)
+    assert [each for each in gate.records if each.tenant == "acme"] == flood[GROUP:]
+    assert other in gate.records
+
+
+async def test_small_tenants_share_a_group(own: Spool) -> None:
+    await append(own, *(feedback(tenant=f"tenant {number}") for number in range(100)))
+    queue = SlotQueue()
+    queue.read([source_of(own)])
+    assert len(list(tenants_of(queue))) == 1
+
+
+async def test_who_makes_much_work_has_small_groups_and_others_have_not(own: Spool) -> None:
+    await append(own, *(feedback() for _ in range(10 * GROUP)), *(feedback(tenant="other") for _ in range(4 * GROUP)))
+    queue = SlotQueue()
+    queue.read([source_of(own)])
+    sizes: dict[str, list[int]] = {"acme": [], "other": []}
+    while group := queue.take():
+        [tenant] = {decode(entry.payload).tenant for entry in group}
+        sizes[tenant].append(len(group))
+        queue.done(group, 10.0 if tenant == "acme" and len(sizes["acme"]) < 8 else 0.0)
+    assert sizes["other"] == [GROUP] * 4
+    assert sizes["acme"][:8] == [512, 256, 128, 64, 32, 16, 8, 8]
+    assert max(sizes["acme"][8:]) == GROUP  # it is no work any more
+    assert sum(sizes["acme"]) == 10 * GROUP
+
+
+async def test_no_more_is_read_ahead_than_there_is_room_for(own: Spool) -> None:
+    await append(own, *(feedback() for _ in range(100)))
+    for queue in (SlotQueue(ahead=30), SlotQueue(ahead_bytes=2000)):
+        complete, total = False, 0
+        while not complete:
+            complete = queue.read([source_of(own)])
+            assert len(queue) <= 30
+            total += sum(map(len, tenants_of(queue)))
+        assert total == 100
+
+
+async def test_a_large_group_is_cut_by_its_bytes(own: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneloop.explorer.capture.merge.GROUP_BYTES", 1500)
+    await append(own, *(exchange(request=b'"' + b"x" * 600 + b'"') for _ in range(6)))
+    queue = SlotQueue()
+    queue.read([source_of(own)])
+    assert [len(each) for each in tenants_of(queue)] == [2, 2, 2]

@@ -1,0 +1,115 @@
+"""So much may be said of one reply or run, and no more work comes of it than that."""
+
+import time
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event, func, select
+
+from tests.factories import exchange, feedback
+from tuneloop.shared.experience import Feedback, Kind, Outcome, State
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.recording import MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
+
+RUN = {"msg_id": None, "task_id": "task", "run_id": "run"}
+
+
+def stored(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.execute(select(func.count()).select_from(feedback_table)).scalar_one()
+
+
+def record(ledger: Ledger, events: list[Feedback]) -> None:
+    for start in range(0, len(events), 500):
+        ledger.recording.record(events[start : start + 500])
+
+
+@pytest.mark.parametrize("run", [False, True])
+def test_beyond_so_many_events_nothing_is_stored_but_what_is_taken_back(
+    ledger: Ledger, engine: Engine, *, run: bool
+) -> None:
+    said = exchange(task_id="task", run_id="run")
+    ledger.recording.record([said])
+    about: dict[str, Any] = RUN if run else {"msg_id": said.msg_id}
+    record(ledger, [feedback(**about, source=f"rater {number}") for number in range(MAX_SAID + 100)])
+    assert stored(engine) == MAX_SAID
+    late = feedback(**about, source="one more")
+    ledger.recording.record([late])
+    assert ledger.recording.without_room([late]) == {late.event_id}
+    retracted = feedback(**about, source="rater 3", kind=Kind.RETRACTION, value=None)
+    unknown = feedback(**about, source="nobody", kind=Kind.RETRACTION, value=None)
+    ledger.recording.record([retracted, unknown])
+    assert stored(engine) == MAX_SAID + 1
+    assert ledger.recording.outcomes("call", [retracted.event_id])[retracted.event_id] == Outcome.ACCEPTED
+    other = exchange()
+    ledger.recording.record([other, feedback(msg_id=other.msg_id)])
+    assert stored(engine) == MAX_SAID + 2
+
+
+def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    record(ledger, [feedback(msg_id=said.msg_id, source=f"key:loud/{number}") for number in range(MAX_SAID)])
+    assert stored(engine) == MAX_SAID_BY_ONE
+    quiet = feedback(msg_id=said.msg_id, source="key:quiet", value=0.0)
+    ledger.recording.record([quiet])
+    assert ledger.recording.without_room([feedback(msg_id=said.msg_id, source="key:loud/new"), quiet]) != set()
+    assert ledger.recording.outcomes("call", [quiet.event_id])[quiet.event_id] == Outcome.ACCEPTED
+
+
+def test_a_long_text_is_a_repetition_only_if_it_is_the_same(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    comment = {"msg_id": said.msg_id, "kind": Kind.COMMENT, "metric": "comment", "value": None}
+    for text, count in (("x" * 9000, 1), ("x" * 9000, 1), ("y" * 9000, 2), ("x" * 9000, 3)):
+        ledger.recording.record([feedback(**comment, text=text)])
+        assert stored(engine) == count
+
+
+def test_what_was_said_before_costs_no_statements(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+
+    def statements(count: int, names: str) -> int:
+        executed: list[str] = []
+
+        def note(*args: Any) -> None:
+            executed.append(args[2])
+
+        event.listen(engine, "before_cursor_execute", note)
+        ledger.recording.record([feedback(msg_id=said.msg_id, source=f"{names} {number}") for number in range(count)])
+        event.remove(engine, "before_cursor_execute", note)
+        return len(executed)
+
+    first = statements(400, "first")
+    assert statements(400, "second") <= first
+    assert first < 30
+
+
+def test_a_run_of_many_replies_with_many_events_is_settled_soon(ledger: Ledger) -> None:
+    replies = [exchange(task_id="task", run_id="run") for _ in range(1000)]
+    ledger.recording.record(replies)
+    began = time.thread_time()
+    record(ledger, [feedback(**RUN, source=f"rater {number}", value=number % 2) for number in range(MAX_SAID)])
+    assert time.thread_time() - began < 10.0  # events times replies, one by one, took minutes
+    assert ledger.reports.counts()[State.REWARDED] == 1000
+
+
+def test_names_of_runs_that_do_not_exist_are_not_kept_without_end(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 600)
+    early = [feedback(msg_id=None, task_id="none", run_id=str(number)) for number in range(1000)]
+    record(ledger, early)
+    assert stored(engine) <= 600
+    more = [feedback(msg_id=None, task_id="none", run_id=f"more {number}") for number in range(500)]
+    Ledger(engine).recording.record(more[:100])  # another process, that counts for itself
+    assert stored(engine) == 600
+    ledger.recording.record(more[:200])
+    assert stored(engine) == 600
+    assert Ledger(engine).recording.without_room(more[300:302]) == {each.event_id for each in more[300:302]}
+    said = exchange(task_id="task", run_id="run")
+    others = feedback(tenant="globex", msg_id=None, task_id="none", run_id="0")
+    ledger.recording.record([said, feedback(**RUN), feedback(msg_id=said.msg_id, value=0.5), others])
+    assert stored(engine) == 603

@@ -1,0 +1,69 @@
+"""Ids of spans, and that nothing of OpenTelemetry is imported unless it is asked for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.running import settings_for
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry import opening
+from tuneloop.shared.telemetry.opening import open_tracing
+from tuneloop.shared.telemetry.spans import SpanId, new_span, parse_traceparent, span_of_reply, span_of_version
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_a_clients_header_is_read_as_w3c_has_it() -> None:
+    found = parse_traceparent(f"00-{TRACE}-{SPAN}-01")
+    assert found is not None
+    assert (found.id, found.sampled) == (SpanId(int(TRACE, 16), int(SPAN, 16)), True)
+    assert found.id.traceparent == f"00-{TRACE}-{SPAN}-01"
+    unsampled, later = parse_traceparent(f"00-{TRACE}-{SPAN}-00"), parse_traceparent(f"cc-{TRACE}-{SPAN}-03-more")
+    assert unsampled is not None
+    assert later is not None
+    assert (unsampled.sampled, later.sampled) == (False, True)
+
+
+BROKEN = [f"ff-{TRACE}-{SPAN}-01", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE}-{SPAN}"]
+
+
+@pytest.mark.parametrize("header", [None, "", "x", *BROKEN])
+def test_a_header_that_is_none_is_as_if_it_were_not_there(header: str | None) -> None:
+    assert parse_traceparent(header) is None
+
+
+def test_ids_are_those_of_the_name() -> None:
+    assert span_of_reply("a") == span_of_reply("a") != span_of_reply("b")
+    assert span_of_version("p/a", 1) != span_of_version("p/b", 1)
+    assert new_span(span_of_reply("a")).trace == span_of_reply("a").trace
+    assert new_span().trace != new_span().trace
+    assert max(span_of_reply("a").trace.bit_length(), 1) <= 128
+
+
+def test_nothing_is_imported_unless_it_is_asked_for(tmp_path: Path) -> None:
+    modules = "tuneloop.explorer.app, tuneloop.explorer.processes.services, tuneloop.explorer.proxy.traced_proxy"
+    code = f"import sys, {modules}; print([each for each in sys.modules if each.startswith('opentelemetry')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
+    assert open_tracing(settings_for(tmp_path), "explorer") is None
+
+
+def with_receiver(tmp_path: Path, url: str) -> Settings:
+    settings = settings_for(tmp_path)
+    return settings.model_copy(update={"monitor": settings.monitor.model_copy(update={"otlp_url": url})})
+
+
+def test_a_library_that_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "tuneloop.shared.telemetry.tracing", raising=False)
+    with pytest.raises(EnvironmentRefused, match=r"monitor.otlp_url: .*pip install '.\[tracing\]'"):
+        opening.open_tracing(with_receiver(tmp_path, "http://127.0.0.1:9"), "explorer")
+
+
+def test_a_receiver_that_is_no_url_is_refused(tmp_path: Path) -> None:
+    for wrong in ("localhost:4318", "grpc://host:4317", "http://user:secret@host"):
+        with pytest.raises(ValueError, match="OTLP receiver"):
+            Settings.model_validate({"model": {"model_path": "m"}, "monitor": {"otlp_url": wrong}})

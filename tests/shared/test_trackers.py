@@ -1,0 +1,139 @@
+"""Curves in a tracker: the real libraries, in a virtual environment of their own, and what a failing one costs."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.explorer.running import settings_for
+from tests.trainer.factories import points
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry import tracker_runs, trackers
+from tuneloop.shared.telemetry.tracker_runs import OpenedRun, RunNames
+from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv" / "clients" / "trackers" / "bin" / "python"
+
+WRITE = """
+import sys
+from pathlib import Path
+from tuneloop.shared.telemetry.tracker_runs import OPENERS, RunNames
+send, end = OPENERS[sys.argv[1]](Path(sys.argv[2]), RunNames("project", "name", "trainer"))
+for step in (1, 2):
+    send(step, {"actor/pg_loss": step / 2})
+    send(step, {"time/save_checkpoint": 3.0})
+end()
+"""
+
+READ = {
+    "mlflow": """
+import json, os, sys
+os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+from mlflow import MlflowClient
+client = MlflowClient("file://" + sys.argv[1])
+[run] = client.search_runs([client.get_experiment_by_name("project/name").experiment_id])
+assert run.info.status == "FINISHED", run
+found = {
+    name: [[each.step, each.value] for each in client.get_metric_history(run.info.run_id, name)]
+    for name in ("actor/pg_loss", "time/save_checkpoint")
+}
+print(json.dumps(found))
+""",
+    # A log in LevelDB's format: after 7 bytes, records with a checksum, their length and kind; none is cut in two here.
+    "wandb": """
+import json, struct, sys
+from pathlib import Path
+from wandb.proto import wandb_internal_pb2
+[file] = Path(sys.argv[1]).rglob("*.wandb")
+data, at, found = file.read_bytes(), 7, {}
+assert data[:4] == b":W&B" and len(data) < 32768
+while at < len(data):
+    length, kind = struct.unpack_from("<HB", data, at + 4)
+    assert kind == 1
+    record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + length])
+    at += 7 + length
+    values = {(each.key or each.nested_key[0]): json.loads(each.value_json) for each in record.history.item}
+    for name, value in values.items():
+        if "/" in name:
+            found.setdefault(name, []).append([values["step"], value])
+print(json.dumps(found))
+""",
+}
+
+
+def said(code: str, *arguments: object) -> str:
+    """What a program of the trackers' own virtual environment prints."""
+    if not PYTHON.exists():
+        pytest.skip("THE TRACKERS ARE NOT INSTALLED: scripts/install-clients")
+    environment = {"PYTHONPATH": str(ROOT / "build" / "links"), "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}
+    command = [str(PYTHON), "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["mlflow", "wandb"])
+def test_a_tracker_has_every_point(kind: str, tmp_path: Path) -> None:
+    said(WRITE, kind, tmp_path / kind)
+    assert json.loads(said(READ[kind], tmp_path / kind)) == {
+        "actor/pg_loss": [[1, 0.5], [2, 1.0]],
+        "time/save_checkpoint": [[1, 3.0], [2, 3.0]],
+    }
+
+
+def with_tracker(tmp_path: Path, kind: str) -> Settings:
+    settings = settings_for(tmp_path)
+    return settings.model_copy(update={"monitor": settings.monitor.model_copy(update={"monitor_type": kind})})
+
+
+def test_a_tracker_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    check_tracker(with_tracker(tmp_path, "tensorboard"))
+    for kind in ("wandb", "mlflow"):
+        with pytest.raises(EnvironmentRefused, match=rf"monitor.monitor_type: {kind} .*pip install '.\[{kind}\]'"):
+            check_tracker(with_tracker(tmp_path, kind))
+
+
+def test_a_tracker_that_fails_costs_no_point_of_tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def opens(folder: Path, names: RunNames) -> OpenedRun:
+        assert (folder.name, names) == ("wandb", RunNames("tuneloop", "default", "trainer"))
+
+        def send(step: int, values: Mapping[str, float]) -> None:
+            sent.append(step)
+            if step > 1:
+                raise ConnectionError("gone")
+
+        return send, lambda: None
+
+    monkeypatch.setattr(trackers, "OPENERS", {"wandb": opens})
+    settings = with_tracker(tmp_path, "wandb")
+    with capture_logs() as logs:
+        curves = open_curves(settings, "trainer", after=0)
+        assert [curves.add(step, {"actor/pg_loss": 1.0}) for step in (1, 2, 3)] == [True, True, True]
+        curves.close()
+    assert sent == [1, 2, 3]
+    assert [each["event"] for each in logs] == ["tracker_failed"]
+    assert points(settings.tensorboard_dir / "trainer", "actor/pg_loss") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def test_a_tracker_that_does_not_open_costs_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(folder: Path, names: RunNames) -> OpenedRun:
+        raise OSError("no room")
+
+    monkeypatch.setattr(trackers, "OPENERS", {"mlflow": refuses})
+    with capture_logs() as logs:
+        curves = open_curves(with_tracker(tmp_path, "mlflow"), "trainer", after=0)
+    assert curves.add(1, {"a/b": 1.0})
+    assert [each["event"] for each in logs] == ["tracker_failed"]
+
+
+def test_every_tracker_of_the_settings_can_be_opened() -> None:
+    kinds = Settings.model_fields["monitor"].default.__class__.model_fields["monitor_type"].annotation.__args__
+    assert set(kinds) == {"tensorboard", *tracker_runs.OPENERS}

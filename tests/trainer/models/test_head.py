@@ -1,0 +1,156 @@
+"""The head in parts: its numbers and gradients are those of all logits at once, which never exist together."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.trainer.golden.fixtures import cases
+from tests.trainer.golden.test_actor import _algorithm
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
+from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.batches.batch import scatter_tokens
+from tuneloop.trainer.models import head as heads
+from tuneloop.trainer.models.head import AllowedSets, Head, Said
+
+N, D, V = 70, 8, 90
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    monkeypatch.setattr(heads, "CHUNK", 16)
+
+
+def _random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _given(*, bias, tempered, grammar):
+    """Features, weight and bias with gradients, and what was said; each forced or free token is an allowed one."""
+    leaves = [_random(N, D), _random(V, D, seed=1) / 3, _random(V, seed=2) if bias else None]
+    for each in leaves:
+        if each is not None:
+            each.requires_grad_()
+    tokens_N = torch.arange(N) * 7 % V
+    temperatures_N = _random(N, seed=3).abs() + 0.5 if tempered else None
+    allowed = None
+    if grammar:
+        bits = np.random.default_rng(0).integers(0, 2, (N, 96)).astype(np.uint8)
+        bits[np.arange(N), tokens_N.numpy()] = 1
+        rows = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
+        allowed = AllowedSets(torch.where(torch.arange(N) % 3 == 0, -1, torch.arange(N)), rows)
+    return leaves, Said(tokens_N, temperatures_N, allowed)
+
+
+def _whole(leaves, said):
+    """In float64."""
+    logits_NV = torch.nn.functional.linear(*(None if each is None else each.double() for each in leaves))
+    temperatures_N = torch.ones(N) if said.temperatures_N is None else said.temperatures_N
+    logits_NV = logits_NV / temperatures_N[:, None]
+    if said.allowed is not None:
+        logits_NV = logits_NV.masked_fill(said.allowed.forbidden(V), -1e30)
+    spread_NV = logits_NV.log_softmax(1)
+    return spread_NV.gather(1, said.tokens_N[:, None])[:, 0], -(spread_NV.exp() * spread_NV).sum(1)
+
+
+@pytest.mark.parametrize("learnt", ["both", "logprobs", "entropy"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"bias": True, "tempered": True, "grammar": True},
+        {"bias": False, "tempered": False, "grammar": False},
+        {"bias": False, "tempered": True, "grammar": False},
+    ],
+)
+def test_numbers_and_gradients_are_those_of_all_logits_at_once(given, learnt):
+    leaves, said = _given(**given)
+    weights = _random(2, N, seed=4) * torch.tensor([[learnt != "entropy"], [learnt != "logprobs"]])
+    there = [each for each in leaves if each is not None]
+    found, expected = Head(leaves[1], leaves[2], compiled=False).score(leaves[0], said), _whole(leaves, said)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
+    used = [row for row in (0, 1) if weights[row].any()]
+    slopes = [
+        torch.autograd.grad(sum((weights[row] * each[row]).sum() for row in used), there) for each in (found, expected)
+    ]
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(Head(leaves[1], leaves[2], compiled=False).logprobs(leaves[0], said), found[0])
+
+
+def test_in_half_precision_the_weight_s_gradient_is_added_up_in_float32():
+    leaves, said = _given(bias=False, tempered=False, grammar=False)
+    rough = [each.detach().bfloat16().requires_grad_() for each in leaves[:2]]
+    logprobs_N, _ = Head(rough[1], None, compiled=False).score(rough[0], said)
+    logprobs_N.sum().backward()
+    exact = [each.detach().double().requires_grad_() for each in rough]
+    (exact[0] @ exact[1].T).log_softmax(1).gather(1, said.tokens_N[:, None]).sum().backward()
+    assert rough[1].grad.dtype == torch.bfloat16
+    torch.testing.assert_close(rough[1].grad.double(), exact[1].grad, rtol=0.03, atol=0.06)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any tensor had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(each, torch.Tensor):
+                self.most = max(self.most, each.numel())
+        return found
+
+
+def test_no_tensor_holds_all_logits_forth_or_back():
+    leaves, said = _given(bias=True, tempered=True, grammar=False)
+    with _Largest() as seen:
+        logprobs_N, entropy_N = Head(leaves[1], leaves[2], compiled=False).score(leaves[0], said)
+        (logprobs_N.sum() + entropy_N.sum()).backward()
+    assert 16 * V <= seen.most < N * V / 2
+    with _Largest() as seen:
+        _whole(leaves, said)
+    assert seen.most >= N * V
+
+
+def test_a_head_that_is_not_trained_has_no_gradient_made_for_it():
+    leaves, said = _given(bias=False, tempered=False, grammar=False)
+    weight_VD = leaves[1].detach()
+    with _Largest() as seen:
+        logprobs_N, _ = Head(weight_VD[:, :4].contiguous(), None, compiled=False).score(leaves[0][:, :4], said)
+        logprobs_N.sum().backward()
+    assert leaves[0].grad is not None
+    assert seen.most == 16 * V
+
+
+def _loss(coefficient, entropy_BR):
+    algorithm = AlgorithmSettings.model_validate({"kl_coef": 0.0, "entropy_coef": coefficient})
+    logprobs_BR, mask_BR = -torch.ones(2, 3, requires_grad=True), torch.ones(2, 3) > 0
+    targets = Targets(mask_BR=mask_BR, sampled_BR=-torch.ones(2, 3), advantages_BR=torch.ones(2, 3))
+    return surrogate(algorithm, targets, logprobs_BR, entropy_BR, targets.totals)
+
+
+def test_an_entropy_of_weight_0_is_told_and_has_no_gradient():
+    entropy_BR = torch.full((2, 3), 0.5, requires_grad=True)
+    loss = _loss(0.0, entropy_BR)
+    assert float(loss.metrics["actor/entropy"]) == pytest.approx(0.5)
+    assert torch.autograd.grad(loss.value, entropy_BR, allow_unused=True, retain_graph=True) == (None,)
+    assert torch.autograd.grad(_loss(0.1, entropy_BR).value, entropy_BR)[0].abs().sum() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("case", cases("entropy"), ids=str)
+def test_the_loss_with_an_entropy_bonus_is_that_of_others_through_the_head(case):
+    """As in tests/trainer/golden/test_actor.py, with logits that a head of ones on its diagonal makes."""
+    mask_BR, logits = case.inputs["mask"], case.inputs["logits"].clone().float().requires_grad_()
+    eye_VV = torch.eye(logits.shape[-1])
+    scored = Head(eye_VV, None, compiled=False).score(logits[mask_BR], Said(case.inputs["said"][mask_BR]))
+    logprobs_BR, entropy_BR = (scatter_tokens(each_N, mask_BR) for each_N in scored)
+    algorithm = _algorithm(case)
+    x = case.inputs
+    targets = Targets(mask_BR=mask_BR, sampled_BR=x["sampled"], advantages_BR=x["advantages"])
+    loss = surrogate(algorithm, targets, logprobs_BR, entropy_BR, targets.totals).value.to(logprobs_BR.dtype)
+    loss.backward()
+    case.agrees(loss)
+    case.agrees(logits.grad, "grad")

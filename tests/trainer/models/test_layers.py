@@ -1,0 +1,68 @@
+"""Layers whose activations are made again, or that are compiled, learn the same."""
+
+import pytest
+import torch
+
+from tests.trainer.factories import sample
+from tuneloop.shared.errors import SettingsError
+from tuneloop.trainer.batches.sequences import assemble
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.models.layers import checkpoint_layers
+
+SAMPLES = [sample(i) for i in range(6)]
+TIMES = {"activation_checkpointing": 2, "compile": 1}
+
+
+def _gradients(settings, **trainer):
+    """Those of an actor and a critic on a mini-batch, and how often the actor's first layer was run for them."""
+    learner = snapshot.load(settings(trainer={"micro_batch_tokens": 4096, "dtype": "float32"} | trainer), None)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(learner.critic.value_head.weight)
+    sequences = assemble(SAMPLES, merge=False)
+    batch = learner._collate(sequences)
+    targets, _ = learner._targets(sequences, batch)
+    runs = []
+    learner.actor.network.model.layers[0].self_attn.register_forward_hook(lambda *_: runs.append(1))
+    learner.forward_backward(batch, targets)
+    found = {
+        name: each.grad
+        for model in (learner.actor.network, learner.critic.body)
+        for name, each in model.named_parameters()
+    }
+    return found, len(runs), learner
+
+
+@pytest.mark.parametrize("adapter", [0, 4])
+def test_activations_that_are_made_again_change_no_gradient(settings, base, adapter):
+    model = {"model_path": base, "lora": {"rank": adapter}}
+
+    def make(trainer):
+        return settings(trainer=trainer, model=model)
+
+    expected, once, _ = _gradients(make)
+    found, twice, learner = _gradients(make, activation_checkpointing=True)
+    assert (once, twice) == (1, 2)
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert (each is None) == (found[name] is None)
+        if each is not None:
+            assert torch.equal(found[name], each), name
+    ids_BT = torch.tensor([[5, 6, 7]])
+    told = learner.actor.network.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4)
+    plain = snapshot.load(make({}), None).actor.network
+    assert torch.equal(told, plain.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4))
+
+
+def test_a_model_without_layers_of_its_own_is_refused_by_the_setting_s_name():
+    with pytest.raises(SettingsError, match=r"^trainer\.activation_checkpointing: Linear has no layers for it"):
+        checkpoint_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_have_the_same_gradients(settings):
+    """torch's compiler on a CPU: a minute or more."""
+    expected, _, _ = _gradients(settings)
+    found, _, _ = _gradients(settings, compile=True)
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-5)

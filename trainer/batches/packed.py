@@ -1,0 +1,75 @@
+"""Micro-batches as the models read them: sequences side by side in one row, or, for a few models, padded.
+
+Dimension suffixes are explained in trainer/batches/batch.py; beside them
+    P positions that a model reads: all tokens, sequence after sequence, and the padding where there is any
+
+All is made on the CPU: to make it on a GPU would wait for it at every micro-batch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tuneloop.trainer.batches.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What a model is given: `ids_BT` and the position of each, one row if they are packed.
+
+    `predicts_N` are the places, in the rows one after the other, whose next token is a reply token; `lengths` are those
+    of the sequences in a packed row, empty where they are padded.
+    """
+
+    ids_BT: Tensor
+    positions_BT: Tensor
+    predicts_N: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def processed(self) -> int:
+        """How many positions a model reads."""
+        return self.ids_BT.numel()
+
+
+@dataclass(slots=True)
+class Positions:
+    """How many positions were read, and how many of them are tokens of a sequence."""
+
+    processed: int = 0
+    useful: int = 0
+
+    def add(self, rows: Rows, batch: Batch) -> None:
+        """Count what is read."""
+        self.processed += rows.processed
+        self.useful += int(batch.lengths_B.sum())
+
+
+def useful_share(counts: Iterable[Positions]) -> float:
+    """The share of the positions that were read in which a token of a sequence stood."""
+    counted = list(counts)
+    return sum(each.useful for each in counted) / sum(each.processed for each in counted)
+
+
+def packed_rows(batch: Batch) -> Rows:
+    """All sequences in one row."""
+    positions_T = torch.arange(batch.ids_BT.shape[1])
+    real_BT = positions_T < batch.lengths_B[:, None]
+    return Rows(
+        ids_BT=batch.ids_BT[real_BT][None],
+        positions_BT=positions_T.expand(real_BT.shape)[real_BT][None],
+        predicts_N=batch.predicts_BT[real_BT].nonzero()[:, 0],
+        lengths=tuple(batch.lengths_B.tolist()),
+    )
+
+
+def padded_rows(batch: Batch) -> Rows:
+    """A row for each sequence."""
+    return Rows(
+        ids_BT=batch.ids_BT,
+        positions_BT=torch.arange(batch.ids_BT.shape[1]).expand(batch.ids_BT.shape),
+        predicts_N=batch.predicts_BT.flatten().nonzero()[:, 0],
+        lengths=(),
+    )

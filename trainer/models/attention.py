@@ -1,0 +1,217 @@
+"""Attention over sequences that lie side by side in one row: each sees itself alone, and nothing is padded.
+
+It stands in transformers' table of attention functions under the name PACKED, so that any decoder that looks there can
+read such a row. Where its sequences begin comes by the names that transformers has for it. A call that does not say
+is answered by `sdpa`, which is what generation needs.
+
+On a GPU, in 16 bits, one kernel of torch's reads the whole row. Elsewhere sequences of one length are one call.
+"""
+
+import inspect
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple, TypedDict, cast
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_log = structlog.get_logger()
+
+PACKED = "packed"
+
+#: What some decoders hand to attention that is left out here.
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+#: Attention of other kinds looks further than one sequence, or not as far as it seems.
+_KINDS = {"full_attention", "sliding_attention"}
+#: The kernel's widest head; it also wants a multiple of eight.
+_WIDEST_HEAD = 256
+_VARLEN = inspect.signature(varlen.varlen_attn).parameters
+#: How far a packed row may be from its sequences alone, relative to the largest number.
+_TOLERANCE = {torch.float32: 1e-3}
+_ROUGH = 0.1
+
+
+class Bounds(TypedDict):
+    """Where the sequences of a packed row begin and end, as a model's forward takes it."""
+
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+
+
+class _Sight(NamedTuple):
+    """Where sequences end, the longest, what scores are multiplied by, and how far a token looks back."""
+
+    ends: Tensor
+    longest: int
+    scale: float | None
+    window: int | None
+
+
+class _NotPackable(Exception):
+    pass
+
+
+def bounds_of(lengths: list[int], device: torch.device) -> Bounds:
+    """The bounds of sequences of such lengths."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    return Bounds(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=max(lengths), max_length_k=max(lengths))
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A mask that says nothing: where one of four dimensions is given, no model makes any of its own."""
+    return torch.empty(1, 1, 0, 0, device=device)
+
+
+def is_packable(network: nn.Module) -> bool:
+    """Whether the network reads packed rows."""
+    return bool(cast(PreTrainedModel, network).config._attn_implementation == PACKED)
+
+
+def enable_packing(network: PreTrainedModel) -> None:
+    """Let the network read packed rows, if it says of one what it says of its sequences alone."""
+    before = network.config._attn_implementation
+    reason = _why_not(network)
+    if reason is None:
+        network.set_attn_implementation(PACKED)
+        try:
+            reason = _difference(network)
+        except _NotPackable as error:
+            reason = str(error)
+        if reason is not None:
+            network.set_attn_implementation(before)
+    if reason is not None:
+        _log.warning("batches_padded", model=type(network).__name__, reason=reason)
+
+
+def _why_not(network: PreTrainedModel) -> str | None:
+    config = network.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    windows = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
+    if network.config._attn_implementation != "sdpa":
+        return f"its attention is {network.config._attn_implementation}"
+    if strange := kinds - _KINDS:
+        return f"it has layers of {', '.join(sorted(strange))}"
+    # Models that run in flash attention say at each call how far a layer looks; others only in a mask.
+    if windows and not getattr(network, "_supports_flash_attn", False):
+        return "its sliding windows are in its masks alone"
+    return None
+
+
+@torch.no_grad()
+def _difference(network: PreTrainedModel) -> str | None:
+    """What is wrong with a packed row; None if nothing is."""
+    lengths, device = [7, 3, 3, 1], network.device
+    embeddings = cast(nn.Embedding, network.get_input_embeddings())
+    ids = torch.arange(sum(lengths), device=device) % embeddings.num_embeddings
+    body, parts = network.base_model, torch.split_with_sizes(ids, lengths)
+    alone = [body(input_ids=part[None], use_cache=False).last_hidden_state[0].float() for part in parts]
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    packed = body(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        attention_mask=no_mask(device),
+        use_cache=False,
+        **bounds_of(lengths, device),
+    ).last_hidden_state[0]
+    expected = torch.cat(alone)
+    apart = float((packed.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not apart <= _TOLERANCE.get(packed.dtype, _ROUGH):
+        return f"a packed row says something else than its sequences alone, by {apart:.2g}"
+    return None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Queries of shape 1 x heads x positions x width; the answer has positions before heads."""
+    if options.get("cu_seq_lens_q") is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if strange := [name for name in _UNKNOWN if options.get(name) is not None]:
+        raise _NotPackable(f"its attention has {', '.join(strange)}")
+    sight = _Sight(
+        options["cu_seq_lens_q"], options["max_length_q"], options.get("scaling"), options.get("sliding_window")
+    )
+    attend = _in_one if _has_kernel(query, value) else _by_length
+    return attend(query, key, value, sight), None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in {torch.bfloat16, torch.float16}
+        and width == value.shape[-1] <= _WIDEST_HEAD
+        and width % 8 == 0
+        and {"scale", "window_size"} <= _VARLEN.keys()  # torch 2.11 on
+    )
+
+
+def _in_one(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
+    ends, longest, scale, window = sight
+    heads, key_heads = query.shape[1], key.shape[1]
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    grouped: dict[str, Any] = {}
+    if key_heads != heads and "enable_gqa" in _VARLEN:
+        grouped["enable_gqa"] = True
+    elif key_heads != heads:
+        key, value = (each.repeat_interleave(heads // key_heads, dim=1) for each in (key, value))
+    view: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **grouped)
+    return cast(Tensor, attended)[None]
+
+
+# How many sequences there are of which length is not to be compiled in.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_length(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
+    ends, _, scale, window = sight
+    parts = []
+    for start, length, count in _runs(ends):
+        query_BHTD, key_BHTD, value_BHTD = (
+            each[0, :, start : start + length * count].view(-1, count, length, each.shape[-1]).transpose(0, 1)
+            for each in (query, key, value)
+        )
+        mask = _window_mask(length, window, query.device) if window is not None and length > window else None
+        attended = scaled_dot_product_attention(
+            query_BHTD,
+            key_BHTD,
+            value_BHTD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        parts.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)[None]
+
+
+def _runs(ends: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Where sequences of one length begin that follow each other, their length, and how many they are."""
+    start = 0
+    for length, run in groupby(ends.diff().tolist()):
+        count = len(list(run))
+        yield start, length, count
+        start += length * count
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    at = torch.arange(length, device=device)
+    back = at[:, None] - at
+    return (back >= 0) & (back < window)
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)

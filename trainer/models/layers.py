@@ -1,0 +1,50 @@
+"""What is done to the layers of a model by setting: their activations made again instead of kept, and compilation."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import is_grad_enabled, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tuneloop.shared.errors import SettingsError
+
+
+def checkpoint_layers(network: nn.Module) -> None:
+    """Keep, for the backward pass, only what goes into each layer. Raises SettingsError if there are none.
+
+    transformers' own way needs layers in training mode, in which they drop out and forget the cache of a generation.
+    """
+    for layer in _layers(network, "trainer.activation_checkpointing"):
+        layer.__class__ = _checkpointing_kind(type(layer))
+
+
+def compile_layers(network: nn.Module) -> None:
+    """Compile each layer, for rows of any length. Raises SettingsError if there are none."""
+    for layer in _layers(network, "trainer.compile"):
+        layer.compile(dynamic=True)
+
+
+def _layers(network: nn.Module, setting: str) -> Iterator[nn.Module]:
+    found = [each for each in network.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not found:
+        raise SettingsError(f"{setting}: {type(network).__name__} has no layers for it; set it to false")
+    yield from found
+
+
+_known: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _checkpointing_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """The same layer; a subclass, since what is hung on a layer and holds it is never freed."""
+
+    def call(self: nn.Module, *args: Any, **options: Any) -> Any:
+        forward = partial(kind.__call__, self)
+        if not is_grad_enabled():
+            return forward(*args, **options)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    if kind not in _known:
+        _known[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    return _known[kind]

@@ -2,12 +2,12 @@
 
 from page_files import DOCS, prose_of
 
-#: What is generated from the code, compared with it row by row by a test, or a paragraph for each alert: looked up, and
-#: not read.
+#: What is generated from the code, or compared with it row by row by a test, or a paragraph for each alert: looked up,
+#: and not read.
 REFERENCE = {"api.md", "command_line.md", "limits.md", "metrics.md", "runbooks.md", "settings.md", "vllm.md"}
 
 #: May only fall. 25 000 is the aim.
-WORDS = 41_300
+WORDS = 40_600
 
 
 def counted() -> dict[str, int]:

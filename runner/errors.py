@@ -7,7 +7,7 @@ LogRefused        a log, a trace or an export that cannot be read
 ServiceRefused    a service that does not answer, or not with what was asked for
 
 FeedbackError
-├── FeedbackRefused   the service will never take it: it names no reply of the service's, or makes no sense to it
+├── FeedbackRefused   the service never takes it: no id of its replies, as much said of one as is kept, or no sense
 ├── FeedbackAway      it was not taken now: the service cannot be reached, is overloaded, or does not let us in
 └── OutboxFull        it was not taken: too much waits to be sent, or the disk is full
 

@@ -12,13 +12,19 @@ from tuneloop.runner.judging.endpoint import retry_after_s
 
 _PLACE = re.compile(r"feedback\[(\d+)\]")
 
+#: The outcomes of what is not kept, and will not be if it is said again.
+_REFUSALS = {
+    "unknown": "404: no id of a reply of this service",
+    "full": "200: as much has been said of this reply as is kept",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """It was taken, but for the entries whose places are in `unknown`, which name no reply of the service's."""
+    """It was taken, but for the entries whose places are in `refused`, each with the reason why it never will be."""
 
     answer: Mapping[str, Any]
-    unknown: frozenset[int] = frozenset()
+    refused: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,9 @@ def understand(entries: Sequence[Entry], heard: httpx.Response | httpx.HTTPError
         return NotNow(f"the service does not answer: {heard!r}")
     answer = _object(heard)
     if heard.is_success and "outcomes" in answer:
-        return Taken(answer, _unknown(entries, answer))
+        return Taken(answer, _refusals(entries, answer))
     if heard.status_code == 404 and "outcomes" in answer:
-        return Taken(answer, frozenset(range(len(entries))))
+        return Taken(answer, dict.fromkeys(range(len(entries)), _REFUSALS["unknown"]))
     error = answer.get("error")
     if heard.status_code in {400, 413} and isinstance(error, dict) and isinstance(error.get("message"), str):
         place = _PLACE.match(str(error.get("param")))
@@ -73,7 +79,11 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _unknown(entries: Sequence[Entry], answer: Mapping[str, Any]) -> frozenset[int]:
+def _refusals(entries: Sequence[Entry], answer: Mapping[str, Any]) -> dict[int, str]:
     outcomes = answer["outcomes"] if isinstance(answer["outcomes"], dict) else {}
-    lost = {name for name, outcome in outcomes.items() if outcome == "unknown"}
-    return frozenset(place for place, entry in enumerate(entries) if not lost.isdisjoint(entry.get("msg_ids") or ()))
+    refused = {}
+    for place, entry in enumerate(entries):
+        met = {outcomes.get(name) for name in entry.get("msg_ids") or ()}
+        if reason := next((_REFUSALS[outcome] for outcome in _REFUSALS if outcome in met), None):
+            refused[place] = reason
+    return refused

@@ -137,10 +137,10 @@ class Courier:
         while waiting:
             now = waiting.pop()
             match understand(now, self._post(now)):
-                case Taken(_, unknown):
-                    for place in unknown:
-                        self.outbox.set_aside(now[place], "404: no id of a reply of this service")
-                    refused += len(unknown)
+                case Taken(_, never):
+                    for place, reason in never.items():
+                        self.outbox.set_aside(now[place], reason)
+                    refused += len(never)
                 case NotNow(reason, wait_s):
                     raise FeedbackAway(reason, retry_after_s=wait_s)
                 case NeverTaken(reason, place) if len(now) == 1 or place is not None:

@@ -84,10 +84,11 @@ class _Line:
             raise FeedbackAway(said.reason, retry_after_s=said.wait_s)
         if isinstance(said, NeverTaken):
             raise FeedbackRefused(said.reason, said.answer)
-        self.sent += len(entries) - len(said.unknown)
-        if said.unknown:
-            names = [name for place in sorted(said.unknown) for name in entries[place].get("msg_ids", ())]
-            raise FeedbackRefused(f"no id of a reply of this service: {', '.join(names[:3])}", said.answer)
+        self.sent += len(entries) - len(said.refused)
+        if said.refused:
+            names = [name for place in said.refused for name in entries[place].get("msg_ids", ())]
+            reason = next(iter(said.refused.values()))
+            raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", said.answer)
         return Receipt(_keys(entries), said.answer)
 
     def flush(self, timeout: float) -> bool:

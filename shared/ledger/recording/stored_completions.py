@@ -126,7 +126,7 @@ class StoredCompletions(LedgerPart):
     def _of_a_page(self, keys: list[str]) -> list[str]:
         """The first of the completions whose requests are not too long together, and one at least."""
         total = 0
-        sizes = {row.msg_id: codec.text_size(row.head, row.size) for row in self._read(_sizes(keys))}
+        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
         for number, key in enumerate(keys):
             total += sizes.get(key, 0)
             if total > MAX_PAGE_BYTES and number:

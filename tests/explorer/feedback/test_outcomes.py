@@ -87,7 +87,7 @@ def test_said_once_it_is_accepted_and_said_again_a_duplicate(explorer: RunningEx
         "status": "success",
         "accepted": 1,
         "outcomes": {said: "accepted"},
-        "counts": {"accepted": 1, "duplicate": 0, "unknown": 0, "late": 0, "pending": 0},
+        "counts": {"accepted": 1, "duplicate": 0, "unknown": 0, "full": 0, "late": 0, "pending": 0},
     }
     assert say(explorer, msg_ids=[said], reward=0.5) == "duplicate"
     assert say(explorer, msg_ids=[said], reward=0.75) == "accepted"

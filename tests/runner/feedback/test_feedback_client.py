@@ -115,6 +115,22 @@ def test_an_unknown_id_is_refused(explorer: RunningExplorer) -> None:
     assert refused.value.answer["outcomes"] == {UNKNOWN: "unknown", said["id"]: "accepted"}
 
 
+@pytest.mark.parametrize("through", ["outbox", "at once"])
+def test_what_is_not_kept_any_more_is_refused(service: FeedbackService, tmp_path: Path, through: str) -> None:
+    service.answers = [(200, {}, {"outcomes": {"a": "accepted", "b": "full"}})]
+    with Feedback(service.url, outbox=tmp_path if through == "outbox" else None) as feedback:
+        if through == "at once":
+            with pytest.raises(FeedbackRefused, match="as much has been said of this reply as is kept: a, b"):
+                feedback.reward(["a", "b"], 1)
+        else:
+            with feedback.batch() as many:
+                many.reward("a", 1)
+                many.reward("b", 1)
+            assert feedback.flush(30)
+            assert [each.entry["msg_ids"] for each in feedback.refusals()] == [["b"]]
+            assert (feedback.sent, feedback.refused) == (1, 1)
+
+
 async def test_a_service_that_is_away_is_told_at_once(service: FeedbackService) -> None:
     service.answers = [(503, {"retry-after": "7"}, {"error": {"message": "full"}}), (404, {}, "no such page")] * 2
     with Feedback(service.url) as feedback:

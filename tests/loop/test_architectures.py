@@ -1,4 +1,4 @@
-"""Which architectures can be served, and how they take up versions: docs/architectures.md says what real vLLM does here."""
+"""Which architectures can be served, and how they take up versions: docs/architectures.md is true of real vLLM."""
 
 import re
 import threading

@@ -21,7 +21,7 @@ REFERENCE = {
 }
 
 #: May only fall. 25 000 is the aim.
-WORDS = 34_500
+WORDS = 32_200
 
 
 def words_of(page: Path) -> int:

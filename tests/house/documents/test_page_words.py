@@ -21,7 +21,7 @@ REFERENCE = {
 }
 
 #: May only fall. 25 000 is the aim.
-WORDS = 32_200
+WORDS = 27_700
 
 
 def words_of(page: Path) -> int:

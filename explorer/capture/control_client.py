@@ -18,8 +18,11 @@ class ShadowReply(msgspec.Struct, frozen=True):
 class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
-        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
+
+        False if it is not by then, or away.
+        """
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Hear what became of the copy of a request, for those who decide about the version that it went to."""

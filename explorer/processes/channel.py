@@ -63,13 +63,14 @@ class AnnounceSlot(ChannelMessage, frozen=True):
 
 
 class WaitUntilFlushed(ChannelMessage, frozen=True):
-    """A worker: wait until what is on disk, in all slots, is in the database, or all of a tenant's is.
+    """A worker: wait until what is on disk, in all slots, is in the database, or all of a tenant's or a key's is.
 
     The answer is whether it is.
     """
 
     timeout_s: float
     tenant: str | None = None
+    key: str | None = None
 
 
 class GetExposition(ChannelMessage, frozen=True):

@@ -74,9 +74,12 @@ class ControlServices:
     canary_controller: CanaryController
     key_watch: KeyWatch
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
-        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
-        return await self.flusher.wait_until_flushed(timeout_s, tenant)
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
+
+        False if it is not by then, or away.
+        """
+        return await self.flusher.wait_until_flushed(timeout_s, tenant, key)
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""

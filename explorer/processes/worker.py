@@ -85,10 +85,13 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
-        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
+
+        False if it is not by then, or away.
+        """
         try:
-            question = WaitUntilFlushed(timeout_s, tenant)
+            question = WaitUntilFlushed(timeout_s, tenant, key)
             return bool(await self._channel.ask(question, bool, timeout_s=timeout_s + _GRACE_S))
         except ChannelLost as error:  # what is on disk is safe there all the same
             log.warning("control_process_silent", reason=str(error))

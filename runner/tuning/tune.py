@@ -51,7 +51,7 @@ def tune(  # noqa: PLR0913 - the first eleven are AgentScope's, and options are 
     """Train the model that `workflow_func` calls, on the rewards of `judge_func` or of the workflow itself.
 
     Raises TuneRefused before anything is started if something of this makes no sense, TuneFailed if it was stopped.
-    docs/tune.md says what each option is.
+    docs/tune_options.md says what each option is.
     """
     call = Call(**_with_file(dict(locals())))
     check_workflow_function(workflow_func)

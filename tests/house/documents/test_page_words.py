@@ -17,6 +17,7 @@ REFERENCE = {
     "runbooks.md",
     "settings.md",
     "states.md",
+    "tune_options.md",
     "vllm.md",
 }
 

@@ -1,12 +1,14 @@
 """What the reference pages take from the code is what the code says."""
 
 import importlib.util
+import inspect
 import re
 from types import ModuleType
 
 import pytest
 from page_files import DOCS, ROOT
 
+from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.processes.spool_alarms import QUARANTINED, REFUSES
 from tuneloop.explorer.versions import attestation, loading
@@ -53,3 +55,23 @@ def test_every_alarm_is_on_its_page() -> None:
     table = (DOCS / "reasons.md").read_text().partition("| alarm |")[2]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == alarms
+
+
+def test_every_option_of_tune_is_on_its_page() -> None:
+    """With its default, but for those that are resolved later: None in the signature."""
+    page = (DOCS / "tune_options.md").read_text()
+    rows = {
+        name: default.strip("`")
+        for names, defaults in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", page, re.MULTILINE)
+        for name, default in zip(
+            re.findall(r"\w+", names), [each.strip() for each in defaults.split(",")] * 2, strict=False
+        )
+    }
+    options = inspect.signature(runner.tune).parameters
+    assert rows.keys() == options.keys()
+    fixed = {
+        name: each.default for name, each in options.items() if each.default not in {None, inspect.Parameter.empty}
+    }
+    assert {name: rows[name] for name in fixed} == {
+        name: f"{each:g}" if type(each) in {int, float} else str(each) for name, each in fixed.items()
+    }

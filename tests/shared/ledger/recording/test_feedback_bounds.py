@@ -125,7 +125,7 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     Ledger(engine).recording.record(more[:100])  # another process, that counts for itself
     assert stored(engine) == 600
     early = feedback(msg_id=None, task_id="none", run_id="0")
-    ledger.recording.record([early, *more[:10]])
+    Ledger(engine).recording.record([early, *more[:10]])
     assert stored(engine) == 600
     refused = [*more[300:302], early]
     assert Ledger(engine).recording.without_room(refused) == {each.event_id for each in refused}

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.architectures [--gpu] [--at-once 6] [--only Llama,Mixtral] [--no-adapters]
 
-Prints a row of the table in docs/versions.md for each, as soon as it is known. On one GPU all of them, six at a time,
-take a few minutes; on two cores each takes about two.
+Prints a row of the table in docs/architectures.md for each, as soon as it is known. On one GPU all of them, six at a
+time, take a few minutes; on two cores each takes about two.
 """
 
 import argparse

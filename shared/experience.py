@@ -194,6 +194,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     `request` is the client's JSON body, `user` the person it is for; times are seconds since 1970, UTC. A higher
     `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered.
     Where it has a `stamp`, that says when it was received, and `received_at` only until the ledger's time is known.
+    `key` is the name of the key that brought it, for its turn on the way into the ledger.
     """
 
     msg_id: str
@@ -209,6 +210,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     priority: float = 0.0
     engine: int | None = None
     stamp: Stamp | None = None
+    key: str = ""
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
@@ -240,6 +242,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
     source: str | None = None
     occurred_at: float | None = None
     stamp: Stamp | None = None
+    key: str = ""
 
 
 Record = Exchange | Feedback

@@ -109,7 +109,7 @@ class Gatekeeper:
                 return self._bearer_of(secret, path)
             digest = digest_of(secret)
             if (holder := self._holders.get(digest)) is not None:
-                return _check(holder, required)
+                return _check(holder, required, path)
             if digest == self._admin_digest:
                 return self._operator
         if not self._open:
@@ -133,7 +133,7 @@ class Gatekeeper:
             holder = next((each for each in self._holders.values() if each.key_id == claims.key_id), None)
             if holder is None:
                 raise _no_entry("the key that made this token was revoked", "token_unknown")
-            maker = _check(holder, frozenset({Scope.FEEDBACK}))
+            maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
         elif self._open:
             maker = _LOCAL
         else:
@@ -178,7 +178,7 @@ def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Ite
         yield value.decode("latin-1")
 
 
-def _check(holder: _Holder, required: frozenset[Scope]) -> Caller:
+def _check(holder: _Holder, required: frozenset[Scope], path: str) -> Caller:
     """The holder of a key, if it may do one of these now. Raises RequestRefused."""
     caller = holder.caller
     if steady_time.now() >= holder.expires_at:
@@ -186,7 +186,7 @@ def _check(holder: _Holder, required: frozenset[Scope]) -> Caller:
     if caller.scopes.isdisjoint(required) and Scope.ADMIN not in caller.scopes:
         wanted = " or ".join(sorted(required))
         raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
-    holder.meter.admit()
+    holder.meter.admit(brings_feedback=path.endswith(ROUTE))
     return caller
 
 

@@ -63,8 +63,11 @@ class KeyMeter:
         self._feedback = _bucket(limits.feedback_per_minute, now)
         self._bytes = _bucket(limits.bytes_per_minute, now)
 
-    def admit(self) -> None:
-        """Count a request. Raises RequestRefused for one beyond a limit."""
+    def admit(self, *, brings_feedback: bool = False) -> None:
+        """Count a request. Raises RequestRefused for one beyond a limit.
+
+        Feedback that is sure to be refused is refused here, before its body costs others anything.
+        """
         usage, limits, now = self.usage, self._limits, self._clock()
         if limits.max_concurrent is not None and usage.concurrent + self._others.concurrent >= limits.max_concurrent:
             raise _too_much(f"{limits.max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
@@ -75,6 +78,8 @@ class KeyMeter:
             raise _too_much(_sentence("tokens", tokens), "tokens", tokens.wait_s(1))
         if size is not None and size.fill(now) <= 0:
             raise _too_much(_sentence("bytes", size), "bytes", size.wait_s(1))
+        if brings_feedback and (feedback := self._feedback) is not None and feedback.fill(now) < 1:
+            raise _too_much(_sentence("events of feedback", feedback), "feedback", feedback.wait_s(1))
         usage.requests += 1
         if requests is not None:
             requests.level -= 1

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import msgspec
 
+from tuneloop.explorer.http.caller import FeedbackBinding
+
 
 class ShadowReply(msgspec.Struct, frozen=True):
     """What became of a copy: how long the reply took, and how many tokens it has."""
@@ -18,8 +20,14 @@ class ShadowReply(msgspec.Struct, frozen=True):
 class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
-        """Wait until all that is on disk, or of a tenant, is in the database; False if it is not by then, or away."""
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
+
+        False if it is not by then, or away.
+        """
+
+    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Hear what became of the copy of a request, for those who decide about the version that it went to."""

@@ -40,26 +40,27 @@ class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
     told: "asyncio.Future[bool]"
     tenant: str | None
+    key: str | None
 
     @property
     def reached(self) -> bool:
         return all(slot.flushed.position >= end for slot, end in self.ends)
 
     def reached_in(self, queue: SlotQueue) -> bool:
-        """Whether all of the tenant's is done, though others' is not."""
-        if self.tenant is None:
+        """Whether all of the tenant's, or key's, is done, though others' is not."""
+        if (tenant := self.tenant) is None:
             return False
         return all(
-            slot.flushed.position >= end or queue.is_done(self.tenant, slot.folder, end) for slot, end in self.ends
+            slot.flushed.position >= end or queue.is_done(tenant, slot.folder, end, self.key) for slot, end in self.ends
         )
 
 
 class Flusher:
     """One thread that reads the slots behind their writers, in this process or in others of ours.
 
-    Tenants take turns. While the database is away, or forbids it, all waits. A record that is refused by itself is
-    offered as long as `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread
-    cannot go on. `stop_s`: how long it moves on when it is told to stop.
+    Tenants take turns, and the keys of each. While the database is away, or forbids it, all waits. A record that is
+    refused by itself is offered as long as `patience` says. `quarantined` is called once for each that was given up,
+    `failed` if the thread cannot go on. `stop_s`: how long it moves on when it is told to stop.
     """
 
     def __init__(
@@ -108,13 +109,13 @@ class Flusher:
         """Whether the database did not take what it was last given."""
         return self._away
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None) -> bool:
-        """Wait until all that is on disk now, or all of a tenant's, is in the database.
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+        """Wait until all that is on disk now, or all of a tenant's, or of a key of it, is in the database.
 
         False if that is away, or it is not by then.
         """
         ends = [(slot, slot.end) for slot in self._slots.ours]
-        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant)
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key)
         with self._moved:
             self._waiting.append(waiter)
             self._tell()

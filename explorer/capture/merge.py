@@ -1,7 +1,7 @@
-"""Reads several slots at once, and lets tenants take turns: what one says much of keeps nobody else waiting.
+"""Reads several slots at once, and lets tenants and their keys take turns: who says much keeps nobody else waiting.
 
-What was said on one machine by one tenant comes in the order in which it was said. Tenants have no row in common, so
-theirs need no order beside each other.
+What was said on one machine by one key comes in the order in which it was said, and so does all that is moved together.
+Tenants have no row in common; of two keys of one tenant, who says much comes behind.
 """
 
 import contextlib
@@ -45,17 +45,26 @@ class Source(NamedTuple):
 
 
 class SlotRecord(NamedTuple):
-    """A record of a slot, and the position after it there."""
+    """A record of a slot, the position after it there, whose it is, and its place among all that were read."""
 
     folder: Path
     payload: bytes
     position: Position
+    owner: "Owner"
+    number: int = 0
+
+
+class Owner(NamedTuple):
+    """Who has turns: a key of a tenant, or all that come to it without one."""
+
+    tenant: str
+    key: str
 
 
 class SlotQueue:
-    """What has been read of the slots and is not in the database yet, by tenant.
+    """What has been read of the slots and is not in the database yet, by tenant and key.
 
-    `take` gives the next group, `done` is told when the database has it. Not safe for threads but for `is_done`.
+    `take` gives the next group, `done` is told when the database has it. Not safe for threads.
     """
 
     def __init__(self, *, ahead: int = AHEAD, ahead_bytes: int = AHEAD_BYTES) -> None:
@@ -65,11 +74,12 @@ class SlotQueue:
     def clear(self) -> None:
         """Forget what was read: it is read again."""
         self._read: dict[Path, Position] = {}
-        self._waiting: dict[str, deque[SlotRecord]] = {}
+        self._waiting: dict[str, dict[str, deque[SlotRecord]]] = {}
         self._undone: dict[Path, deque[Position]] = {}
         self._ahead: dict[Path, set[Position]] = defaultdict(set)
-        self._of_tenant: dict[str, dict[Path, deque[Position]]] = {}
-        self._sizes: dict[str, int] = {}
+        self._owned: dict[str, dict[str, dict[Path, deque[Position]]]] = {}
+        self._sizes: dict[Owner, int] = {}
+        self._numbers = itertools.count()
         self._count = self._bytes = 0
 
     def __len__(self) -> int:
@@ -93,63 +103,80 @@ class SlotQueue:
         return True
 
     def take(self) -> list[SlotRecord]:
-        """The next group: records of the tenant whose turn it is, and of others all that are quickly done."""
+        """The next group: records of the key of the tenant whose turn it is, and of others all that are quickly done.
+
+        They come in the order in which they were read.
+        """
         group: list[SlotRecord] = []
         size = 0
-        for tenant in list(self._waiting):
-            waiting = self._waiting[tenant]
-            most = self._sizes.get(tenant, GROUP)
+        for owner, waiting in self._in_turn():
+            most = self._sizes.get(owner, GROUP)
             if group and (most < GROUP or len(group) + len(waiting) > GROUP):
                 continue
-            del self._waiting[tenant]
             count = 0
             while waiting and count < most and len(group) < GROUP and (not group or size < GROUP_BYTES):
                 size += len(waiting[0].payload)
                 group.append(waiting.popleft())
                 count += 1
-            if waiting:
-                self._waiting[tenant] = waiting  # behind all others
+            self._put_behind(owner)
             if most < GROUP:
                 break  # its group is its own
         self._count -= len(group)
         self._bytes -= size
-        return group
+        return sorted(group, key=_place_of)
 
     def done(self, group: Sequence[SlotRecord], seconds: float) -> dict[Path, Position]:
         """How far each slot of a group is done now, which took so much work."""
-        tenants = {_tenant_of(entry.payload) for entry in group}
-        for tenant in tenants:
-            size = self._sizes.get(tenant, GROUP)
+        for owner in {entry.owner for entry in group}:
+            size = self._sizes.get(owner, GROUP)
             if seconds > _LONGEST_S:
-                self._sizes[tenant] = max(_SMALLEST, min(size, len(group)) // 2)
-            elif seconds < _LONGEST_S / 4 and tenant in self._sizes:
-                self._sizes[tenant] = 2 * size
-                if self._sizes[tenant] >= GROUP:
-                    del self._sizes[tenant]
+                self._sizes[owner] = max(_SMALLEST, min(size, len(group)) // 2)
+            elif seconds < _LONGEST_S / 4 and owner in self._sizes:
+                self._sizes[owner] = 2 * size
+                if self._sizes[owner] >= GROUP:
+                    del self._sizes[owner]
         for entry in group:
             self._ahead[entry.folder].add(entry.position)
-            of_tenant = self._of_tenant[_tenant_of(entry.payload)]
-            of_tenant[entry.folder].popleft()
-            if not of_tenant[entry.folder]:
-                del of_tenant[entry.folder]
-        for tenant in tenants:
-            if not self._of_tenant[tenant]:
-                del self._of_tenant[tenant]
+            of_tenant = self._owned[entry.owner.tenant]
+            of_key = of_tenant[entry.owner.key]
+            of_key[entry.folder].popleft()
+            if not of_key[entry.folder]:
+                del of_key[entry.folder]
+            if not of_key:
+                del of_tenant[entry.owner.key]
+            if not of_tenant:
+                del self._owned[entry.owner.tenant]
         return {folder: last for folder in {entry.folder for entry in group} if (last := self._done_up_to(folder))}
 
-    def is_done(self, tenant: str, folder: Path, end: Position) -> bool:
-        """Whether all of a tenant that lies before `end` in a slot is done."""
-        first = self._of_tenant.get(tenant, {}).get(folder)
-        return self._read.get(folder, Position(0, 0)) >= end and (not first or first[0] > end)
+    def is_done(self, tenant: str, folder: Path, end: Position, key: str | None = None) -> bool:
+        """Whether all of a tenant, or of a key of it, that lies before `end` in a slot is done."""
+        of_tenant = self._owned.get(tenant, {})
+        of_keys = of_tenant.values() if key is None else [of_tenant.get(key, {})]
+        first = min((of_key[folder][0] for of_key in of_keys if folder in of_key), default=None)
+        return self._read.get(folder, Position(0, 0)) >= end and (first is None or first > end)
+
+    def _in_turn(self) -> Iterator[tuple[Owner, deque[SlotRecord]]]:
+        for tenant, keys in list(self._waiting.items()):
+            yield from [(Owner(tenant, key), waiting) for key, waiting in keys.items()]
+
+    def _put_behind(self, owner: Owner) -> None:
+        """Let a key go behind the others of its tenant, and that behind the other tenants, unless all of it is done."""
+        keys = self._waiting.pop(owner.tenant)
+        if waiting := keys.pop(owner.key):
+            keys[owner.key] = waiting
+        if keys:
+            self._waiting[owner.tenant] = keys
 
     def position(self, source: Source) -> Position:
         """How far a slot has been read."""
         return max(source.mark.position, self._read[source.folder])
 
     def _put(self, entry: SlotRecord) -> None:
-        tenant = _tenant_of(entry.payload)
-        self._waiting.setdefault(tenant, deque()).append(entry)
-        self._of_tenant.setdefault(tenant, {}).setdefault(entry.folder, deque()).append(entry.position)
+        tenant, key = entry.owner
+        numbered = entry._replace(number=next(self._numbers))
+        self._waiting.setdefault(tenant, {}).setdefault(key, deque()).append(numbered)
+        of_key = self._owned.setdefault(tenant, {}).setdefault(key, {})
+        of_key.setdefault(entry.folder, deque()).append(entry.position)
         self._undone.setdefault(entry.folder, deque()).append(entry.position)
         self._read[entry.folder] = entry.position
         self._count += 1
@@ -171,20 +198,26 @@ class SlotQueue:
 
 
 class _Head(msgspec.Struct):
-    """What both kinds of records have of a tenant; msgspec skips the rest."""
+    """Whose a record is, as both kinds of them have it; msgspec skips the rest."""
 
     tenant: str
+    key: str = ""
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
 
 
-def _tenant_of(payload: bytes) -> str:
+def _owner_of(payload: bytes) -> Owner:
     """Whose a record is; nobody's if it is none."""
     try:
-        return _heads.decode(payload).tenant
+        head = _heads.decode(payload)
     except msgspec.MsgspecError:  # it is set aside later
-        return ""
+        return Owner("", "")
+    return Owner(head.tenant, head.key)
+
+
+def _place_of(entry: SlotRecord) -> int:
+    return entry.number
 
 
 def _in_order(sources: Sequence[Source], starts: dict[Path, Position]) -> Generator[SlotRecord]:
@@ -205,7 +238,7 @@ def _in_order(sources: Sequence[Source], starts: dict[Path, Position]) -> Genera
 def _entries(source: Source, start: Position) -> Iterator[SlotRecord]:
     _check_place(source)
     for payload, position in spool.read(source.folder, start, source.end):
-        yield SlotRecord(source.folder, payload, position)
+        yield SlotRecord(source.folder, payload, position, _owner_of(payload))
     _check_place(source)
 
 

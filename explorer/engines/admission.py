@@ -1,7 +1,7 @@
 """Bounds concurrency: so many requests in flight, so many that wait for that, and 429 for all beyond.
 
-Callers share the places: whoever has the least in flight is next, and its own requests come in their order. Where no
-more may wait, those give way who have the most waiting.
+Tenants share the places, and the callers of each share its own: whoever has the least in flight is next, and its own
+requests come in their order. Where no more may wait, those give way who have the most waiting.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ class Admission:
         self._wait_timeout_s = wait_timeout_s
         self._queues: dict[str, deque[_Turn]] = {}
         self._in_flight_of: Counter[str] = Counter()
+        self._of_tenant: Counter[str] = Counter()
         self.waiting = 0
 
     @property
@@ -32,8 +33,7 @@ class Admission:
     async def acquire(self, caller: str = "") -> None:
         """Count one more request in flight, or wait. Raises RequestRefused if too many wait, or for too long."""
         if self._free:
-            self._free -= 1
-            self._in_flight_of[caller] += 1
+            self._count(caller, 1)
             return
         if self.waiting >= self._max_waiting:
             self._make_room(caller)
@@ -60,16 +60,12 @@ class Admission:
 
     def release(self, caller: str = "") -> None:
         """Count one request of a caller less in flight, and let the next one proceed."""
-        self._in_flight_of[caller] -= 1
-        if not self._in_flight_of[caller]:
-            del self._in_flight_of[caller]
-        self._free += 1
+        self._count(caller, -1)
         while self._queues:
-            following = min(self._queues, key=self._in_flight_of.__getitem__)  # of several the one that waits longest
+            following = min(self._queues, key=self._share)  # of several the one that waits longest
             turn = self._pop(following, first=True)
             if not turn.done():  # else the waiting request has just been cancelled
-                self._free -= 1
-                self._in_flight_of[following] += 1
+                self._count(following, 1)
                 turn.set_result(None)
                 return
 
@@ -81,12 +77,31 @@ class Admission:
             code="too_many_requests",
             retry_after_s=1.0,
         )
-        most = max(self._queues, key=lambda each: len(self._queues[each]), default=caller)
-        if len(self._queues.get(most, ())) <= 1 + len(self._queues.get(caller, ())):
+        waiting: Counter[str] = Counter()
+        for each, queue in self._queues.items():
+            waiting[_tenant_of(each)] += len(queue)
+        own = _tenant_of(caller)
+        tenant = max(waiting, key=waiting.__getitem__, default=own)
+        if waiting[tenant] <= 1 + waiting[own]:
+            tenant = own
+        of_tenant = {each: len(queue) for each, queue in self._queues.items() if _tenant_of(each) == tenant}
+        most = max(of_tenant, key=of_tenant.__getitem__, default=caller)
+        if tenant == own and of_tenant.get(most, 0) <= 1 + of_tenant.get(caller, 0):
             raise refusal
         turn = self._pop(most, first=False)
         if not turn.done():
             turn.set_exception(refusal)
+
+    def _share(self, caller: str) -> tuple[int, int]:
+        """What the tenant of a caller has in flight, and the caller of that."""
+        return self._of_tenant[_tenant_of(caller)], self._in_flight_of[caller]
+
+    def _count(self, caller: str, change: int) -> None:
+        self._free -= change
+        for counts, name in ((self._in_flight_of, caller), (self._of_tenant, _tenant_of(caller))):
+            counts[name] += change
+            if not counts[name]:
+                del counts[name]
 
     def _pop(self, caller: str, *, first: bool) -> _Turn:
         queue = self._queues[caller]
@@ -105,3 +120,7 @@ class Admission:
         self.waiting -= 1
         if queue := self._queues.pop(caller):
             self._queues[caller] = queue
+
+
+def _tenant_of(caller: str) -> str:
+    return caller.partition("/")[0]

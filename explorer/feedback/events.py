@@ -87,6 +87,7 @@ class EventFactory:
             event_id=self._event_id(remark, saying, number, reply),
             call_id=self._call_id,
             tenant=self._tenant,
+            key=self._caller.name,
             msg_id=reply.msg_id if reply else None,
             choice=reply.choice if reply else None,
             received_at=self._now,

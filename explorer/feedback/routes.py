@@ -1,6 +1,7 @@
 """Takes feedback and commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -8,7 +9,6 @@ from functools import partial
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
@@ -18,7 +18,6 @@ from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, read_object, wrong_type
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
@@ -38,6 +37,9 @@ WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, O
 
 #: What became of each choice, by `id:choice`, where it was not the same for all.
 _Apart = Mapping[str, Outcome]
+
+#: What became of each event, and of the choices of those that it differs for.
+_Told = tuple[Mapping[str, Outcome], Mapping[str, _Apart]]
 
 #: Late events of a call whose choices are told apart: each is a query.
 _MOST_APART = 100
@@ -66,7 +68,6 @@ class FeedbackRoutes:
         settings: Settings,
     ) -> None:
         self._signer = signer
-        self._token_uses = TokenUses()
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
@@ -84,10 +85,11 @@ class FeedbackRoutes:
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
         heard = await asyncio.to_thread(self._hear, caller, body, key)
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
-        if caller.binding is not None:
-            self._token_uses.take(caller.binding, len(events), steady_time.now())
+        if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
+            message = f"this token allows {bound.max_events} events of feedback"
+            raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
-        outcomes, apart = await self._store(events) if events else ({}, {})
+        outcomes, apart = await self._store(events, caller.name) if events else ({}, {})
         told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
         for (kind, outcome), count in pairs.items():
@@ -140,17 +142,25 @@ class FeedbackRoutes:
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)
 
-    async def _store(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
+    async def _store(self, events: Sequence[Feedback], key: str) -> _Told:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         events = await self._recorder.take(events)
-        ids = [event.event_id for event in events]
-        if await self._control_client.wait_until_flushed(_PATIENCE_S, events[0].tenant):
-            try:
-                async with asyncio.timeout(_PATIENCE_S):
-                    return await asyncio.to_thread(self._outcomes, events)
-            except (LedgerUnavailable, TimeoutError):
-                pass  # it went away again; the events are on disk all the same
-        return dict.fromkeys(ids, Outcome.PENDING), {}
+        until = time.monotonic() + _PATIENCE_S
+        told = await self._what_became(events, key or None, until)
+        if key and told is not None and Outcome.PENDING in told[0].values():  # perhaps another key's reply is behind
+            told = await self._what_became(events, None, until) or told
+        return told or (dict.fromkeys([event.event_id for event in events], Outcome.PENDING), {})
+
+    async def _what_became(self, events: Sequence[Feedback], key: str | None, until: float) -> _Told | None:
+        """What became of events, once what came before them of a key, or of the tenant, is in the database."""
+        left_s = max(0.0, until - time.monotonic())
+        if not await self._control_client.wait_until_flushed(left_s, events[0].tenant, key):
+            return None
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                return await asyncio.to_thread(self._outcomes, events)
+        except (LedgerUnavailable, TimeoutError):
+            return None  # it went away again; the events are on disk all the same
 
     def _not_counted(self, heard: Sequence[FeedbackEvent]) -> dict[str, object]:
         """The metrics of what was rated here that have no weight in the reward."""

@@ -36,9 +36,9 @@ class TracedFeedbackRoutes(FeedbackRoutes):
         _parent.set(parse_traceparent(request.headers.get("traceparent")))
         return await super().feedback(request)
 
-    async def _store(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, Any]]:
+    async def _store(self, events: Sequence[Feedback], key: str) -> tuple[Mapping[str, Outcome], Mapping[str, Any]]:
         started, parent = time.time_ns(), _parent.get()
-        outcomes, apart = await super()._store(events)
+        outcomes, apart = await super()._store(events, key)
         if parent is None or parent.sampled:
             about = dict.fromkeys(each.msg_id for each in events if each.msg_id is not None)
             self._tracing.send(

@@ -40,6 +40,7 @@ from tuneloop.explorer.processes.channel import (
     ShareUsage,
     StartInfo,
     StartSegment,
+    TakeOfToken,
     UpdateEngine,
     UpdateKeys,
     UpdateSplit,
@@ -246,8 +247,10 @@ class Workers:
                 return StartInfo(settings.encode(), _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed(timeout_s, tenant):
-                return await services.wait_until_flushed(timeout_s, tenant)
+            case WaitUntilFlushed(timeout_s, tenant, key):
+                return await services.wait_until_flushed(timeout_s, tenant, key)
+            case TakeOfToken(binding, count):
+                return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):
                 await services.report_shadow_reply(copied)
             case ShareUsage(usage):

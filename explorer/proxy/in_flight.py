@@ -30,6 +30,7 @@ class ReplyInFlight:
         return Exchange(
             msg_id=request.msg_id,
             tenant=request.caller.tenant,
+            key=request.caller.name,
             endpoint=request.dialect.path,
             request=request.body,
             received_at=request.received_at,

@@ -1,4 +1,4 @@
-"""An upgrade in the order of docs/operations.md, under load: an earlier release by its checkout, HAProxy in front."""
+"""An upgrade in the order of docs/deployment.md, under load: an earlier release by its checkout, HAProxy in front."""
 
 import os
 import shutil

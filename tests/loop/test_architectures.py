@@ -1,4 +1,4 @@
-"""Which architectures can be served, and how they take up versions: docs/versions.md says what real vLLM does here."""
+"""Which architectures can be served, and how they take up versions: docs/architectures.md is true of real vLLM."""
 
 import re
 import threading
@@ -28,7 +28,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 pytestmark = pytest.mark.vllm
 
 MOE = "Qwen3-MoE"
-_PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 _ROW = re.compile(r"^\| ([^|]+?) \| (yes|no) \| (yes|no) \| (yes|no) \| (in place|fresh engine) \|", re.MULTILINE)
 
 

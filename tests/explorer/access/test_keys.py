@@ -135,6 +135,22 @@ def test_feedback_beyond_a_limit_is_refused_whole(explorer: RunningExplorer, mak
     assert explorer.http.post("/feedback", json={"msg_ids": ids[:2], "reward": 1}, headers=key).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/feedback", "/trinity/feedback"])
+def test_feedback_of_a_key_that_has_brought_its_share_is_refused_by_its_head(
+    explorer: RunningExplorer, make_key: MakeKey, path: str
+) -> None:
+    key = make_key(Scope.FEEDBACK, limits=KeyLimits(feedback_per_minute=1))
+    body = {"task_id": "t", "run_id": "0", "reward": 1}
+    assert explorer.http.post(path, json=body, headers=key).status_code == 200
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {secret_of(key)}\r\ncontent-length: 9000\r\n\r\n"
+    with Wire(explorer.url) as wire:  # the body never comes
+        wire.send(head.encode())
+        answer = wire.response()
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (429, "key_limit_feedback")
+    assert 55 < float(answer.headers["retry-after"]) <= 60
+    assert explorer.http.post("/v1/feedback_tokens", json={"msg_id": "x"}, headers=key).status_code == 404
+
+
 def test_so_many_requests_at_once(explorer: RunningExplorer, make_key: MakeKey, double: EngineDouble) -> None:
     key = make_key(Scope.INFERENCE, limits=KeyLimits(max_concurrent=1))
     with Wire(explorer.url) as first:

@@ -140,3 +140,44 @@ async def test_a_large_group_is_cut_by_its_bytes(own: Spool, monkeypatch: pytest
     queue = SlotQueue()
     queue.read([source_of(own)])
     assert [len(each) for each in tenants_of(queue)] == [2, 2, 2]
+
+
+async def test_keys_of_one_tenant_take_turns(own: Spool) -> None:
+    gate, flood = Gate(), [feedback(key="loud") for _ in range(20 * GROUP)]
+    said = [exchange(key="quiet"), feedback(key="quiet")]
+    with flushing(own, gate) as (flusher, _):
+        await append(own, *flood)
+        await append(own, *said)
+        theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme", "quiet"))
+        all_ = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
+        gate.may.release(3)
+        assert await theirs
+        assert [each for each in gate.records if each.key == "quiet"] == said
+        assert len(gate.records) < 4 * GROUP
+        assert not all_.done()
+        gate.may.release(100)
+        assert await all_
+    assert [each for each in gate.records if each.key == "loud"] == flood
+    assert own.backlog_bytes() == 0
+
+
+async def test_a_tenant_has_no_more_turns_for_having_more_keys(own: Spool) -> None:
+    await append(own, *(feedback(key=f"key {number % 3}") for number in range(9 * GROUP)))
+    await append(own, *(feedback(tenant="other") for _ in range(3 * GROUP)))
+    queue = SlotQueue()
+    queue.read([source_of(own)])
+    turns = []
+    while group := queue.take():
+        [whose] = {(entry.owner.tenant, entry.owner.key) for entry in group}
+        turns.append(whose)
+        queue.done(group, 0.0)
+    first = [("acme", "key 0"), ("other", ""), ("acme", "key 1"), ("other", ""), ("acme", "key 2"), ("other", "")]
+    assert turns == first + 2 * [("acme", f"key {number}") for number in range(3)]
+
+
+async def test_keys_without_a_backlog_keep_the_order_in_which_they_spoke(own: Spool) -> None:
+    said = [feedback(key=f"key {number % 3}") for number in range(90)]
+    await append(own, *said)
+    queue = SlotQueue()
+    queue.read([source_of(own)])
+    assert [decode(entry.payload) for entry in queue.take()] == said

@@ -1,19 +1,40 @@
 """The documentation is short enough to be read: things are said once, and linked."""
 
+import re
+from pathlib import Path
+
 from page_files import DOCS, prose_of
 
 #: What is generated from the code, or compared with it row by row by a test, or a paragraph for each alert: looked up,
 #: and not read.
-REFERENCE = {"api.md", "command_line.md", "limits.md", "metrics.md", "runbooks.md", "settings.md", "vllm.md"}
+REFERENCE = {
+    "api.md",
+    "architectures.md",
+    "command_line.md",
+    "limits.md",
+    "metrics.md",
+    "reasons.md",
+    "runbooks.md",
+    "settings.md",
+    "states.md",
+    "vllm.md",
+}
 
 #: May only fall. 25 000 is the aim.
-WORDS = 40_600
+WORDS = 32_200
+
+
+def words_of(page: Path) -> int:
+    return sum(1 for word in prose_of(page.read_text()).split() if re.search(r"\w", word))
 
 
 def counted() -> dict[str, int]:
-    """How many words each page has, tables and headings too, without blocks of code and the decisions."""
+    """How many words each page has, tables and headings too, without blocks of code and the decisions.
+
+    A word has a letter or a digit: the lines of a table, and dashes, are none.
+    """
     pages = [page for page in DOCS.rglob("*.md") if page.name not in REFERENCE and page.parent.name != "decisions"]
-    return {page.relative_to(DOCS).as_posix(): len(prose_of(page.read_text()).split()) for page in pages}
+    return {page.relative_to(DOCS).as_posix(): words_of(page) for page in pages}
 
 
 def test_there_are_no_more_words_than_somebody_reads() -> None:

@@ -1,12 +1,21 @@
 """What the reference pages take from the code is what the code says."""
 
 import importlib.util
+import re
 from types import ModuleType
 
 import pytest
 from page_files import DOCS, ROOT
 
+from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.processes.spool_alarms import QUARANTINED, REFUSES
+from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
+from tuneloop.shared.operations.diagnosis import DISK_FULL
+from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
+from tuneloop.trainer import loop
+from tuneloop.trainer.teacher import retries
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +43,13 @@ def test_an_option_without_a_row_is_refused(reference: ModuleType) -> None:
 def test_every_state_is_on_its_page() -> None:
     assert [each for each in State if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
     assert [each for each in VersionState if f"| `{each}` |" not in (DOCS / "versions.md").read_text()] == []
+    assert [each for each in EngineState if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
+
+
+def test_every_alarm_is_on_its_page() -> None:
+    """The monitors' are in drift.md."""
+    of_explorers = {attestation.ALARM, loading.DAMAGED, LEDGER_OLDER, REFUSES, QUARANTINED, CLOCK_SKEW}
+    alarms = of_explorers | {retries._AWAY, loop._NOT_FINITE, DISK_FULL}
+    table = (DOCS / "reasons.md").read_text().partition("| alarm |")[2]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == alarms

@@ -49,7 +49,7 @@ def served(ledger: Ledger) -> Ledger:
 
 
 def test_every_reason_is_written_down() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reasons.md").read_text()
     assert [code for code in Code if f"\n| `{code}` |" not in page] == []
 
 

@@ -30,6 +30,7 @@ from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.teacher.teacher import Teacher
+from tuneloop.trainer.transfer import hand_over
 
 
 class Learner:
@@ -98,7 +99,7 @@ class Learner:
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
         for index_B in self._micro_batches(batch, targets.units_B):
             part = batch.rows(index_B)
-            goals = targets.rows(index_B, part.mask_BR.to(self._device))
+            goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
                 sums[name] += value
         return {name: float(value) for name, value in sums.items()}
@@ -218,10 +219,10 @@ class Learner:
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:
         """What `each` says of the batch, micro-batch by micro-batch."""
-        all_BR = torch.zeros_like(batch.sampled_BR)
-        for index_B in self._micro_batches(batch):
-            part_BR = each(batch.rows(index_B)).cpu()
-            all_BR[index_B, : part_BR.shape[1]] = part_BR
+        all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch)
+        parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
+        for index_B, part_BR in zip(cut, parts, strict=True):
+            all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
         return all_BR
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None = None) -> list[Tensor]:

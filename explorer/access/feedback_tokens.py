@@ -14,7 +14,6 @@ import secrets
 import msgspec
 
 from tuneloop.explorer.http.caller import FeedbackBinding
-from tuneloop.shared.errors import RequestRefused
 
 PREFIX = "fb-"
 
@@ -81,20 +80,20 @@ class FeedbackTokens:
 
 
 class TokenUses:
-    """How many events each token has brought to this worker; forgotten once it has expired."""
+    """How many events each token has brought to the service since it started; forgotten once it has expired."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[float, int]] = {}
 
-    def take(self, binding: FeedbackBinding, count: int, now: float) -> None:
-        """Count events. Raises RequestRefused beyond what the token allows."""
+    def take(self, binding: FeedbackBinding, count: int, now: float) -> bool:
+        """Count events, unless they are more than the token allows; whether they are not."""
         used = self._counts.get(binding.nonce, (0.0, 0))[1] + count
         if used > binding.max_events:
-            message = f"this token allows {binding.max_events} events of feedback"
-            raise RequestRefused(message, status=403, code="token_used_up")
+            return False
         if len(self._counts) >= _MOST_TOKENS:
             self._counts = {nonce: each for nonce, each in self._counts.items() if each[0] > now}
         self._counts[binding.nonce] = binding.expires_at, used
+        return True
 
 
 def _text(data: bytes) -> str:

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import msgspec
 
+from tuneloop.explorer.http.caller import FeedbackBinding
+
 
 class ShadowReply(msgspec.Struct, frozen=True):
     """What became of a copy: how long the reply took, and how many tokens it has."""
@@ -23,6 +25,9 @@ class ControlClient(Protocol):
 
         False if it is not by then, or away.
         """
+
+    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Hear what became of the copy of a request, for those who decide about the version that it went to."""

@@ -9,7 +9,6 @@ from functools import partial
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
@@ -19,7 +18,6 @@ from tuneloop.explorer.feedback.request import parse_entries
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, read_object, wrong_type
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
@@ -70,7 +68,6 @@ class FeedbackRoutes:
         settings: Settings,
     ) -> None:
         self._signer = signer
-        self._token_uses = TokenUses()
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
@@ -88,8 +85,9 @@ class FeedbackRoutes:
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
         heard = await asyncio.to_thread(self._hear, caller, body, key)
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
-        if caller.binding is not None:
-            self._token_uses.take(caller.binding, len(events), steady_time.now())
+        if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
+            message = f"this token allows {bound.max_events} events of feedback"
+            raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
         outcomes, apart = await self._store(events, caller.name) if events else ({}, {})
         told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]

@@ -18,6 +18,7 @@ from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
 from tuneloop.shared.ledger.keys import KeyTable
@@ -71,6 +72,13 @@ class WaitUntilFlushed(ChannelMessage, frozen=True):
     timeout_s: float
     tenant: str | None = None
     key: str | None = None
+
+
+class TakeOfToken(ChannelMessage, frozen=True):
+    """A worker: a browser's token brings so many events. The answer is whether it allows them."""
+
+    binding: FeedbackBinding
+    count: int
 
 
 class GetExposition(ChannelMessage, frozen=True):
@@ -153,6 +161,7 @@ _Any = (
     GetStartInfo
     | AnnounceSlot
     | WaitUntilFlushed
+    | TakeOfToken
     | GetExposition
     | ReportFailure
     | ReportMetrics

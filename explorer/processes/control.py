@@ -40,6 +40,7 @@ from tuneloop.explorer.processes.channel import (
     ShareUsage,
     StartInfo,
     StartSegment,
+    TakeOfToken,
     UpdateEngine,
     UpdateKeys,
     UpdateSplit,
@@ -248,6 +249,8 @@ class Workers:
                 return await self._let_serve(worker, Path(folder))
             case WaitUntilFlushed(timeout_s, tenant, key):
                 return await services.wait_until_flushed(timeout_s, tenant, key)
+            case TakeOfToken(binding, count):
+                return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):
                 await services.report_shadow_reply(copied)
             case ShareUsage(usage):

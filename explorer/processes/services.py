@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 
+from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
@@ -28,6 +29,7 @@ from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
+from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
@@ -73,6 +75,7 @@ class ControlServices:
     watch: LedgerGauges
     canary_controller: CanaryController
     key_watch: KeyWatch
+    token_uses: TokenUses
 
     async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
@@ -80,6 +83,10 @@ class ControlServices:
         False if it is not by then, or away.
         """
         return await self.flusher.wait_until_flushed(timeout_s, tenant, key)
+
+    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
+        return self.token_uses.take(binding, count, steady_time.now())
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
@@ -134,6 +141,7 @@ async def open_control_services(
         flusher=flusher,
         watch=watch,
         key_watch=key_watch,
+        token_uses=TokenUses(),
     )
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [

@@ -31,11 +31,13 @@ from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.http.server import FastProtocol
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
     Channel,
+    ChannelMessage,
     CollectMetrics,
     EngineView,
     FleetView,
@@ -48,6 +50,7 @@ from tuneloop.explorer.processes.channel import (
     ShareUsage,
     StartInfo,
     StartSegment,
+    TakeOfToken,
     UpdateEngine,
     UpdateKeys,
     UpdateSplit,
@@ -75,8 +78,8 @@ _SHARE_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
-#: How long the control process may take beyond the time that it was given, and for the metrics.
-_GRACE_S, _EXPOSITION_S = 0.5, 5.0
+#: How long the control process may take beyond the time that it was given, for the metrics, and for a token.
+_GRACE_S, _EXPOSITION_S, _TOKEN_S = 0.5, 5.0, 2.0
 
 
 class ChannelControlClient:
@@ -97,6 +100,10 @@ class ChannelControlClient:
             log.warning("control_process_silent", reason=str(error))
             return False
 
+    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
+        return bool(await self._answer_to(TakeOfToken(binding, count), bool, _TOKEN_S))
+
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Let those hear of a copy who decide about the version that it went to."""
         with suppress(ChannelLost):
@@ -104,8 +111,11 @@ class ChannelControlClient:
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
+        return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))
+
+    async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float) -> Any:
         try:
-            return bytes(await self._channel.ask(GetExposition(), bytes, timeout_s=_EXPOSITION_S))
+            return await self._channel.ask(question, kind, timeout_s=timeout_s)
         except ChannelLost as error:
             raise RequestRefused(str(error), status=503, code="control_process_silent", retry_after_s=1.0) from None
 

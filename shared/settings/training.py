@@ -21,9 +21,9 @@ class TrainerSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: NotNegative = 42
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: Positive = 8192
     activation_checkpointing: bool = False
-    compile: bool = False
+    compile: bool | None = None
     poll_interval: Seconds = 1.0
     max_staleness: NotNegative | None = None
     max_age: Seconds | None = None

@@ -53,7 +53,7 @@ FIXED: dict[str, object] = {
     "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
     "events about one reply or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
-    "a tenant's events about runs that have no reply yet": MAX_EARLY,
+    "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
     "moving the spool when the service ends": STOP_S,
     "`metadata` of a request": labels.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,

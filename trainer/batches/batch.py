@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tuneloop.shared.experience import Int32s
 from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.transfer import hand_over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ def scatter_tokens(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
 
     The mask may be on the CPU, and is best there: to count it on a GPU would wait for it, forth and back.
     """
-    places_N = mask_BR.flatten().nonzero()[:, 0].to(flat_N.device)
+    places_N = hand_over(mask_BR.flatten().nonzero()[:, 0], flat_N.device)
     return flat_N.new_zeros(mask_BR.numel()).index_copy(0, places_N, flat_N).view(mask_BR.shape)
 
 

@@ -22,6 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tuneloop.trainer.transfer import hand_over
+
 _log = structlog.get_logger()
 
 PACKED = "packed"
@@ -32,7 +34,10 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias")
 _KINDS = {"full_attention", "sliding_attention"}
 #: The kernel's widest head; it also wants a multiple of eight.
 _WIDEST_HEAD = 256
-_VARLEN = inspect.signature(varlen.varlen_attn).parameters
+_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
+#: Whether torch's kernel has what we need of it, from 2.11 on, and wants to be told that heads share keys.
+_KERNEL_FITS, _KERNEL_IS_TOLD = {"scale", "window_size"} <= _OPTIONS, "enable_gqa" in _OPTIONS
+_KERNEL_DEVICE = "cuda"
 #: How far a packed row may be from its sequences alone, relative to the largest number.
 _TOLERANCE = {torch.float32: 1e-3}
 _ROUGH = 0.1
@@ -62,7 +67,7 @@ class _NotPackable(Exception):
 
 def bounds_of(lengths: list[int], device: torch.device) -> Bounds:
     """The bounds of sequences of such lengths."""
-    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    ends = hand_over(torch.tensor([0, *lengths]).cumsum(0).int(), device)
     return Bounds(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=max(lengths), max_length_k=max(lengths))
 
 
@@ -152,25 +157,21 @@ def _attend(
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
     width = query.shape[-1]
     return (
-        query.is_cuda
+        _KERNEL_FITS
+        and query.device.type == _KERNEL_DEVICE
         and query.dtype in {torch.bfloat16, torch.float16}
         and width == value.shape[-1] <= _WIDEST_HEAD
         and width % 8 == 0
-        and {"scale", "window_size"} <= _VARLEN.keys()  # torch 2.11 on
     )
 
 
 def _in_one(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
     ends, longest, scale, window = sight
-    heads, key_heads = query.shape[1], key.shape[1]
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    grouped: dict[str, Any] = {}
-    if key_heads != heads and "enable_gqa" in _VARLEN:
-        grouped["enable_gqa"] = True
-    elif key_heads != heads:
-        key, value = (each.repeat_interleave(heads // key_heads, dim=1) for each in (key, value))
+    # The kernel reads the keys of several heads once, in torch 2.11 without being told.
+    told: dict[str, Any] = {"enable_gqa": True} if _KERNEL_IS_TOLD and key.shape[1] != query.shape[1] else {}
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     view: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **grouped)
+    attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **told)
     return cast(Tensor, attended)[None]
 
 

@@ -1,14 +1,21 @@
 """What is done to the layers of a model by setting: their activations made again instead of kept, and compilation."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import structlog
+import torch
+import torch._dynamo.config
 from torch import is_grad_enabled, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tuneloop.shared.errors import SettingsError
+
+_log = structlog.get_logger()
 
 
 def checkpoint_layers(network: nn.Module) -> None:
@@ -24,6 +31,21 @@ def compile_layers(network: nn.Module) -> None:
     """Compile each layer, for rows of any length. Raises SettingsError if there are none."""
     for layer in _layers(network, "trainer.compile"):
         layer.compile(dynamic=True)
+
+
+def is_compiling(wanted: bool | None, device: torch.device) -> bool:
+    """Whether layers are compiled: what the setting says, else on a GPU, where a C compiler is found to do it with."""
+    if wanted is not None:
+        return wanted
+    if device.type != "cuda":
+        return False
+    compilers = [os.environ.get("CC", "gcc"), "gcc", "clang", "cc"]
+    if not any(shutil.which(name) for name in compilers):
+        _log.warning("not_compiled", reason="there is no C compiler; with gcc a step takes two thirds of the time")
+        return False
+    # A layer that torch cannot compile runs as it is.
+    torch._dynamo.config.suppress_errors = True
+    return True
 
 
 def _layers(network: nn.Module, setting: str) -> Iterator[nn.Module]:

@@ -23,6 +23,7 @@ from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch
+from tuneloop.trainer.models.layers import is_compiling
 from tuneloop.trainer.models.model import Actor
 
 _NAME = "default"
@@ -47,7 +48,7 @@ class AdaptedActor(Actor):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.trainer.seed)
             _inject(config, network)
-        actor = cls(network, config, compiled=settings.trainer.compile)
+        actor = cls(network, config, compiled=is_compiling(settings.trainer.compile, network.device))
         if (folder / ADAPTER_CONFIG).exists():
             actor._restore(lora, folder)
         return actor

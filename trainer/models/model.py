@@ -24,7 +24,8 @@ from tuneloop.trainer.batches.batch import Batch, scatter_tokens
 from tuneloop.trainer.batches.packed import Positions, packed_rows, padded_rows
 from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, Said
-from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers
+from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers, is_compiling
+from tuneloop.trainer.transfer import hand_over
 
 _VALUE_HEAD = "value_head.safetensors"
 
@@ -58,7 +59,7 @@ class Actor:
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The model in the Hugging Face folder `folder`."""
         network = _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder)
-        return cls(network, compiled=settings.trainer.compile)
+        return cls(network, compiled=is_compiling(settings.trainer.compile, network.device))
 
     @property
     def vocabulary(self) -> int:
@@ -107,9 +108,10 @@ class Actor:
         temperatures_N = batch.temperatures_BR[mask_BR]
         allowed = None
         if batch.held_BR is not None and batch.allowed_KW is not None:
-            allowed = AllowedSets(batch.held_BR[mask_BR].to(device), batch.allowed_KW.to(device))
+            allowed = AllowedSets(hand_over(batch.held_BR[mask_BR], device), hand_over(batch.allowed_KW, device))
         tempered = bool((temperatures_N != 1).any())
-        return Said(batch.replies_BR[mask_BR].to(device), temperatures_N.to(device) if tempered else None, allowed)
+        tokens_N = hand_over(batch.replies_BR[mask_BR], device)
+        return Said(tokens_N, hand_over(temperatures_N, device) if tempered else None, allowed)
 
     def _fused_head(self) -> Head | None:
         """The head, where logits are its products and nothing else."""
@@ -187,12 +189,13 @@ class Critic(nn.Module):
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the models run. On a CPU this also settles the number of threads."""
+    """Where the models run. This also settles the number of threads on the CPU."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Engines share the machine; two threads waiting for each other are slower than one. Beside a GPU, what is made
+        # on the CPU is small.
+        torch.set_num_threads(1)
     wanted, gpus = settings.trainer.device, settings.cluster.gpu_per_node
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
-        if "OMP_NUM_THREADS" not in os.environ:
-            # Engines share the machine; two threads waiting for each other are slower than one.
-            torch.set_num_threads(1)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         cause = "trainer.device: cuda" if wanted == "cuda" else f"cluster.gpu_per_node: {gpus}"
@@ -246,7 +249,7 @@ def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, f
         # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.
         network.set_attn_implementation("eager")
     enable_packing(network)
-    if settings.trainer.compile:
+    if is_compiling(settings.trainer.compile, device):
         compile_layers(network)
     if settings.trainer.activation_checkpointing:
         checkpoint_layers(network)
@@ -262,10 +265,10 @@ def _read(network: nn.Module, batch: Batch, positions: Positions, *, logits: boo
     device, packed = cast(PreTrainedModel, network).device, is_packable(network)
     rows = packed_rows(batch) if packed else padded_rows(batch)
     positions.add(rows, batch)
-    ids_BT, predicts_N = rows.ids_BT.to(device), rows.predicts_N.to(device)
+    ids_BT, predicts_N = hand_over(rows.ids_BT, device), hand_over(rows.predicts_N, device)
     options: dict[str, Any] = {}
     if packed:
-        options = {"position_ids": rows.positions_BT.to(device), "attention_mask": no_mask(device)}
+        options = {"position_ids": hand_over(rows.positions_BT, device), "attention_mask": no_mask(device)}
         options |= bounds_of(list(rows.lengths), device)
     if not logits:
         return _run(network, ids_BT, **options).last_hidden_state.flatten(0, 1).index_select(0, predicts_N)

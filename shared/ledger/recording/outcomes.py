@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Select, and_, func, literal_column, select, tuple_
@@ -16,7 +16,7 @@ from tuneloop.shared.settings.feedback import RewardRule
 #: The choices of a reply or trajectory that are told apart.
 MAX_TOLD = 1000
 
-#: Events of a tenant about runs that have no reply yet.
+#: Events of a tenant about replies and runs that are not there: not yet, or not to be stored at all.
 MAX_EARLY = 100_000
 _EARLY_S = 10.0
 
@@ -48,7 +48,10 @@ def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) ->
 
 
 class EarlyFeedback:
-    """Holds tenants to MAX_EARLY events about runs of which there is no reply: such names cost nothing to make up."""
+    """Holds tenants to MAX_EARLY events about what is not there.
+
+    Names of runs cost nothing to make up, and a client may have its replies not stored.
+    """
 
     def __init__(self, ticks: Callable[[], float]) -> None:
         self._ticks = ticks
@@ -56,21 +59,29 @@ class EarlyFeedback:
 
     def within_bound(self, connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
         """The events without those for which there is no room."""
-        of_runs = Counter(event.tenant for event in events if event.msg_id is None)
-        full = {tenant for tenant, count in of_runs.items() if self._count(connection, tenant) + count > MAX_EARLY}
-        for tenant in of_runs.keys() - full:
+        counts = Counter(event.tenant for event in events)
+        full = {tenant for tenant, count in counts.items() if self._count(connection, tenant) + count > MAX_EARLY}
+        for tenant in counts.keys() - full:
             count, looked_at = self._known[tenant]
-            self._known[tenant] = count + of_runs[tenant], looked_at
+            self._known[tenant] = count + counts[tenant], looked_at
         if not full:
             return list(events)
-        names = {_run_of(event) for event in events if event.msg_id is None and event.tenant in full}
-        there = {row for few in portions(names, of=3) for row in map(tuple, connection.execute(_runs(few)))}
-        refused = names - there
-        return [event for event in events if event.msg_id is not None or _run_of(event) not in refused]
+        of_full = [event for event in events if event.tenant in full]
+        runs = {_run_of(event) for event in of_full if event.msg_id is None}
+        replies = {event.msg_id for event in of_full if event.msg_id is not None}
+        there: set[object] = {tuple(row) for few in portions(runs, of=3) for row in connection.execute(_runs(few))}
+        there |= {row.msg_id for few in portions(replies) for row in connection.execute(_stored_replies(few))}
+        return [event for event in events if event.tenant not in full or (event.msg_id or _run_of(event)) in there]
 
     def is_full(self, tenant: str, read: Callable[[Any], Sequence[Any]]) -> bool:
         """Whether a tenant has as many as it may have."""
         return int(read(_early(tenant))[0][0]) >= MAX_EARLY
+
+    def without_reply(self, events: Collection[Feedback], read: Callable[[Any], Sequence[Any]]) -> set[str]:
+        """Those of some events about replies whose reply is not there."""
+        replies = {event.msg_id for event in events if event.msg_id is not None}
+        there = {row.msg_id for few in portions(replies) for row in read(_stored_replies(few))}
+        return {event.event_id for event in events if event.msg_id is not None and event.msg_id not in there}
 
     def _count(self, connection: Connection, tenant: str) -> int:
         """How many there are, as of some seconds ago; what came since was counted as if all of it were early."""
@@ -86,7 +97,7 @@ def _run_of(event: Feedback) -> tuple[object, ...]:
 
 
 def _early(tenant: str) -> Select[Any]:
-    waiting = and_(literal_column("outcome = 'pending'"), feedback.c.msg_id.is_(None), feedback.c.tenant == tenant)
+    waiting = and_(literal_column("outcome = 'pending'"), feedback.c.tenant == tenant)
     return select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
 
 
@@ -94,3 +105,8 @@ def _runs(names: Sequence[Any]) -> Select[Any]:
     """Which of these runs have replies."""
     run = [experiences.c[name] for name in TRAJECTORY]
     return select(*run).distinct().where(experiences.c.task_id.is_not(None), tuple_(*run).in_(names))
+
+
+def _stored_replies(msg_ids: Sequence[Any]) -> Select[Any]:
+    """Which of these replies are there."""
+    return select(experiences.c.msg_id).distinct().where(experiences.c.msg_id.in_(msg_ids))

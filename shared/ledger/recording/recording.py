@@ -121,12 +121,10 @@ class Recording(LedgerPart):
         for query in _earlier_feedback(events):
             for row in self._read(query):
                 room.take(row)
-        full = {each.tenant for each in events if each.msg_id is None and self._early.is_full(each.tenant, self._read)}
-        return {
-            event.event_id
-            for event in events
-            if not room.is_left_for(event) or (event.msg_id is None and event.tenant in full)
-        }
+        full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
+        of_full = [event for event in events if event.tenant in full]
+        unknown = self._early.without_reply(of_full, self._read) | {e.event_id for e in of_full if e.msg_id is None}
+        return unknown | {event.event_id for event in events if not room.is_left_for(event)}
 
     def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""

@@ -33,6 +33,7 @@ def test_every_route_answers_in_its_time_and_feedback_is_learnt_after_the_thaw(
 ) -> None:
     with hired(tmp_path, double) as staff:
         before = chat(staff.http)
+        token = staff.http.post("/v1/feedback_tokens", json={"msg_id": before}).json()["token"]
         eventually(lambda: staff.http.get(f"{CHAT}/{before}").status_code == 200)
         staff.process.send_signal(signal.SIGSTOP)
         try:
@@ -60,6 +61,12 @@ def test_every_route_answers_in_its_time_and_feedback_is_learnt_after_the_thaw(
                 assert status != 503 or "retry-after" in answer.headers, path
                 if path == "/feedback":
                     assert answer.json()["outcomes"] == {before: "pending", said: "pending"}
+            bearer = {"Authorization": f"Bearer {token}"}
+            answer, took_s = timed(
+                staff.http, "POST", "/feedback", json={"msg_ids": [before], "reward": 0}, headers=bearer
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "control_process_silent")
+            assert took_s < 5
         finally:
             staff.process.send_signal(signal.SIGCONT)
         eventually(lambda: rewards(staff)[State.REWARDED] == 2)

@@ -146,6 +146,20 @@ def test_what_one_has_acknowledged_the_other_knows(staff: Staff) -> None:
             assert other.get(f"/v1/chat/completions/{chat(one)}").status_code == 200
 
 
+def test_a_token_for_feedback_is_used_up_in_all_of_them(staff: Staff) -> None:
+    with ExitStack() as stack:
+        one, other = staff.clients_of_both(stack).values()
+        said = chat(one)
+        token = one.post("/v1/feedback_tokens", json={"msg_id": said, "max_events": 3}).json()["token"]
+        headers, body = {"Authorization": f"Bearer {token}"}, {"msg_ids": [said]}
+        answers = [
+            client.post("/feedback", json=body | {"reward": number / 10}, headers=headers)
+            for number, client in enumerate((one, other, one, other, one))
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 403, 403]
+        assert answers[-1].json()["error"]["code"] == "token_used_up"
+
+
 def test_metrics_are_those_of_the_whole_service(staff: Staff) -> None:
     with ExitStack() as stack:
         clients = list(staff.clients_of_both(stack).values())

@@ -1,13 +1,16 @@
 """Layers whose activations are made again, or that are compiled, learn the same."""
 
+import shutil
+
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import SettingsError
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.models.layers import checkpoint_layers
+from tuneloop.trainer.models.layers import checkpoint_layers, is_compiling
 
 SAMPLES = [sample(i) for i in range(6)]
 TIMES = {"activation_checkpointing": 2, "compile": 1}
@@ -56,6 +59,27 @@ def test_activations_that_are_made_again_change_no_gradient(settings, base, adap
 def test_a_model_without_layers_of_its_own_is_refused_by_the_setting_s_name():
     with pytest.raises(SettingsError, match=r"^trainer\.activation_checkpointing: Linear has no layers for it"):
         checkpoint_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "compilers", "compiles"),
+    [
+        (None, "cuda", ["gcc"], True),
+        (None, "cuda", [], False),
+        (None, "cpu", ["gcc"], False),
+        (False, "cuda", ["gcc"], False),
+        (True, "cpu", [], True),
+    ],
+)
+def test_layers_are_compiled_on_a_gpu_unless_there_is_nothing_to_compile_with(
+    monkeypatch, wanted, device, compilers, compiles
+):
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+    with capture_logs() as logs:
+        assert is_compiling(wanted, torch.device(device)) is compiles
+    assert [each["event"] for each in logs] == ["not_compiled"] * (wanted is None and device == "cuda" and not compiles)
+    assert torch._dynamo.config.suppress_errors is (wanted is None and compiles)
 
 
 @pytest.mark.soak

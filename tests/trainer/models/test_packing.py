@@ -1,5 +1,7 @@
 """Packed rows: the numbers are those of transformers' plain forward, sequence by sequence, and nothing is padded."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -230,11 +232,12 @@ def test_a_network_that_reads_packed_rows_still_generates(settings, models):
     assert said[0].tolist() == said[1].tolist()
 
 
-def _by_hand(query, key, value, ends, _, longest, _also, *, scale, window_size, enable_gqa=False):
+def _by_hand(query, key, value, ends, _, longest, _also, *, scale, window_size, enable_gqa=False, is_told=False):
     """What torch says of `varlen_attn`: tokens x heads x width, (how far back, how far ahead), in float64."""
     assert longest == ends.diff().max()
     repeats = query.shape[1] // key.shape[1]
-    assert repeats == 1 or enable_gqa
+    assert repeats > 1, "the keys of several heads are read once, not copied"
+    assert enable_gqa == is_told
     key, value = (each.repeat_interleave(repeats, dim=1).double() for each in (key, value))
     at, of = torch.arange(len(query)), torch.bucketize(torch.arange(len(query)), ends[1:], right=True)
     back, (left, right) = at[:, None] - at, window_size
@@ -246,15 +249,48 @@ def _by_hand(query, key, value, ends, _, longest, _also, *, scale, window_size, 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_gpu_s_kernel_is_asked_for_what_the_cpu_makes(monkeypatch, window, grouped):
-    parameters = dict.fromkeys(["scale", "window_size", *["enable_gqa"] * grouped])
-    monkeypatch.setattr(attention, "_VARLEN", parameters)
-    monkeypatch.setattr(attention.varlen, "varlen_attn", _by_hand)
+    monkeypatch.setattr(attention, "_KERNEL_IS_TOLD", grouped)
+    monkeypatch.setattr(attention.varlen, "varlen_attn", partial(_by_hand, is_told=grouped))
     query, key, value = (
         torch.randn(1, heads, 14, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
     )
     bounds = bounds_of([7, 3, 3, 1], torch.device("cpu"))
     sight = attention._Sight(bounds["cu_seq_lens_q"], bounds["max_length_q"], 0.3, window)
     _agree(attention._in_one(query, key, value, sight), attention._by_length(query, key, value, sight))
+
+
+def test_with_a_gpu_s_kernel_a_layer_is_compiled_in_one_piece(monkeypatch):
+    """Whatever breaks it costs a third of a step's time, and nothing says so."""
+
+    def kernel(query, key, value, ends, _, longest, _also, *, scale, window_size, enable_gqa=False):
+        return attended(query, key, value)
+
+    @torch.library.custom_op("tuneloop_tests::attended", mutates_args=())
+    def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query + key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+    attended.register_fake(lambda query, *_: torch.empty_like(query))
+    monkeypatch.setattr(attention, "_KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(attention.varlen, "varlen_attn", kernel)
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    network = AutoModel.from_config(config, dtype=torch.bfloat16)
+    network.set_attn_implementation(attention.PACKED)
+    network.layers[0].compile(dynamic=True, fullgraph=True, backend="eager")
+    ids_BT, device = torch.arange(14)[None], torch.device("cpu")
+    with torch.no_grad():
+        network(
+            input_ids=ids_BT, attention_mask=attention.no_mask(device), use_cache=False, **bounds_of([7, 7], device)
+        )
+    assert attention.is_packable(network)
 
 
 def test_a_gpu_s_kernel_takes_what_it_is_given():

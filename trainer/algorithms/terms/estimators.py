@@ -5,6 +5,7 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 
 from typing import Literal, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,17 +60,19 @@ def gae(
     A token outside the mask is no time step: value and advantage are carried past it. What comes after one of
     `ends_BR` belongs to another episode; None: a sequence is one. Both results are 0 outside the mask.
     """
-    advantages_BR = torch.zeros_like(values_BR)
-    next_value_B = torch.zeros_like(values_BR[:, 0])
-    advantage_B = torch.zeros_like(next_value_B)
-    for t in reversed(range(values_BR.shape[1])):
-        acted_B = mask_BR[:, t]
-        if ends_BR is not None:
-            next_value_B, advantage_B = next_value_B * ~ends_BR[:, t], advantage_B * ~ends_BR[:, t]
-        delta_B = rewards_BR[:, t] + gamma * next_value_B - values_BR[:, t]
-        advantage_B = torch.where(acted_B, delta_B + gamma * lam * advantage_B, advantage_B)
-        next_value_B = torch.where(acted_B, values_BR[:, t], next_value_B)
-        advantages_BR[:, t] = advantage_B
+    # Token by token there is little to do, and numpy begins sooner than torch.
+    rewards_RB, values_RB, mask_RB = (np.ascontiguousarray(each.numpy().T) for each in (rewards_BR, values_BR, mask_BR))
+    ends_RB = None if ends_BR is None else ends_BR.numpy().T
+    advantages_RB = np.zeros_like(values_RB)
+    next_value_B, advantage_B = advantages_RB[0].copy(), advantages_RB[0].copy()
+    for t in reversed(range(len(values_RB))):
+        if ends_RB is not None:
+            next_value_B, advantage_B = next_value_B * ~ends_RB[t], advantage_B * ~ends_RB[t]
+        delta_B = rewards_RB[t] + gamma * next_value_B - values_RB[t]
+        advantage_B = np.where(mask_RB[t], delta_B + gamma * lam * advantage_B, advantage_B)
+        next_value_B = np.where(mask_RB[t], values_RB[t], next_value_B)
+        advantages_RB[t] = advantage_B
+    advantages_BR = torch.from_numpy(np.ascontiguousarray(advantages_RB.T))
     returns_BR = advantages_BR + values_BR
     return torch.where(mask_BR, advantages_BR, 0.0), torch.where(mask_BR, returns_BR, 0.0)
 

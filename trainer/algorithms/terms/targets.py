@@ -9,6 +9,8 @@ from typing import NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
+from tuneloop.trainer.transfer import hand_over
+
 _T = TypeVar("_T")
 
 
@@ -75,7 +77,7 @@ class Targets:
                 each = each[index_B, : like_BR.shape[1]]
             elif each is not None and name.endswith("_B"):
                 each = each[index_B]
-            cut[name] = None if each is None else each.to(like_BR.device)
+            cut[name] = None if each is None else hand_over(each, like_BR.device)
         return type(self)(**cut)  # type: ignore[arg-type]
 
     @property

@@ -113,3 +113,24 @@ def test_names_of_runs_that_do_not_exist_are_not_kept_without_end(
     others = feedback(tenant="globex", msg_id=None, task_id="none", run_id="0")
     ledger.recording.record([said, feedback(**RUN), feedback(msg_id=said.msg_id, value=0.5), others])
     assert stored(engine) == 603
+
+
+def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 600)
+    record(ledger, [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(1000)])
+    assert stored(engine) <= 600
+    more = [feedback(msg_id=f"chatcmpl-more-{number}") for number in range(500)]
+    Ledger(engine).recording.record(more[:100])  # another process, that counts for itself
+    assert stored(engine) == 600
+    early = feedback(msg_id=None, task_id="none", run_id="0")
+    Ledger(engine).recording.record([early, *more[:10]])
+    assert stored(engine) == 600
+    refused = [*more[300:302], early]
+    assert Ledger(engine).recording.without_room(refused) == {each.event_id for each in refused}
+    said, others = exchange(), feedback(tenant="globex", msg_id="chatcmpl-theirs")
+    about = [feedback(msg_id=said.msg_id, value=number) for number in (1, 0.5)]
+    ledger.recording.record([said, about[0], others])
+    assert stored(engine) == 602
+    assert Ledger(engine).recording.without_room([about[1]]) == set()

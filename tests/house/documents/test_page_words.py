@@ -22,7 +22,7 @@ REFERENCE = {
 }
 
 #: May only fall. 25 000 is the aim.
-WORDS = 27_700
+WORDS = 26_400
 
 
 def words_of(page: Path) -> int:

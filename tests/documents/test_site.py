@@ -38,7 +38,7 @@ def test_it_has_every_page_and_a_search(site: Path) -> None:
     built = {file.relative_to(site).as_posix() for file in site.rglob("*.html")}
     assert {"index.html", "settings.html", "methods/ppo.html", "source/benchmarks/RESULTS.html"} <= built
     assert len(built) >= len([page for page in PAGES if page.parent != ROOT])
-    assert "everything that can be said of a reply" in (site / "search" / "search_index.json").read_text()
+    assert "from statements to rewards" in (site / "search" / "search_index.json").read_text()
 
 
 @needs_mkdocs

@@ -24,7 +24,7 @@ from tuneloop.explorer.engines.proof.life import START_TIME, instance_id, start_
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, LIFE, METHOD
 from tuneloop.explorer.engines.vllm_plugin import FORKS, SLEEPS, UNPACKED
-from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.hardware import api_servers_of, gpus_from

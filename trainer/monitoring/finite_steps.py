@@ -23,11 +23,11 @@ class FiniteSteps:
         """Whether nothing more is to be learnt."""
         return self._skipped >= self._most
 
-    def failed(self, reason: str, *, after: int) -> None:
+    def note_failure(self, reason: str, *, after: int) -> None:
         """The step after `after` was not finite."""
         self._skipped, self._skipped_after, self._why_skipped = self._skipped + 1, after, reason
 
-    def succeeded(self, step: int) -> None:
+    def note_success(self, step: int) -> None:
         """This step was finite, and is not one made again from before the last that was not."""
         if step > self._skipped_after and (self._skipped or not self._sound):
             self._alarms.clear(NOT_FINITE)

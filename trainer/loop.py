@@ -16,11 +16,8 @@ import structlog
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import (
-    CheckpointRejected,
     DatabaseAway,
     EnvironmentRefused,
     LeaseLost,
@@ -44,6 +41,7 @@ from tuneloop.trainer.batches.allowed_tokens import find_missing_library
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
@@ -154,7 +152,7 @@ class TrainingLoop:
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(self._epoch)
         self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch)
-        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat:
+        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher.states):
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._complete:
@@ -162,6 +160,9 @@ class TrainingLoop:
                     self._turn()
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
+            if not heartbeat.overtaken and not self._unpublished_steps and not self._learner.spoilt:
+                self._publisher.states.finish(self._learner, self._version)
+            self._tell_of_states()
             self._curves.close()
             if heartbeat.overtaken:
                 raise heartbeat.overtaken
@@ -204,6 +205,8 @@ class TrainingLoop:
         self._held.clear()
         newest = self._ledger.versions.newest()
         if self._unpublished_steps or newest.version != self._version or self._learner.spoilt:
+            self._publisher.states.settle()
+            self._tell_of_states()
             self._curves.close()
             del self._learner  # A GPU has no room for two.
             self._resume(newest)
@@ -214,9 +217,10 @@ class TrainingLoop:
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
         if newest.version:
-            _require_whole(newest, self._store)
+            require_weights(newest, self._store)
         with _room_for_weights():
-            self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
+            state = find_state(newest, self._ledger.versions, self._store) if newest.version else None
+            self._learner: Learner = snapshot.resume(self._settings, newest.path if newest.version else None, state)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
@@ -300,7 +304,12 @@ class TrainingLoop:
 
     # A version.
 
+    def _tell_of_states(self) -> None:
+        for step, told in self._publisher.states.drain():
+            self._curves.add(step, told)
+
     def _publish(self) -> None:
+        self._tell_of_states()
         started = time.time_ns()
         try:
             version = self._publisher.publish(self._learner, self._unpublished, parent=self._version)
@@ -314,7 +323,7 @@ class TrainingLoop:
         self._unpublished.clear()
         self._unpublished_steps = 0
         self._spans.send_version(version, step=self._learner.steps, started=started)
-        self._curves.add(self._learner.steps, {"time/save_checkpoint": self._publisher.took_s})
+        self._curves.add(self._learner.steps, self._publisher.told)
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
 
@@ -340,18 +349,6 @@ def _room_for_weights() -> Iterator[None]:
             f"model.model_path: the GPU's memory has no room for the weights and optimisers: {reason}. Lower "
             "explorer.rollout_model.gpu_memory_utilization if an engine shares it, or train an adapter: model.lora.rank"
         ) from None
-
-
-def _require_whole(version: Version, store: CheckpointStore) -> None:
-    try:
-        store.check_place(version.path)
-        check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))
-    except CheckpointRejected as error:
-        raise EnvironmentRefused(
-            f"checkpoint_root_dir: the newest version is damaged, {version.path.parent}/{error}; restore that folder, "
-            f"or mark version {version.version} as rejected in the database's table versions (and the one before it as "
-            "champion, if this one was), and start again"
-        ) from error
 
 
 def _tell_why_back(ledger: Ledger, version: int) -> None:

@@ -1,11 +1,13 @@
 """Checkpoints on the shared file system: staged, sealed, put in place, verified, pruned.
 
     {job_dir}/global_step_{version}/
-      manifest.json    what is in the other folders, with sizes and sha256
+      manifest.json    the weights' files, with sizes and sha256; its own sha256 is registered
       actor/           a Hugging Face folder that any tool can load, or an adapter in peft's format
-      critic/          trainer_state/     what only the trainer reads; an older version is rid of most of it
-      .weights-only    it is
-    {job_dir}/.staging-{epoch}/           a checkpoint in the making
+      trainer_state/   counters and the random generator
+      state_manifest.json   critic/ and the optimisers in trainer_state/, which come after the version is registered
+      .weights-only    they are deleted, or about to be
+    {job_dir}/.staging-{epoch}/           a version's weights in the making
+    {job_dir}/.staging-{epoch}-state/     its critic and optimisers in the making
     {job_dir}/.garbage-*/                 what is being deleted
 
 This is the only package that knows these names. A folder is visible under its name only when it is complete and on

@@ -11,7 +11,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 #: The small files of the trainer's state: its counters, and the state of its random generator.
 COUNTERS, RANDOM = "state.json", "random.safetensors"
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE_MANIFEST = "manifest.json", "state_manifest.json"
 _WEIGHTS_ONLY = ".weights-only"
 VERSION_PREFIX = "global_step_"
 _VERSION_FOLDER = re.compile(rf"{VERSION_PREFIX}(\d+)(?:-\d+)?")
@@ -25,7 +25,7 @@ def version_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def is_weights_only(path: Path) -> bool:
+def is_marked_weights_only(path: Path) -> bool:
     """Whether critic and optimiser of the version in `path` are deleted, or about to be."""
     return (path / _WEIGHTS_ONLY).exists()
 
@@ -38,9 +38,9 @@ def mark_weights_only(path: Path) -> Path:
 
 
 def for_going_on(path: Path) -> list[Path]:
-    """What of a version only going on from it to the bit needs."""
+    """What of a version only going on from it to the bit needs, what describes it first."""
     state = [each for each in (path / TRAINER_STATE).glob("*") if each.name not in {COUNTERS, RANDOM}]
-    return [path / CRITIC, *state] if (path / CRITIC).exists() else state
+    return [each for each in (path / STATE_MANIFEST, path / CRITIC) if each.exists()] + state
 
 
 def size_without_weights(path: Path) -> int:
@@ -53,6 +53,12 @@ def stays(name: str) -> bool:
     """Whether an older version keeps this file."""
     folder, _, rest = name.partition("/")
     return folder == ACTOR or (folder == TRAINER_STATE and rest in {COUNTERS, RANDOM})
+
+
+def goes(name: str) -> bool:
+    """Whether an older version is rid of this file."""
+    folder, _, rest = name.partition("/")
+    return folder == CRITIC or (folder == TRAINER_STATE and "/" not in rest and rest not in {COUNTERS, RANDOM})
 
 
 def leaves(top: Path) -> list[Path]:

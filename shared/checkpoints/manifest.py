@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from tuneloop.shared.checkpoints.layout import MANIFEST, version_in
+from tuneloop.shared.checkpoints.layout import MANIFEST, STATE_MANIFEST, version_in
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 
 Kind = Literal["full", "lora"]
@@ -73,6 +73,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "full"
 
 
+class StateManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What lists critic and optimisers of a version whose own manifest has this sha256."""
+
+    version: int
+    epoch: int
+    manifest_sha256: str
+    files: tuple[File, ...] = ()
+
+
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointRejected if it is not the one that was registered."""
     if path.is_symlink():
@@ -89,17 +98,33 @@ def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
         raise CheckpointRejected(f"{path.name}: its manifest is damaged: {error}") from None
     if version_in(path.name) != manifest.version:
         raise CheckpointRejected(f"{path.name}: its manifest is that of version {manifest.version}")
-    for file in manifest.files:
+    _require_below(path, manifest.files)
+    return manifest
+
+
+def read_state_manifest(path: Path) -> StateManifest | None:
+    """What lists critic and optimisers of the version in `path`; None if nothing does. Raises CheckpointRejected."""
+    try:
+        data, registered = (path / STATE_MANIFEST).read_bytes(), (path / MANIFEST).read_bytes()
+        manifest = msgspec.json.decode(data, type=StateManifest)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointUnreadable(f"{path.name}: its state cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise CheckpointRejected(f"{path.name}: the manifest of its state is damaged: {error}") from None
+    if manifest.manifest_sha256 != hashlib.sha256(registered).hexdigest():
+        raise CheckpointRejected(f"{path.name}: its state is that of other weights")
+    _require_below(path, manifest.files)
+    return manifest
+
+
+def _require_below(path: Path, files: tuple[File, ...]) -> None:
+    for file in files:
         if not _is_below(file.path):
             raise CheckpointRejected(
                 f"{path.name}: its manifest names {file.path!r}, which is no path below the folder"
             )
-    return manifest
-
-
-def size_of(manifest: Manifest) -> int:
-    """Bytes of all its files."""
-    return sum(file.size for file in manifest.files)
 
 
 def _is_below(name: str) -> bool:

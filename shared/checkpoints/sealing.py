@@ -8,14 +8,17 @@ from tuneloop.shared.checkpoints.manifest import File
 from tuneloop.shared.errors import CheckpointRejected
 
 
-def seal_file(path: Path, root: Path, mode: int) -> File:
-    """Bring a staged file to disk with these rights, and describe it. Raises CheckpointRejected for a link."""
+def seal_file(path: Path, root: Path, mode: int, *, sha256: str | None = None) -> File:
+    """Bring a staged file to disk with these rights, and describe it; it is read unless its `sha256` is known.
+
+    Raises CheckpointRejected for a link.
+    """
     name = str(path.relative_to(root))
     if path.is_symlink():
         raise CheckpointRejected(f"{name}: a checkpoint holds files, not links")
     path.chmod(mode)
     sync_folder(path)
-    return File(path=name, size=path.stat().st_size, sha256=sha256_of(path))
+    return File(path=name, size=path.stat().st_size, sha256=sha256 or sha256_of(path))
 
 
 def sha256_of(path: Path) -> str:

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,20 +18,23 @@ from tuneloop.shared.checkpoints.layout import (
     GARBAGE,
     MANIFEST,
     STAGING,
+    STATE_MANIFEST,
+    TRAINER_STATE,
     VERSION_PREFIX,
     for_going_on,
-    is_weights_only,
+    is_marked_weights_only,
     leaves,
     mark_weights_only,
     version_in,
 )
-from tuneloop.shared.checkpoints.manifest import File, Manifest
+from tuneloop.shared.checkpoints.manifest import File, Manifest, StateManifest
 from tuneloop.shared.checkpoints.sealing import seal_file, sync_folder
 from tuneloop.shared.errors import CheckpointRejected
 from tuneloop.shared.held_files import clear_held
 
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
 _SEALERS = 8
+_STATE = "-state"
 #: What a rename onto a folder that is not empty is refused with.
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 
@@ -55,20 +58,30 @@ class CheckpointStore:
         if path.is_symlink() or path.parent.resolve() != self._root.resolve():
             raise CheckpointRejected(f"{path} is not a folder of {self._root}, or is a link")
 
-    def stage(self, epoch: int) -> Path:
-        """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted."""
+    def stage(self, epoch: int, *, state: bool = False) -> Path:
+        """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted.
+
+        With `state` it is for critic and optimiser of a version that is there already.
+        """
         self._root.mkdir(parents=True, exist_ok=True)
-        staging = self._root / f"{STAGING}{epoch}"
+        staging = self._root / f"{STAGING}{epoch}{_STATE if state else ''}"
         if staging.exists():
             self._bin(staging)
         staging.mkdir()
         staging.chmod(self._folder_mode)  # A trainer of another user must be able to move it away.
         return staging
 
-    def seal(self, staging: Path) -> tuple[File, ...]:
-        """Bring every staged file to disk and list them. A link is refused: what it names may change later."""
+    def seal(self, staging: Path, *, digests: Mapping[Path, str] | None = None) -> tuple[File, ...]:
+        """Bring every staged file to disk and list them. A link is refused: what it names may change later.
+
+        Those whose sha256 is in `digests` are not read again.
+        """
+        known = digests or {}
         with ThreadPoolExecutor(_SEALERS) as pool:
-            files = tuple(pool.map(lambda path: seal_file(path, staging, self._mode), leaves(staging)))
+            sealed = pool.map(
+                lambda path: seal_file(path, staging, self._mode, sha256=known.get(path)), leaves(staging)
+            )
+            files = tuple(sealed)
         for folder in (path for path in staging.rglob("*") if path.is_dir()):
             folder.chmod(self._folder_mode)
             sync_folder(folder)
@@ -76,15 +89,10 @@ class CheckpointStore:
 
     def describe(self, staging: Path, manifest: Manifest) -> str:
         """Write the manifest into a sealed folder, and bring it to disk; returns its sha256."""
-        data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-        with (staging / MANIFEST).open("wb") as file:
-            os.fchmod(file.fileno(), self._mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        sha256 = self._write(staging / MANIFEST, manifest)
         staging.chmod(self._folder_mode)
         sync_folder(staging)
-        return hashlib.sha256(data).hexdigest()
+        return sha256
 
     def publish(self, staging: Path, manifest: Manifest) -> tuple[Path, str]:
         """Describe a sealed folder and put it in its place; returns the path and the manifest's sha256."""
@@ -108,6 +116,20 @@ class CheckpointStore:
                 sync_folder(self._root)
                 return target
         raise AssertionError("there is always a free name")
+
+    def add_state(self, staging: Path, path: Path, manifest: StateManifest) -> None:
+        """Put a sealed folder of critic and optimisers into that of their version, the manifest last.
+
+        Raises OSError where it cannot: somebody has moved either folder away, or something is in the way.
+        """
+        self._write(staging / STATE_MANIFEST, manifest)
+        for name in sorted(each.relative_to(staging) for each in for_going_on(staging)):
+            if name != Path(STATE_MANIFEST):
+                (staging / name).rename(path / name)
+        sync_folder(path / TRAINER_STATE)
+        sync_folder(path)
+        (staging / STATE_MANIFEST).rename(path / STATE_MANIFEST)
+        sync_folder(path)
 
     def prune(self, spared: Collection[Path], *, newest: int) -> list[Path]:
         """Delete all folders of versions up to `newest` but the `spared`, all of them registered; returns the deleted.
@@ -142,7 +164,7 @@ class CheckpointStore:
         One of them that is still at it finds nothing any more that it could give a name.
         """
         for path in self._root.glob(f"{STAGING}*"):
-            epoch_of_it = path.name.removeprefix(STAGING)
+            epoch_of_it = path.name.removeprefix(STAGING).removesuffix(_STATE)
             if epoch_of_it.isdecimal() and int(epoch_of_it) < epoch:
                 # Not one of a user who shares nothing: what that publishes gets a name of its own.
                 with suppress(PermissionError):
@@ -171,6 +193,16 @@ class CheckpointStore:
         sync_folder(self._root)
         return target
 
+    def _write(self, path: Path, manifest: Manifest | StateManifest) -> str:
+        """Write a manifest, and bring it to disk; returns its sha256."""
+        data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+        with path.open("wb") as file:
+            os.fchmod(file.fileno(), self._mode)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return hashlib.sha256(data).hexdigest()
+
     def _let_in(self) -> None:
         """Let who may read the checkpoints into the folder that they are in; nobody is kept out of it for that."""
         rights = stat.S_IMODE(self._root.stat().st_mode)
@@ -186,4 +218,4 @@ class CheckpointStore:
 
 
 def _is_stripped(path: Path) -> bool:
-    return is_weights_only(path) and not for_going_on(path)
+    return is_marked_weights_only(path) and not for_going_on(path)

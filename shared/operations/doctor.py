@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from tuneloop.shared.checkpoints.layout import size_without_weights
-from tuneloop.shared.checkpoints.manifest import read_manifest, size_of
+from tuneloop.shared.checkpoints.file_checks import newest_with_state
+from tuneloop.shared.checkpoints.layout import size_without_weights, stays
+from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.disk_space import DiskSpace, measure_space
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State
@@ -130,14 +131,18 @@ def _read_ledger(settings: Settings) -> _LedgerReading:
 
 
 def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
-    """What the next checkpoint needs: as much as the newest, less what the trainer deletes before it writes."""
+    """What the next checkpoint needs: as much as the newest, less what the trainer deletes meanwhile."""
     versions = ledger.versions.all()
     if not versions or not versions[-1].version:
         return None
     gone_on_from = ledger.versions.newest().version
-    older = [each.path for each in versions if each.version not in {0, gone_on_from} and each.path.exists()]
+    places = {each.version: each.path for each in versions if each.version and each.path.exists()}
     try:
-        needed = size_of(read_manifest(versions[-1].path)) - sum(map(size_without_weights, older))
+        kept = {gone_on_from, newest_with_state(places, upto=gone_on_from)}
+        states = {version: size_without_weights(path) for version, path in places.items()}
+        weights = sum(file.size for file in read_manifest(versions[-1].path).files if stays(file.path))
+        freed = sum(size for version, size in states.items() if version not in kept)
+        needed = weights + max(states.values(), default=0) - freed
         return measure_space(settings.job_dir, needed=max(0, needed))
     except (CheckpointRejected, OSError):  # Deleted just now, or not to be seen from this machine.
         return None

@@ -12,6 +12,7 @@ class TrainerSettings(Section):
     """The service that trains."""
 
     save_interval: Positive = 1
+    state_interval: Positive = 1
     max_checkpoints_to_keep: NotNegative = 5
     keep_interval: Positive | None = None
     checkpoint_mode: FileMode = "0600"

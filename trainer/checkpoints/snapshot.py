@@ -8,19 +8,22 @@
       random.safetensors                       the state of the generator that shuffles mini-batches
       state.json                               counters, and what the algorithm remembers of rewards
 
-The reference is not here: it is always the base model. Of an older version the critic and the first line of the
-trainer's state are deleted: who goes on from it has its weights and counters, and begins AdamW's memory and the critic
-anew.
+The reference is not here: it is always the base model. The critic and the first line of the trainer's state are written
+after the rest, or not at all, and of an older version they are deleted: who goes on from it has its weights and
+counters, and AdamW's memory and the critic of an older version, or begins these anew.
 """
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import structlog
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from tuneloop.shared.checkpoints.layout import (
     ACTOR,
@@ -29,7 +32,7 @@ from tuneloop.shared.checkpoints.layout import (
     CRITIC,
     RANDOM,
     TRAINER_STATE,
-    is_weights_only,
+    is_marked_weights_only,
 )
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe
 from tuneloop.shared.errors import EnvironmentRefused
@@ -37,7 +40,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
-from tuneloop.trainer.checkpoints.tensor_file import piecewise_save_pretrained, write_tensors
+from tuneloop.trainer.checkpoints.tensor_file import TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
@@ -59,58 +62,105 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     baselines: dict[str, Moments] = {}
 
 
+class CapturedState(NamedTuple):
+    """What going on to the bit needs besides the weights: the tensors of the optimisers' files, and of the critic."""
+
+    optimizers: Mapping[str, Mapping[str, Tensor]]
+    critic: Critic | None
+    critic_tensors: Mapping[str, Tensor]
+
+
 def load(settings: Settings, folder: Path | None) -> Learner:
     """The learner saved in `folder`, or one that starts from the base model. The files must have been checked."""
+    return resume(settings, folder, None if folder is None or is_marked_weights_only(folder) else folder)
+
+
+def resume(settings: Settings, folder: Path | None, state: Path | None) -> Learner:
+    """The learner with the weights in `folder`, and critic and AdamW's memory of the same or an older version.
+
+    Without `state` these begin anew. Raises EnvironmentRefused for what does not fit. The files must have been checked.
+    """
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
     if page.critic_loss is not None:
-        saved = folder is not None and _has_critic(folder)
-        start = folder / CRITIC if folder and saved else settings.model.critic_model_path or base
+        start = state / CRITIC if state and _has_critic(state) else settings.model.critic_model_path or base
         critic = Critic.load(settings, start)
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
     learner = Learner(settings, actor=actor, critic=critic, reference=reference)
     if folder:
-        _restore(learner, folder)
+        _restore(learner, folder, state)
     return learner
 
 
-def _has_critic(folder: Path) -> bool:
+def _has_critic(state: Path) -> bool:
     """Whether there is one to go on with. A version that another method trained has none: it is learnt anew."""
-    return (folder / CRITIC).exists() and not is_weights_only(folder)
+    return (state / CRITIC).exists()
 
 
 def save(learner: Learner, folder: Path, *, base: Path) -> None:
-    """Write the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
-    actor, critic, state = (folder / name for name in (ACTOR, CRITIC, TRAINER_STATE))
-    with piecewise_save_pretrained():
-        learner.actor.save(actor)
-        if learner.critic is not None:
-            learner.critic.save(critic)
-    if not (actor / ADAPTER_CONFIG).exists():
-        _copy_companions(base, actor)
-    if learner.critic is not None:
-        for code in base.glob("*.py"):
-            shutil.copyfile(code, critic / code.name)
-    state.mkdir()
-    for name, optimizer in learner.optimizers.items():
-        write_tensors(_optimizer_tensors(optimizer), state / f"{name}.safetensors")
-    write_tensors({"generator": learner.generator.get_state()}, state / RANDOM)
-    updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
-    counters = Counters(
-        steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
-    )
-    (state / COUNTERS).write_bytes(msgspec.json.encode(counters))
+    """Write all of the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
+    save_weights(learner, folder, base=base)
+    save_state(state_of(learner), folder, base=base)
 
 
-def size(learner: Learner) -> int:
-    """How many bytes `save` writes, tokenizer aside; before the first update, how many it will."""
-    models = [learner.actor.network, *([learner.critic] if learner.critic else [])]
-    parameters = [each for model in models for each in model.parameters() if each.requires_grad]
+def save_weights(learner: Learner, folder: Path, *, base: Path) -> dict[Path, str]:
+    """Write what is served, and the counters, into the empty `folder`; returns the sha256 of the large files."""
+    actor, state = folder / ACTOR, folder / TRAINER_STATE
+    with TensorFiles() as files:
+        with files.saving():
+            learner.actor.save(actor)
+        if not (actor / ADAPTER_CONFIG).exists():
+            _copy_companions(base, actor)
+        state.mkdir()
+        files.write({"generator": learner.generator.get_state()}, state / RANDOM)
+        updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
+        counters = Counters(
+            steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
+        )
+        (state / COUNTERS).write_bytes(msgspec.json.encode(counters))
+        return files.digests()
+
+
+def state_of(learner: Learner) -> CapturedState:
+    """The learner's own tensors: they change with its next step."""
+    optimizers = {name: _optimizer_tensors(optimizer) for name, optimizer in learner.optimizers.items()}
+    return CapturedState(optimizers, learner.critic, learner.critic.state_dict() if learner.critic else {})
+
+
+def save_state(state: CapturedState, folder: Path, *, base: Path) -> dict[Path, str]:
+    """Write critic and optimisers into `folder`; returns the sha256 of the large files."""
+    critic, optimizers = folder / CRITIC, folder / TRAINER_STATE
+    with TensorFiles() as files:
+        optimizers.mkdir(exist_ok=True)
+        for name, tensors in state.optimizers.items():
+            files.write(tensors, optimizers / f"{name}.safetensors")
+        if state.critic is not None:
+            with files.saving():
+                state.critic.save(critic, state.critic_tensors)
+            for code in base.glob("*.py"):
+                shutil.copyfile(code, critic / code.name)
+        return files.digests()
+
+
+def size_of_weights(learner: Learner) -> int:
+    """How many bytes `save_weights` writes, tokenizer aside."""
+    return sum(each.numel() * each.itemsize for each in _trained(learner.actor.network))
+
+
+def size_of_state(learner: Learner) -> int:
+    """How many bytes `save_state` writes; before the first update, how many it will."""
+    critic = _trained(learner.critic) if learner.critic else []
+    moved = [*_trained(learner.actor.network), *critic]
     # Two float32 moments each, and a float32 master if the parameter is smaller.
-    return sum(each.numel() * (each.itemsize + 8 + (4 if each.itemsize < 4 else 0)) for each in parameters)
+    optimizers = sum(each.numel() * (8 + (4 if each.itemsize < 4 else 0)) for each in moved)
+    return optimizers + sum(each.numel() * each.itemsize for each in critic)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters() if each.requires_grad]
 
 
 def probe(learner: Learner, settings: Settings) -> Probe:
@@ -168,23 +218,30 @@ def _copy_companions(base: Path, actor: Path) -> None:
     (actor / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
+def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, Tensor]:
     masters = {f"master.{name}": weight for name, weight in optimizer.weights(hidden=True).items()}
     return {name: tensor.contiguous() for name, tensor in (masters | optimizer.moments()).items()}
 
 
-def _restore(learner: Learner, folder: Path) -> None:
-    state, whole = folder / TRAINER_STATE, not is_weights_only(folder)
-    counters = msgspec.json.decode((state / COUNTERS).read_bytes(), type=Counters)
+def _restore(learner: Learner, folder: Path, state: Path | None) -> None:
+    counters = _counters(folder)
+    kept = _counters(state) if state else Counters(steps=counters.steps, actor_updates=0)
     learner.steps = counters.steps
-    learner.critic_since = counters.critic_since if _has_critic(folder) else counters.steps
-    if not whole:
+    learner.critic_since = kept.critic_since if state and _has_critic(state) else counters.steps
+    if not state:
         _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
     learner.baselines = counters.baselines
-    learner.generator.set_state(load_file(state / RANDOM)["generator"])
-    updates = {"actor": counters.actor_updates, "critic": counters.critic_updates}
+    learner.generator.set_state(load_file(folder / TRAINER_STATE / RANDOM)["generator"])
+    # The weights of the actor have had its updates, whatever its moments have seen.
+    updates = {"actor": counters.actor_updates, "critic": kept.critic_updates}
     for name, optimizer in learner.optimizers.items():
-        if whole and (state / f"{name}.safetensors").exists():
-            tensors = load_file(state / f"{name}.safetensors")
+        if state and (file := state / TRAINER_STATE / f"{name}.safetensors").exists():
+            tensors = load_file(file)
             masters = {key.removeprefix("master."): each for key, each in tensors.items() if key.startswith("master.")}
+            if name == "actor" and state != folder:
+                masters = {}  # They are older than the weights, and would take their place.
             optimizer.restore(updates=updates[name], weights=masters, moments=tensors)
+
+
+def _counters(folder: Path) -> Counters:
+    return msgspec.json.decode((folder / TRAINER_STATE / COUNTERS).read_bytes(), type=Counters)

@@ -1,24 +1,33 @@
-"""Writes safetensors files so that nobody waits long for the disk beside them.
+"""Writes safetensors files so that nobody waits long for the disk beside them, and tells their sha256.
 
 What a process writes lies in memory until the kernel, or somebody's fsync, brings it to the disk; and an fsync on a
 journaling file system waits for what others have written before. A checkpoint written at the speed of memory keeps
 requests, which are on disk before they are acknowledged, waiting for seconds. So it is brought to disk piece by piece.
+A thread hashes each piece while it is written, and several files are written at once.
 """
 
+import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import modeling_utils
 
+from tuneloop.shared.checkpoints.sealing import sha256_of
+
 #: Bytes that are written before they are brought to disk. A disk of 500 MB/s takes a thirtieth of a second for them.
 PIECE = 16 << 20
+
+#: Files that are written at once; each has a thread that hashes it besides.
+_WRITERS = 4
 
 #: What save_pretrained calls in transformers 5.5 to 5.19.
 _WRITER = "safe_save_file"
@@ -39,19 +48,60 @@ _TYPES = {
 }
 
 
+class TensorFiles:
+    """Safetensors files on their way to the disk, by `write` or by save_pretrained within `saving`.
+
+    The tensors must stay as they are until `digests` has been asked, or the block has ended.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="tensors")
+        self._written: dict[Path, Future[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def write(
+        self, tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Begin to write a file."""
+        self._written[Path(path)] = self._pool.submit(write_tensors, tensors, path, metadata)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Have save_pretrained write its weights so, in this thread; it has no option for who writes them."""
+        with _redirected:
+            _here.files = self
+            try:
+                yield
+            finally:
+                _here.files = None
+
+    def digests(self) -> dict[Path, str]:
+        """The sha256 of each file, once all are written. Raises OSError or SafetensorError if one could not be."""
+        return {path: each.result() for path, each in self._written.items()}
+
+
 def write_tensors(
     tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a safetensors file, with at most PIECE bytes of it on the way to the disk at any time.
+) -> str:
+    """Write a safetensors file, with at most PIECE bytes of it on the way to the disk at any time; its sha256.
 
     Tensors may be on a GPU; at most a piece is copied at once. Raises OSError if the disk does not take it.
     """
     if any(each.dtype not in _TYPES for each in tensors.values()):
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
-        return
-    with Path(path).open("wb", buffering=0) as file:
-        waiting = 0
+        return sha256_of(Path(path))
+    with Path(path).open("wb", buffering=0) as file, ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
+        waiting, digest = 0, hashlib.sha256()
+        hashed: Future[None] | None = None
         for piece in _pieces(tensors, metadata):
+            if hashed is not None:
+                hashed.result()
+            hashed = hasher.submit(digest.update, piece)
             rest = memoryview(piece)
             while rest:
                 rest = rest[file.write(rest) :]
@@ -60,6 +110,7 @@ def write_tensors(
                 os.fdatasync(file.fileno())
                 waiting = 0
         os.fdatasync(file.fileno())
+    return digest.hexdigest()
 
 
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes | memoryview]:
@@ -84,12 +135,33 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-@contextmanager
-def piecewise_save_pretrained() -> Iterator[None]:
-    """Have transformers' save_pretrained write its weights so; it has no option for who writes them."""
-    before = getattr(modeling_utils, _WRITER)
-    setattr(modeling_utils, _WRITER, write_tensors)
-    try:
-        yield
-    finally:
-        setattr(modeling_utils, _WRITER, before)
+class _Redirection:
+    """transformers' own writer, replaced while any thread wants it to be; each thread's files go where it says."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = getattr(modeling_utils, _WRITER)
+                setattr(modeling_utils, _WRITER, self._write)
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                setattr(modeling_utils, _WRITER, self._before)
+
+    def _write(self, tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
+        files: TensorFiles | None = getattr(_here, "files", None)
+        if files is None:
+            self._before(tensors, path, metadata=metadata)
+        else:
+            files.write(tensors, path, metadata)
+
+
+_here = threading.local()
+_redirected = _Redirection()

@@ -7,7 +7,7 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
@@ -28,6 +28,10 @@ from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers, is
 from tuneloop.trainer.transfer import hand_over
 
 _VALUE_HEAD = "value_head.safetensors"
+_PARTS = ("body", "value_head")
+
+#: A file of weights has about so much: several are written, and read, at once.
+_SHARD = "1GB"
 
 
 class _Output(Protocol):
@@ -96,7 +100,7 @@ class Actor:
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""
-        self.network.save_pretrained(folder)
+        self.network.save_pretrained(folder, max_shard_size=_SHARD)
 
     def _features(self, batch: Batch) -> Tensor:
         """Before each reply token, the hidden state if the head makes logits of it, else the logits."""
@@ -182,10 +186,11 @@ class Critic(nn.Module):
         values_N1 = cast(Tensor, self.value_head(features_ND.float()))
         return scatter_tokens(values_N1[:, 0], batch.mask_BR)
 
-    def save(self, folder: Path) -> None:
-        """Write weights and configuration into `folder`."""
-        self.body.save_pretrained(folder)
-        save_file(self.value_head.state_dict(), folder / _VALUE_HEAD)
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write `tensors`, which are its state_dict or a copy of it, and the configuration into `folder`."""
+        body, head = ({name: tensors[f"{part}.{name}"] for name in getattr(self, part).state_dict()} for part in _PARTS)
+        self.body.save_pretrained(folder, state_dict=body, max_shard_size=_SHARD)
+        save_file(head, folder / _VALUE_HEAD)
 
 
 def device_of(settings: Settings) -> torch.device:

@@ -10,23 +10,24 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.publication import Publication, prune
+from tuneloop.trainer.checkpoints.pruning import prune
+from tuneloop.trainer.checkpoints.publication import Publication
 from tuneloop.trainer.loop import run
 
 
 class FullDisk(CheckpointStore):
     """Takes the first files, then no more."""
 
-    def seal(self, staging):
+    def seal(self, staging, *, digests=None):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class NotWritable(CheckpointStore):
-    """The actor's folder cannot be made."""
+    """The folder of the counters cannot be made."""
 
-    def stage(self, epoch):
-        staging = super().stage(epoch)
-        (staging / "critic").write_text("in the way")
+    def stage(self, epoch, *, state=False):
+        staging = super().stage(epoch, state=state)
+        (staging / "trainer_state").write_text("in the way")
         return staging
 
 

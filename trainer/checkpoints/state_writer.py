@@ -1,0 +1,212 @@
+"""Writes critic and optimisers behind a version that is registered, and deletes what is not needed any more."""
+
+import errno
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import structlog
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tuneloop.shared.checkpoints.manifest import StateManifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.disk_space import measure_space
+from tuneloop.shared.errors import DiskFull, LedgerError
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.operations.diagnosis import DISK_FULL
+from tuneloop.shared.settings.hardware import free_memory
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.pruning import prune_by_settings
+from tuneloop.trainer.checkpoints.snapshot import CapturedState
+from tuneloop.trainer.learner import Learner
+
+_log = structlog.get_logger()
+
+#: A writer that is about to be done is waited for, rather than that a state is skipped.
+_PATIENCE_S = 0.2
+
+#: Memory that stays free beside a copy, as a part of it.
+_SLACK = 0.25
+
+
+class PublishedVersion(NamedTuple):
+    """A registered version: where it is, what its manifest is, and after which step it was."""
+
+    version: int
+    path: Path
+    manifest_sha256: str
+    step: int
+
+
+class StateWriter:
+    """One thread, one state at a time: a version that comes while it is busy is published without."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int) -> None:
+        self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="state")
+        self._work: Future[None] | None = None
+        self._told: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
+        self._copies = PinnedCopies()
+        self._last: PublishedVersion | None = None
+        self._written = self._since = 0
+        #: Whether the last state did not fit on the disk.
+        self.full = False
+
+    def follow(self, learner: Learner, published: PublishedVersion) -> Metrics:
+        """Take a copy of the state of a version just published, if one is due, and write it while training goes on."""
+        self._last, self._since = published, self._since + 1
+        due = self._since >= self._settings.trainer.state_interval
+        if self._is_busy():
+            if due:
+                _log.warning("state_skipped", version=published.version, reason="the one before is still written")
+            return {"state/skipped": float(due)}
+        if not due:
+            self._work = self._pool.submit(self._run, published, None)
+            return {}
+        started, size = time.perf_counter(), snapshot.size_of_state(learner)
+        live = snapshot.state_of(learner)
+        state = self._copies.of(live, size=size)
+        told = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
+        self._work = self._pool.submit(self._run, published, state or live, size)
+        if state is None:  # It changes with the next step.
+            self.join()
+        return told
+
+    def finish(self, learner: Learner, version: int) -> None:
+        """Before a clean stop at `version`: write its state now, if that was skipped or not due."""
+        self.join()
+        if self._last is not None and self._last.version == version != self._written:
+            self._run(self._last, snapshot.state_of(learner), snapshot.size_of_state(learner))
+
+    def settle(self) -> None:
+        """Before the learner is loaded anew: what it was then is not that of any version any more."""
+        self.join()
+        self._last = None
+
+    def join(self) -> None:
+        """Wait until nothing is being written or deleted."""
+        if self._work is not None:
+            self._work.result()
+            self._work = None
+
+    def close(self) -> None:
+        """Let the thread end, after what it is at."""
+        self._pool.shutdown()
+
+    def drain(self) -> list[tuple[int, Metrics]]:
+        """What has been measured since the last call, each with its step."""
+        found = []
+        while True:
+            try:
+                found.append(self._told.get_nowait())
+            except Empty:
+                return found
+
+    def _is_busy(self) -> bool:
+        if self._work is None:
+            return False
+        if not wait_for([self._work], _PATIENCE_S).done:
+            return True
+        self.join()
+        return False
+
+    def _run(self, published: PublishedVersion, state: CapturedState | None, size: int = 0) -> None:
+        """In the thread."""
+        started, told = time.perf_counter(), {}
+        try:
+            prune_by_settings(self._settings, self._store, self._ledger.versions)
+            told["time/publish/prune"] = time.perf_counter() - started
+        except LedgerError as error:  # The loop meets it in its own verbs.
+            _log.warning("prune_failed", reason=str(error))
+        if state is not None:
+            told |= self._try(published, state, size)
+        self._told.put((published.step, told))
+
+    def _try(self, published: PublishedVersion, state: CapturedState, size: int) -> Metrics:
+        started = time.perf_counter()
+        try:
+            self._write(published, state, size)
+        except DiskFull as error:
+            self.full = True
+            reason = f"critic and optimiser of version {published.version} are not kept: {error}"
+            self._alarm(Alarm(name=DISK_FULL, reason=reason, step=published.step))
+            return {"state/skipped": 1.0}
+        except (OSError, SafetensorError) as error:  # A newer trainer has moved it away, or the disk refuses.
+            _log.error("state_not_kept", version=published.version, reason=str(error))
+            return {"state/skipped": 1.0}
+        self._written, self._since, self.full = published.version, 0, False
+        took = time.perf_counter() - started
+        _log.info("state_kept", version=published.version, step=published.step, seconds=round(took, 3))
+        return {"time/publish/state": took}
+
+    def _alarm(self, alarm: Alarm) -> None:
+        _log.error("state_not_kept", reason=alarm.reason)
+        with suppress(LedgerError):  # The log has said it; the next state that does not fit says it again.
+            self._ledger.alarms.raise_alarm(alarm)
+
+    def _write(self, published: PublishedVersion, state: CapturedState, size: int) -> None:
+        space = measure_space(self._settings.job_dir, needed=size)
+        if space.missing:
+            raise DiskFull(space.sentence)
+        staging = self._store.stage(self._epoch, state=True)
+        try:
+            digests = snapshot.save_state(state, staging, base=self._settings.model.model_path)
+            files = self._store.seal(staging, digests=digests)
+            manifest = StateManifest(
+                version=published.version, epoch=self._epoch, manifest_sha256=published.manifest_sha256, files=files
+            )
+            self._store.add_state(staging, published.path, manifest)
+        except (OSError, SafetensorError) as error:
+            if is_full(error):
+                raise DiskFull(f"{error}; {space.sentence}") from error
+            raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+class PinnedCopies:
+    """Copies of a state in main memory. Those of a GPU's tensors are pinned, and written over by the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def of(self, state: CapturedState, *, size: int) -> CapturedState | None:
+        """A copy that is complete; None if there is no room for one of `size` bytes."""
+        if not self._buffers and free_memory() < size * (1 + _SLACK):
+            _log.warning("state_written_in_the_foreground", reason="there is no main memory for a copy of it")
+            return None
+        optimizers = {name: self._copy(tensors, f"{name}/") for name, tensors in state.optimizers.items()}
+        copied = CapturedState(optimizers, state.critic, self._copy(state.critic_tensors, ""))
+        if self._buffers:
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+        return {key: self._copy_of(tensor.detach(), prefix + key) for key, tensor in tensors.items()}
+
+    def _copy_of(self, tensor: Tensor, place: str) -> Tensor:
+        if tensor.device.type != "cuda":
+            return tensor.clone()
+        held = self._buffers.get(place)
+        if held is None or held.shape != tensor.shape:
+            held = self._buffers[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return held.copy_(tensor, non_blocking=True)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the disk, or the user's share of it, is full. safetensors tells the number in words only."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in numbers
+    return any(f"os error {number})" in str(error) for number in numbers)

@@ -1,4 +1,4 @@
-"""A script that tunes, to be killed and started again: `python -m tests.runner.tuning.resumed URL FOLDER`."""
+"""A script that tunes, to be killed and started again: `python -m tests.runner.tuning.interrupting.resumed URL FOLDER`."""
 
 import random
 import sys

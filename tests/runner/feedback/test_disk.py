@@ -91,7 +91,7 @@ def test_all_parts_of_a_score_that_is_refused_are_set_aside(
     service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool
 ) -> None:
     parts: dict[str, Callable[[Reply], float]] = {name: lambda reply: 1.0 for name in ("right", "short", "polite")}
-    score = Composite(parts)(Reply(text=""))
+    score = Composite(parts, weights=dict.fromkeys(parts, 1.0))(Reply(text=""))
     with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=tmp_path) as feedback:
         service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
         feedback.reward("a", score)

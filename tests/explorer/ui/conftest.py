@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from tests.databases import put_file
 from tests.doubles.engine import engine_place
 from tests.explorer.running import RunningExplorer, explorer_running, open_ledger, settings_for
-from tests.explorer.ui.filled import Filler
+from tests.explorer.ui.filled import VERSIONS, Filler, Scale
 from tuneloop.shared.experience import Exchange
 
 
@@ -44,18 +44,20 @@ def counted(explorer: RunningExplorer, path: str) -> str:
 
 
 @contextmanager
-def filled_running(folder: Path, **explorer: Any) -> Iterator[Filled]:
-    """An explorer over a ledger that has some days behind it; the keyword arguments are settings of `explorer`."""
+def filled_running(folder: Path, scale: Scale = Scale(), **explorer: Any) -> Iterator[Filled]:
+    """An explorer over a ledger that has some time behind it; the keyword arguments are settings of `explorer`."""
     with engine_place() as place:
         settings = settings_for(folder, [place.fresh().url], **explorer)
+        buffer = settings.buffer.model_copy(update={"train_batch_size": scale.batch})
+        settings = settings.model_copy(update={"buffer": buffer})
         put_file(f"sqlite:///{settings.job_dir}/ledger.db", "migrated")
         found_by_settings = Path(make_url(settings.database_url).database or "")
         found_by_settings.parent.mkdir()
         found_by_settings.symlink_to(settings.job_dir / "ledger.db")
         ledger = open_ledger(settings)
-        filler = Filler(settings, ledger.transactions.engine)
+        filler = Filler(settings, ledger.transactions.engine, scale)
         filler.fill(hostile=False)
-        planted = filler.plant()
+        planted = filler.plant() if scale.hostile else filler.exchange(VERSIONS)
         with explorer_running(settings) as running:
             yield Filled(running, filler, planted)
         ledger.close()

@@ -22,7 +22,7 @@ from tuneloop.explorer.versions.loading import (
     servable_champion,
 )
 from tuneloop.shared import steady_time
-from tuneloop.shared.checkpoint import VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,

@@ -16,7 +16,7 @@ from tests.loop.harness.services import make_model
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
-from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe, VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Probe, VerifiedProbe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]
 

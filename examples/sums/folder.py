@@ -98,7 +98,7 @@ class Folder:
         return load_settings(self.settings)
 
     def make_keys(self, settings: Settings) -> None:
-        """Make keys for the agent and for the page, as `tuneloop keys create` does, and keep them beside the settings."""
+        """Make keys for the agent and the page, as `tuneloop keys create` does, and keep them beside the settings."""
         upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
         agent, person = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT), (Scope.ADMIN,)
         with closing(Ledger.of(settings)) as ledger:

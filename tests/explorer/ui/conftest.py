@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from tests.databases import put_file
 from tests.doubles.engine import engine_place
 from tests.explorer.running import RunningExplorer, explorer_running, open_ledger, settings_for
-from tests.explorer.ui.filled import VERSIONS, Filler, Scale
+from tests.explorer.ui.filled import SMALL, VERSIONS, Filler, Scale
 from tuneloop.shared.experience import Exchange
 
 
@@ -44,7 +44,7 @@ def counted(explorer: RunningExplorer, path: str) -> str:
 
 
 @contextmanager
-def filled_running(folder: Path, scale: Scale = Scale(), **explorer: Any) -> Iterator[Filled]:
+def filled_running(folder: Path, scale: Scale = SMALL, **explorer: Any) -> Iterator[Filled]:
     """An explorer over a ledger that has some time behind it; the keyword arguments are settings of `explorer`."""
     with engine_place() as place:
         settings = settings_for(folder, [place.fresh().url], **explorer)

@@ -68,10 +68,14 @@ class Scale(NamedTuple):
     well: bool = False
 
 
+#: As much as the tests need.
+SMALL = Scale()
+
+
 class Filler:
     """Writes into the ledger of an experiment, as of earlier times."""
 
-    def __init__(self, settings: Settings, engine: Engine, scale: Scale = Scale(), seed: int = 7) -> None:
+    def __init__(self, settings: Settings, engine: Engine, scale: Scale = SMALL, seed: int = 7) -> None:
         self._random = random.Random(seed)
         self._scale = scale
         self._settings = settings

@@ -146,7 +146,13 @@ async def open_control_services(
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [
         watch.run(),
-        VersionLog(ledger, metrics, interval_s=interval_s, tell=_version_spans(settings, stack)).run(),
+        VersionLog(
+            ledger,
+            metrics,
+            job_dir=settings.job_dir,
+            interval_s=interval_s,
+            tell=_version_spans(settings, stack),
+        ).run(),
         forgetting.run(),
         reloader.run(),
         examination.run(),

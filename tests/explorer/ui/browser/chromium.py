@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CLIENTS = ROOT / ".venv" / "clients"
 _UNPACKED = CLIENTS / "chromium"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium", path=str(_UNPACKED / "usr" / "lib" / "chromium"))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.explorer.ui.chromium import CHROMIUM, CLIENTS, chromium_running, wait_until_whole
+from tests.explorer.ui.browser.chromium import CHROMIUM, CLIENTS, chromium_running, wait_until_whole
 from tests.explorer.ui.conftest import Filled
 
 sync_api = pytest.importorskip("playwright.sync_api")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.explorer.ui.chromium import CHROMIUM, ROOT, chromium_running, wait_until_whole
+from tests.explorer.ui.browser.chromium import CHROMIUM, ROOT, chromium_running, wait_until_whole
 from tests.explorer.ui.conftest import Filled, filled_running
 from tests.explorer.ui.filled import Scale
 

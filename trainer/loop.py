@@ -264,14 +264,14 @@ class TrainingLoop:
             return False
         except NotFinite as error:
             self._drop(batch, f"the step was not finite: {error}")
-            self._finite.failed(str(error), after=self._learner.steps)
+            self._finite.note_failure(str(error), after=self._learner.steps)
             return False
         finally:
             self._waiting_since = time.perf_counter()
         self._unpublished += [sample.id for sample in batch]
         self._unpublished_steps += 1
         self._teacher.succeeded()
-        self._finite.succeeded(self._learner.steps)
+        self._finite.note_success(self._learner.steps)
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
         if learnt.get("critic/advantages/zero") == 1:
             reason = "every advantage of the batch is 0, or its token masked"

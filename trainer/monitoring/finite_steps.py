@@ -7,7 +7,7 @@ from tuneloop.shared.settings.settings import Settings
 
 _log = structlog.get_logger()
 
-_NOT_FINITE = "steps_not_finite"
+NOT_FINITE = "steps_not_finite"
 
 
 class FiniteSteps:
@@ -23,14 +23,14 @@ class FiniteSteps:
         """Whether nothing more is to be learnt."""
         return self._skipped >= self._most
 
-    def failed(self, reason: str, *, after: int) -> None:
+    def note_failure(self, reason: str, *, after: int) -> None:
         """The step after `after` was not finite."""
         self._skipped, self._skipped_after, self._why_skipped = self._skipped + 1, after, reason
 
-    def succeeded(self, step: int) -> None:
+    def note_success(self, step: int) -> None:
         """This step was finite, and is not one made again from before the last that was not."""
         if step > self._skipped_after and (self._skipped or not self._sound):
-            self._alarms.clear(_NOT_FINITE)
+            self._alarms.clear(NOT_FINITE)
             self._skipped, self._sound = 0, True
 
     def alarm(self, *, step: int, version: int) -> None:
@@ -39,5 +39,5 @@ class FiniteSteps:
         The explorer goes on serving what it serves, and no further row is spent on it; a restart tries again.
         """
         reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
-        if self._alarms.raise_alarm(Alarm(name=_NOT_FINITE, reason=f"{reason}; training has stopped", step=step)):
+        if self._alarms.raise_alarm(Alarm(name=NOT_FINITE, reason=f"{reason}; training has stopped", step=step)):
             _log.error("training_stopped", reason=reason, version=version)

@@ -46,10 +46,9 @@ class VersionLog:
         *,
         job_dir: Path,
         interval_s: float,
-        tell: Callable[[VersionEvent], None] = lambda event: None,
     ) -> None:
-        """`tell` is called with each decision, too."""
-        self._tell_others = tell
+        #: Called with each decision that is told, too.
+        self.tell: Callable[[VersionEvent], None] = lambda event: None
         self._versions = ledger.versions
         self._metrics = metrics
         self._job_dir = job_dir
@@ -98,7 +97,7 @@ class VersionLog:
             say = log.warning if event.action in _AGAINST else log.info
             say(f"version_{event.action}", **fields, by=event.actor, reason=event.reason or "", event_id=event.id)
             self._metrics.version_decisions.labels(event.action.value, event.actor.partition(":")[0]).inc()
-            self._tell_others(event)
+            self.tell(event)
         if event.action is VersionAction.PROMOTED:
             self._champion = event.version
 

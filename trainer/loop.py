@@ -51,6 +51,7 @@ from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.monitoring.pace_log import PaceLog
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
 
@@ -137,11 +138,11 @@ class TrainingLoop:
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
         self._monitors = Monitors(settings, ledger)
+        self._pace = PaceLog(settings, ledger)
         self._examination = Examination(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
-        self._unpublished_steps = 0
-        self._skipped, self._skipped_after, self._why_skipped = 0, 0, ""
+        self._unpublished_steps, self._skipped, self._skipped_after, self._why_skipped = 0, 0, 0, ""
         self._sound = self._away = False
 
     def run(self) -> None:
@@ -215,8 +216,7 @@ class TrainingLoop:
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
-        self._unpublished.clear()
-        self._unpublished_steps = 0
+        self._unpublished, self._unpublished_steps = [], 0
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
@@ -272,6 +272,7 @@ class TrainingLoop:
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
+        self._pace.add_step(learnt["time/train_step"])
         reward, seconds = learnt["critic/rewards/mean"], round(learnt["time/train_step"], 3)
         _log.info("step", step=self._learner.steps, version=self._version, reward=reward, seconds=seconds)
         return True
@@ -319,8 +320,8 @@ class TrainingLoop:
             self._stop.wait(self._settings.trainer.poll_interval)
             return
         self._version = version
-        self._unpublished.clear()
-        self._unpublished_steps = 0
+        self._pace.end_version(self._epoch, len(self._unpublished), publish_s=self._publisher.took_s)
+        self._unpublished, self._unpublished_steps = [], 0
         self._curves.add(self._learner.steps, {"time/save_checkpoint": self._publisher.took_s})
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()

@@ -39,8 +39,8 @@ WorkflowType = Callable[..., Awaitable[WorkflowOutput] | WorkflowOutput]
 JudgeType = Callable[..., Awaitable[JudgeOutput] | JudgeOutput]
 
 
-#: What `monitor_type` may name: curves are TensorBoard files.
-MONITORS = ("tensorboard",)
+#: What `monitor_type` may name: the curves are TensorBoard files always, and the last two get the trainer's as well.
+MONITORS = ("tensorboard", "wandb", "mlflow")
 
 #: The algorithms that learn from rewards, by our names; those that compare the runs of a task with each other.
 ALGORITHMS = ("multi_step_grpo", "grpo", "rloo", "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tuneloop.shared.checkpoints.manifest import File, Manifest, Probe
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.disk_space import DiskSpace, measure_space
-from tuneloop.shared.errors import DiskFull, EnvironmentRefused
+from tuneloop.shared.errors import DiskFull, EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.job_marks import note_registered
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.training.training import Training
@@ -56,21 +56,24 @@ class Publisher:
             self._make_room()
         try:
             published = publication.register(training, ids)
+        except LedgerUnavailable:
+            if publication.placed is not None:  # It may be registered, and only the answer lost.
+                self.states.follow(learner, publication.placed)
+            raise
         except DiskFull as error:
             if self._ledger.alarms.raise_alarm(Alarm(name=DISK_FULL, reason=str(error), step=learner.steps)):
                 _log.error("waiting_for_room", reason=str(error))
             self._alarm_may_be_open = True
             return None
-        version = published.version
+        version, took = published.version, time.perf_counter() - started
+        followed = self.states.follow(learner, published)
+        self.told = {**publication.told, "time/publish/registered": took, **followed}
+        self.told["time/save_checkpoint"] = time.perf_counter() - started
         self._note(version)
         if self._alarm_may_be_open and not self.states.full and self._ledger.alarms.clear(DISK_FULL):
             _log.info("room_again", version=version)
         self._alarm_may_be_open = self.states.full
-        took = time.perf_counter() - started
         _log.info("version_published", version=version, step=learner.steps, seconds=round(took, 3))
-        self.told = {**publication.told, "time/publish/registered": took}
-        self.told |= self.states.follow(learner, published)
-        self.told["time/save_checkpoint"] = time.perf_counter() - started
         for sentence in self._ledger.reports.imbalance():
             _log.error("ledger_out_of_balance", reason=sentence, version=version)
         return version
@@ -97,6 +100,8 @@ class Publication:
         self._epoch, self._parent = epoch, parent
         #: The seconds of each stage.
         self.told: Metrics = {}
+        #: What is in its place, whether it is registered or not.
+        self.placed: PublishedVersion | None = None
 
     def register(self, training: Training, ids: Collection[int]) -> PublishedVersion:
         """Publish and register the next version, made of the rows `ids`.
@@ -109,11 +114,11 @@ class Publication:
             staging = self._store.stage(self._epoch)
             with self._timed("weights"):
                 digests = snapshot.save_weights(self._learner, staging, base=self._settings.model.model_path)
-            placed: list[tuple[Path, str]] = []
-            put = self._seal(staging, training.next_version(), digests, placed)
+            put = self._seal(staging, training.next_version(), digests)
             with self._timed("register"):
-                version = training.register(self._epoch, ids, step=self._learner.steps, publish=put)
-            return PublishedVersion(version, *placed[-1], self._learner.steps)
+                training.register(self._epoch, ids, step=self._learner.steps, publish=put)
+            assert self.placed is not None
+            return self.placed
         except (OSError, SafetensorError) as error:
             training.extend(self._epoch)  # A newer trainer has moved away what this one was writing.
             if is_full(error):
@@ -126,13 +131,8 @@ class Publication:
             if staging is not None:
                 shutil.rmtree(staging, ignore_errors=True)
 
-    def _seal(
-        self, staging: Path, expected: int, digests: Mapping[Path, str], placed: list[tuple[Path, str]]
-    ) -> Callable[[int], tuple[Path, str]]:
-        """Bring all of `staging` to disk; what then gives it its name, and is quick if that is `expected`.
-
-        Where it is then, and its manifest's sha256, go into `placed`.
-        """
+    def _seal(self, staging: Path, expected: int, digests: Mapping[Path, str]) -> Callable[[int], tuple[Path, str]]:
+        """Bring all of `staging` to disk; what then gives it its name, and is quick if that is `expected`."""
         with self._timed("probe"):
             probe = snapshot.probe(self._learner, self._settings)
         with self._timed("sync"):
@@ -143,8 +143,9 @@ class Publication:
         def put(version: int) -> tuple[Path, str]:
             same = version == expected
             told = sha256 if same else self._store.describe(staging, self._manifest(version, probe, files))
-            placed.append((self._store.put(staging, version), told))
-            return placed[-1]
+            path = self._store.put(staging, version)
+            self.placed = PublishedVersion(version, path, told, self._learner.steps)
+            return path, told
 
         return put
 

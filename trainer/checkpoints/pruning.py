@@ -11,18 +11,20 @@ from tuneloop.shared.settings.settings import Settings
 _log = structlog.get_logger()
 
 
-def prune_by_settings(settings: Settings, store: CheckpointStore, versions: Versions) -> None:
-    """Delete what the settings do not keep."""
+def prune_by_settings(settings: Settings, store: CheckpointStore, versions: Versions, *, writing: int = 0) -> None:
+    """Delete what the settings do not keep; the state of version `writing` is about to be written."""
     keeps = settings.trainer
-    prune(store, versions, keep=keeps.max_checkpoints_to_keep, keep_interval=keeps.keep_interval)
+    prune(store, versions, keep=keeps.max_checkpoints_to_keep, keep_interval=keeps.keep_interval, writing=writing)
 
 
-def prune(store: CheckpointStore, versions: Versions, *, keep: int, keep_interval: int | None = None) -> None:
+def prune(
+    store: CheckpointStore, versions: Versions, *, keep: int, keep_interval: int | None = None, writing: int = 0
+) -> None:
     """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
 
     `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
     if there is such a version. All keep their weights alone but the one that is gone on from, and the newest before it
-    that has critic and optimiser, while it has none. A disk that refuses is no reason to stop training.
+    that has critic and optimiser, while it has none, and `writing`. A disk that refuses is no reason to stop training.
     """
     registered = versions.all()
     numbers = [each.version for each in registered]
@@ -35,7 +37,7 @@ def prune(store: CheckpointStore, versions: Versions, *, keep: int, keep_interva
     places = {each.version: each.path for each in registered if each.version in spared}
     try:
         gone = store.prune(places.values(), newest=numbers[-1])
-        for version in spared - {0, gone_on_from, newest_with_state(places, upto=gone_on_from)}:
+        for version in spared - {0, gone_on_from, newest_with_state(places, upto=gone_on_from), writing}:
             store.strip(places[version])
     except OSError as error:
         _log.warning("prune_failed", reason=str(error))

@@ -125,7 +125,7 @@ class StateWriter:
         """In the thread."""
         started, told = time.perf_counter(), {}
         try:
-            prune_by_settings(self._settings, self._store, self._ledger.versions)
+            prune_by_settings(self._settings, self._store, self._ledger.versions, writing=published.version)
             told["time/publish/prune"] = time.perf_counter() - started
         except LedgerError as error:  # The loop meets it in its own verbs.
             _log.warning("prune_failed", reason=str(error))

@@ -11,6 +11,7 @@ from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, 
 from tuneloop.shared.settings.settings import Settings
 
 GB = 10**9
+EIGHT_BITS = {"optimizer": {"bits": 8}, "critic_optimizer": {"bits": 8}}
 
 
 def settings_of(folder: Path, **sections: Any) -> Settings:
@@ -24,7 +25,8 @@ def settings_of(folder: Path, **sections: Any) -> Settings:
     [
         (80, {}, (32768, False)),
         (48, {}, (8192, False)),
-        (24, {"optimizer": {"bits": 8}, "critic_optimizer": {"bits": 8}}, (8192, True)),
+        (24, EIGHT_BITS, (1024, False)),
+        (21, EIGHT_BITS, (1024, True)),
         (24, {"algorithm_type": "reinforce"}, (2048, False)),
     ],
 )

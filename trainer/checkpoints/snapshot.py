@@ -14,6 +14,7 @@ counters, and AdamW's memory and the critic of an older version, or begins these
 """
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,11 +153,16 @@ def size_of_weights(learner: Learner) -> int:
 
 def size_of_state(learner: Learner) -> int:
     """How many bytes `save_state` writes; before the first update, how many it will."""
-    critic = _trained(learner.critic) if learner.critic else []
-    moved = [*_trained(learner.actor.network), *critic]
-    # Two float32 moments each, and a float32 master if the parameter is smaller.
-    optimizers = sum(each.numel() * (8 + (4 if each.itemsize < 4 else 0)) for each in moved)
-    return optimizers + sum(each.numel() * each.itemsize for each in critic)
+    models: dict[str, nn.Module] = {"actor": learner.actor.network} | (
+        {"critic": learner.critic} if learner.critic else {}
+    )
+    found = 0.0
+    for name, model in models.items():
+        moments, saved = learner.optimizers[name].moment_bytes, name == "critic"
+        for each in _trained(model):
+            # A float32 master, too, if the parameter is smaller.
+            found += each.numel() * (each.itemsize * saved + moments + (4 if each.itemsize < 4 else 0))
+    return math.ceil(found)
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -64,6 +64,15 @@ def note_registered(job_dir: Path, version: int, epoch: int) -> None:
         _write(job_dir / _REGISTERED, after)
 
 
+def registration_stamp(job_dir: Path) -> tuple[int, int]:
+    """What changes when a version or an epoch is registered."""
+    try:
+        found = (job_dir / _REGISTERED).stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
+
+
 def restoring_in(job_dir: Path) -> Restoring | None:
     """The restore that has not come to its end here, if any."""
     try:

@@ -163,9 +163,8 @@ class TrainingLoop:
                     self._turn()
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
-            if not heartbeat.overtaken and not self._unpublished_steps and not self._learner.spoilt:
-                self._publisher.states.finish(self._learner, self._version)
-            self._tell_of_states()
+            exact = not (heartbeat.overtaken or self._unpublished_steps or self._learner.spoilt)
+            self._publisher.states.finish(self._learner if exact else None, self._version, self._curves)
             self._curves.close()
             if heartbeat.overtaken:
                 raise heartbeat.overtaken
@@ -208,8 +207,7 @@ class TrainingLoop:
         self._held.clear()
         newest = self._ledger.versions.newest()
         if self._unpublished_steps or newest.version != self._version or self._learner.spoilt:
-            self._publisher.states.settle()
-            self._tell_of_states()
+            self._publisher.states.settle(self._curves)
             self._curves.close()
             del self._learner  # A GPU has no room for two.
             self._resume(newest)
@@ -280,15 +278,11 @@ class TrainingLoop:
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
-        if learnt.get("critic/advantages/zero") == 1:
-            reason = "every advantage of the batch is 0, or its token masked"
-            _log.warning("nothing_to_learn", step=self._learner.steps, reason=reason)
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
         self._pace.add_step(learnt["time/train_step"])
-        reward, seconds = learnt["critic/rewards/mean"], round(learnt["time/train_step"], 3)
-        _log.info("step", step=self._learner.steps, version=self._version, reward=reward, seconds=seconds)
+        _log_step(learnt, step=self._learner.steps, version=self._version)
         self._spans.send_step(self._learner.steps, batch, started=started)
         return True
 
@@ -308,12 +302,8 @@ class TrainingLoop:
 
     # A version.
 
-    def _tell_of_states(self) -> None:
-        for step, told in self._publisher.states.drain():
-            self._curves.add(step, told)
-
     def _publish(self) -> None:
-        self._tell_of_states()
+        self._publisher.states.tell(self._curves)
         started = time.time_ns()
         try:
             version = self._publisher.publish(self._learner, self._unpublished, parent=self._version)
@@ -331,6 +321,14 @@ class TrainingLoop:
         self._pace.end_version(self._epoch, consumed, publish_s=self._publisher.told["time/save_checkpoint"])
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
+
+
+def _log_step(learnt: metrics.Metrics, *, step: int, version: int) -> None:
+    if learnt.get("critic/advantages/zero") == 1:
+        reason = "every advantage of the batch is 0, or its token masked"
+        _log.warning("nothing_to_learn", step=step, reason=reason)
+    seconds = round(learnt["time/train_step"], 3)
+    _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
 
 
 @contextmanager

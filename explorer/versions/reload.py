@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import structlog
 
@@ -37,10 +38,14 @@ from tuneloop.shared.errors import (
     VersionRefused,
 )
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.job_marks import registration_stamp
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
+
+#: How often the trainer's note is looked at.
+_NOTICE_S = 0.2
 
 #: How often a version may take an engine down with it, or be unreadable, before it is rejected.
 _DEATHS, _UNREADABLE = 2, 5
@@ -53,6 +58,15 @@ _NOT_OURS = (
     "weights answers nobody until its owner has started it again. If that happens after every version, vLLM reloads "
     "this architecture wrongly: let the explorer start the engines (explorer.rollout_model.engine_num)"
 )
+
+
+async def wait_for_registration(job_dir: Path, seen: tuple[int, int], *, at_most_s: float) -> None:
+    """Until the trainer notes a version that came after `seen` in the job folder, which is quick on one machine."""
+    ends = time.monotonic() + at_most_s
+    while (left := ends - time.monotonic()) > 0:
+        if await asyncio.to_thread(registration_stamp, job_dir) != seen:
+            return
+        await asyncio.sleep(min(_NOTICE_S, left))
 
 
 class WeightSwapper:
@@ -196,6 +210,7 @@ class Reloader(WeightSwapper):
             drain_s=settings.explorer.request_timeout,
             least_running=int(settings.rollout.mode == "rolling") if least is None else least,
         )
+        self._job_dir = settings.job_dir
         self._interval_s = settings.explorer.service_status_check_interval
         self._drain_first = settings.explorer.on_reload == "wait"
         self._verifier = Verifier.of(settings)
@@ -210,14 +225,17 @@ class Reloader(WeightSwapper):
         self.gate = Gate(settings, ledger)
 
     async def run(self) -> None:
-        """Look for a new version every `service_status_check_interval` seconds."""
+        """Look for a new version every `service_status_check_interval` seconds, or when one is registered here."""
         await every(self._interval_s, self._turn, task="reload", metrics=self._metrics)
 
-    async def _turn(self) -> None:
+    async def _turn(self) -> float:
+        seen = registration_stamp(self._job_dir)
         try:
             await self.turn()
         except VersionRefused as error:  # somebody else has decided meanwhile
             log.warning("version_not_taken_up", reason=str(error))
+        await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
+        return 0.0
 
     async def turn(self) -> None:
         """Take up the newest candidate, if there is one; bring engines that missed a turn to what they should serve.

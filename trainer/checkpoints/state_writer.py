@@ -25,6 +25,7 @@ from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import DISK_FULL
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry.trackers import CurveWriter
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.pruning import prune_by_settings
@@ -83,15 +84,17 @@ class StateWriter:
             self.join()
         return told
 
-    def finish(self, learner: Learner, version: int) -> None:
-        """Before a clean stop at `version`: write its state now, if that was skipped or not due."""
+    def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> None:
+        """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped or not due."""
         self.join()
-        if self._last is not None and self._last.version == version != self._written:
+        if learner and self._last is not None and self._last.version == version != self._written:
             self._run(self._last, snapshot.state_of(learner), snapshot.size_of_state(learner))
+        self.tell(curves)
 
-    def settle(self) -> None:
+    def settle(self, curves: CurveWriter) -> None:
         """Before the learner is loaded anew: what it was then is not that of any version any more."""
         self.join()
+        self.tell(curves)
         self._last = None
 
     def join(self) -> None:
@@ -103,6 +106,11 @@ class StateWriter:
     def close(self) -> None:
         """Let the thread end, after what it is at."""
         self._pool.shutdown()
+
+    def tell(self, curves: CurveWriter) -> None:
+        """Write what has been measured since the last call."""
+        for step, told in self.drain():
+            curves.add(step, told)
 
     def drain(self) -> list[tuple[int, Metrics]]:
         """What has been measured since the last call, each with its step."""

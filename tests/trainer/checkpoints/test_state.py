@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import threading
+from contextlib import closing
 from threading import Event
 
 import msgspec
@@ -15,6 +16,7 @@ from tuneloop.shared.checkpoints.file_checks import check_files, files_at, is_we
 from tuneloop.shared.checkpoints.manifest import StateManifest, read_manifest, read_state_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
+from tuneloop.shared.tensorboard import Curves
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.pruning import prune
 from tuneloop.trainer.checkpoints.resumption import find_state
@@ -158,7 +160,7 @@ def test_a_thread_that_is_overtaken_changes_nothing(trained, ledger):
     writer.close()
 
 
-def test_a_state_that_comes_too_early_is_skipped_and_written_at_a_clean_stop(trained, ledger):
+def test_a_state_that_comes_too_early_is_skipped_and_written_at_a_clean_stop(trained, ledger, tmp_path):
     first, second = ledger.versions.get(1), ledger.versions.get(2)
     for each in (first, second):
         _without_state(each.path)
@@ -168,7 +170,8 @@ def test_a_state_that_comes_too_early_is_skipped_and_written_at_a_clean_stop(tra
     assert writer.follow(learner, _published(trained, ledger, 1))["state/skipped"] == 0
     assert writer.follow(learner, _published(trained, ledger, 2)) == {"state/skipped": 1.0}
     store.go.set()
-    writer.finish(learner, 2)
+    with closing(Curves(tmp_path / "curves", after=0)) as curves:
+        writer.finish(learner, 2, curves)
     assert isinstance(read_state_manifest(first.path), StateManifest)
     assert isinstance(read_state_manifest(second.path), StateManifest)
     writer.close()

@@ -59,11 +59,11 @@ _TRINITY = "/trinity/"
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""
+    if path.startswith(_TRINITY):
+        path = path[len(_TRINITY) - 1 :]
     found = _ROUTES.get((method, path))
     if found is not None:
         return found
     if path == PAGE or path.startswith(f"{PAGE}/"):
         return OPEN
-    if path.startswith(_TRINITY):
-        return required_scopes(method, path[len(_TRINITY) - 1 :])
     return next((scopes for verb, begin, scopes in _BELOW if verb == method and path.startswith(begin)), _ADMIN)

@@ -144,10 +144,15 @@ class Proxy:
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
         version = engine.version
         self._shadow(request)
+        request.charge.begin()
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._answer_from(engine, request, raw, outcome)
+        except asyncio.CancelledError:
+            request.charge.count(request.writer.transcript, broken_off=True)
+            raise
         except TimeoutError:
+            request.charge.count(request.writer.transcript, broken_off=True)
             if not raw.client_is_slow:
                 self._failures.alone(version, request.caller.identity)
             if not raw.started:
@@ -284,8 +289,9 @@ class Proxy:
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""
         in_flight.recorded = True
-        in_flight.request.caller.meter.count_tokens(in_flight.request.writer.transcript.tokens)
-        if in_flight.request.store and in_flight.request.writer.transcript.choices:
+        transcript = in_flight.request.writer.transcript
+        in_flight.request.charge.count(transcript, broken_off=transcript.broken)
+        if in_flight.request.store and transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 
 

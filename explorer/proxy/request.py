@@ -19,7 +19,9 @@ from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
+from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
+from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.settings import Settings
@@ -30,8 +32,8 @@ _ANY_TENANT = TenantSettings()
 
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 
-#: Fields that say what an engine does beside this request: they are the operator's.
-_OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority")
+#: Fields that say what an engine does beside this request: they are the operator's. `vllm_xargs` may hold any of them.
+_OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "priority", "vllm_xargs")
 
 #: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
 _SALT = "cache_salt"
@@ -65,6 +67,7 @@ class Request(NamedTuple):
     stamp: steady_time.Stamp
     started: float
     writer: ReplyWriter
+    charge: TokenCharge
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
     model: str = ""
@@ -112,7 +115,7 @@ class RequestParser:
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
-        self._max_body_bytes = explorer.max_body_bytes
+        self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
         self._timeout_s = min(explorer.body_timeout, explorer.request_timeout)
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
@@ -145,7 +148,7 @@ class RequestParser:
         unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
         ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
         salt = _salt_of(raw.caller, upstream)
-        choices = dialect.count_choices(upstream)
+        choices = self._count_choices(dialect, upstream)
         msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
         key = _user_key(raw.caller.tenant, labels, msg_id)
         if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
@@ -180,10 +183,19 @@ class RequestParser:
             stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
+            charge=TokenCharge(
+                raw.caller.meter, body_bytes=len(raw_body), choices=choices, most=_most_tokens(upstream)
+            ),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
         )
+
+    def _count_choices(self, dialect: Dialect, upstream: dict[str, Any]) -> int:
+        if (choices := dialect.count_choices(upstream)) <= self._max_choices:
+            return choices
+        reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
+        raise RequestRefused(reason, code="too_many_choices", param="n")
 
     def _tenant(self, caller: Caller) -> TenantSettings:
         return self._tenants.get(caller.tenant, _ANY_TENANT)
@@ -240,6 +252,11 @@ def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
 
 def _user_key(tenant: str, labels: Labels, msg_id: str) -> str:
     return f"{tenant}:{labels.user or labels.task_id or msg_id}"
+
+
+def _most_tokens(upstream: Mapping[str, Any]) -> object:
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    return next((value for name in names if (value := upstream.get(name)) is not None), None)
 
 
 def _has_max_tokens(upstream: Mapping[str, Any]) -> bool:

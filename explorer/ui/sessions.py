@@ -133,9 +133,16 @@ class SessionGuard:
 def require_same_origin(request: Request) -> None:
     """Raise RequestRefused if the browser says that another site's page has sent this."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
-    same = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    same = origin is None or _host_of(origin) == request.headers.get("host")
     if not same or site not in {"same-origin", "none"}:
         raise RequestRefused("another site's page has sent this: nothing was done", status=403, code="other_origin")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _require_local(request: Request) -> None:

@@ -137,7 +137,10 @@ def _add_login(router: APIRouter, site: Site) -> None:
 
 def _target(wanted: str) -> str:
     """Where to go after the login: only to a page of ours."""
-    parts = urlsplit(wanted)
+    try:
+        parts = urlsplit(wanted)
+    except ValueError:
+        return PATH
     ours = not parts.scheme and not parts.netloc and (wanted == PATH or wanted.startswith((f"{PATH}/", f"{PATH}?")))
     return wanted if ours and "\\" not in wanted and wanted.isprintable() else PATH
 

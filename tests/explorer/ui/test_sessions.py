@@ -57,6 +57,14 @@ def test_the_admin_key_opens_the_page(keyed: Filled):
     assert http.get("/ui").status_code == 200
 
 
+@pytest.mark.parametrize("broken", ["//[", "http://[", "/ui//[x", "//[::g]/ui"])
+def test_what_is_no_address_is_neither_an_origin_nor_where_to_go(keyed: Filled, broken: str):
+    http = keyed.explorer.http
+    assert http.get("/ui/login", params={"next": broken}).status_code == 200
+    assert log_in(http, next=broken).headers["location"] in {"/ui", broken if broken.startswith("/ui/") else "/ui"}
+    assert http.post("/ui/login", data={"key": KEY}, headers={"Origin": broken}).status_code == 403
+
+
 def test_another_key_does_not(keyed: Filled):
     answer = log_in(keyed.explorer.http, "another")
     assert answer.status_code == 401

@@ -56,6 +56,15 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
 
 _TRINITY = "/trinity/"
 
+#: What is about all tenants. The administrator of one other than the operator's has no say there.
+_OF_ALL_TENANTS = ("/admin/versions", "/metrics")
+
+
+def is_about_all_tenants(path: str) -> bool:
+    """Whether a path is about all tenants at once."""
+    path = path[len(_TRINITY) - 1 :] if path.startswith(_TRINITY) else path
+    return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
+
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""

@@ -149,6 +149,9 @@ class RequestParser:
         ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
         salt = _salt_of(raw.caller, upstream)
         choices = self._count_choices(dialect, upstream)
+        store = self._tenant(raw.caller).store if store is None else store
+        if upstream.get("background") is True and not store:
+            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
         msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
         key = _user_key(raw.caller.tenant, labels, msg_id)
         if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
@@ -172,7 +175,7 @@ class RequestParser:
             msg_id=msg_id,
             choices=choices,
             stream=stream,
-            store=self._tenant(raw.caller).store if store is None else store,
+            store=store,
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,

@@ -119,7 +119,10 @@ def _add_login(router: APIRouter, site: Site) -> None:
         session = guard.log_in(form.get("key", ""))
         if session is None:
             return _login_page(request, failed=True)
-        response = RedirectResponse(_target(form.get("next", "")), 303)
+        target = _target(form.get("next", ""))
+        if target == PATH and not guard.is_operators(session):
+            target = f"{PATH}/exchanges"
+        response = RedirectResponse(target, 303)
         guard.keep(response, session, secure=request.url.scheme == "https")
         return response
 

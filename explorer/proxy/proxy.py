@@ -106,8 +106,7 @@ class Proxy:
         self._parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
-        self._grammars = Grammars(settings)
-        self._shadow = shadow
+        self._grammars, self._shadow = Grammars(settings), shadow
         self._timeout_s = explorer.request_timeout
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
@@ -144,15 +143,11 @@ class Proxy:
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
         version = engine.version
         self._shadow(request)
-        request.charge.begin()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._answer_from(engine, request, raw, outcome)
-        except asyncio.CancelledError:
-            request.charge.count(request.writer.transcript, broken_off=True)
-            raise
+                with request.charge.while_asking(request.writer.transcript):
+                    await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            request.charge.count(request.writer.transcript, broken_off=True)
             if not raw.client_is_slow:
                 self._failures.alone(version, request.caller.identity)
             if not raw.started:
@@ -288,10 +283,9 @@ class Proxy:
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""
-        in_flight.recorded = True
-        transcript = in_flight.request.writer.transcript
-        in_flight.request.charge.count(transcript, broken_off=transcript.broken)
-        if in_flight.request.store and transcript.choices:
+        request, in_flight.recorded = in_flight.request, True
+        request.charge.count(request.writer.transcript)
+        if request.store and request.writer.transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 
 

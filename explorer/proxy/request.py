@@ -142,16 +142,11 @@ class RequestParser:
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = await self._media.inline(upstream, raw.hold)
         labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
-        sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
-        if not labels.train:
-            sampling = sampling._replace(drop_reason="opt_out")
+        sampling = self._sampling_of(upstream, labels)
         unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
         ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
         salt = _salt_of(raw.caller, upstream)
         choices = self._count_choices(dialect, upstream)
-        store = self._tenant(raw.caller).store if store is None else store
-        if upstream.get("background") is True and not store:
-            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
         msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
         key = _user_key(raw.caller.tenant, labels, msg_id)
         if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
@@ -175,7 +170,7 @@ class RequestParser:
             msg_id=msg_id,
             choices=choices,
             stream=stream,
-            store=store,
+            store=self._is_stored(raw.caller, upstream, store),
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,
@@ -186,13 +181,21 @@ class RequestParser:
             stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
             writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
-            charge=TokenCharge(
-                raw.caller.meter, body_bytes=len(raw_body), choices=choices, most=_most_tokens(upstream)
-            ),
+            charge=TokenCharge.of(raw.caller.meter, upstream, body_bytes=len(raw_body), choices=choices),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
         )
+
+    def _sampling_of(self, upstream: dict[str, Any], labels: Labels) -> Sampling:
+        found = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
+        return found if labels.train else found._replace(drop_reason="opt_out")
+
+    def _is_stored(self, caller: Caller, upstream: Mapping[str, Any], wanted: bool | None) -> bool:
+        store = self._tenant(caller).store if wanted is None else wanted
+        if upstream.get("background") is True and not store:
+            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
+        return store
 
     def _count_choices(self, dialect: Dialect, upstream: dict[str, Any]) -> int:
         if (choices := dialect.count_choices(upstream)) <= self._max_choices:
@@ -255,11 +258,6 @@ def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
 
 def _user_key(tenant: str, labels: Labels, msg_id: str) -> str:
     return f"{tenant}:{labels.user or labels.task_id or msg_id}"
-
-
-def _most_tokens(upstream: Mapping[str, Any]) -> object:
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    return next((value for name in names if (value := upstream.get(name)) is not None), None)
 
 
 def _has_max_tokens(upstream: Mapping[str, Any]) -> bool:

@@ -1,7 +1,11 @@
 """What a request costs its key in tokens: what the engine told of it, or an estimate where it told nothing."""
 
+import asyncio
 import math
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
 
 from tuneloop.explorer.capture.transcript import Transcript
 from tuneloop.explorer.http.caller import Meter
@@ -11,6 +15,8 @@ BYTES_A_TOKEN = 4
 
 #: How fast a reply is taken to be sampled of which the client did not wait to hear.
 _TOKENS_PER_S = 50
+
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 class TokenCharge:
@@ -24,16 +30,28 @@ class TokenCharge:
         self._asked_at = math.inf
         self._counted = False
 
-    def begin(self) -> None:
-        """An engine is asked now."""
+    @classmethod
+    def of(cls, meter: Meter, upstream: Mapping[str, Any], *, body_bytes: int, choices: int) -> Self:
+        """That of a request as the engine gets it."""
+        most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
+        return cls(meter, body_bytes=body_bytes, choices=choices, most=most)
+
+    @contextmanager
+    def while_asking(self, transcript: Transcript) -> Iterator[None]:
+        """An engine is asked meanwhile; what is broken off is counted as far as it has come."""
         self._asked_at = time.monotonic()
+        try:
+            yield
+        except asyncio.CancelledError:  # a time limit, too
+            self.count(transcript, broken_off=True)
+            raise
 
     def count(self, transcript: Transcript, *, broken_off: bool = False) -> None:
         """Count the tokens of a reply as far as it has come; `broken_off`: nobody waited for the rest."""
         if self._counted:
             return
         self._counted = True
-        self._meter.count_tokens(transcript.tokens or self._estimate(transcript, broken_off))
+        self._meter.count_tokens(transcript.tokens or self._estimate(transcript, broken_off or transcript.broken))
 
     def _estimate(self, transcript: Transcript, broken_off: bool) -> int:
         told = sum(len(text) for choice in transcript.choices.values() for text in choice.text)

@@ -125,8 +125,8 @@ def test_the_bytes_of_a_body_are_those_of_its_own_key(explorer: RunningExplorer,
 
 
 def test_so_many_choices_and_no_more(explorer: RunningExplorer) -> None:
-    assert code(explorer.http.post(CHAT, json=HELLO | {"n": 257})) == (400, "too_many_choices")
-    prompts = {"model": HELLO["model"], "prompt": ["x"] * 129, "n": 2}
+    assert code(explorer.http.post(CHAT, json=HELLO | {"n": 1025})) == (400, "too_many_choices")
+    prompts = {"model": HELLO["model"], "prompt": ["x"] * 513, "n": 2}
     assert code(explorer.http.post("/v1/completions", json=prompts)) == (400, "too_many_choices")
     assert explorer.http.post("/v1/completions", json=prompts | {"n": 1}).json().get("error", {}).get("code") != (
         "too_many_choices"

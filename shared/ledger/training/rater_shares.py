@@ -79,7 +79,7 @@ class _Shares:
         for unit in units:
             if self.total >= self._size:
                 break
-            words = {row: self._words.get(row, ()) for row in unit.rows}
+            words = _of_unit(self._words, unit)
             if self._over(words):
                 over.append(unit)
             else:
@@ -111,7 +111,7 @@ class _Shares:
 
     def _audible(self, unit: Unit) -> dict[int, Collection[Rater]] | None:
         """Who is heard of each row of a unit, without those that have their share; None if nobody is of one."""
-        words: dict[int, Collection[Rater]] = {row: self._words.get(row, ()) for row in unit.rows}
+        words = _of_unit(self._words, unit)
         while over := self._over(words):
             words = {row: [rater for rater in by if _voice(rater) not in over] for row, by in words.items()}
             if any(self._words.get(row) and not by for row, by in words.items()):
@@ -120,23 +120,14 @@ class _Shares:
 
     def _over(self, words: Mapping[int, Collection[Rater]]) -> set[Rater]:
         """Who would have too much with a unit of which this was said."""
-        parts = self._parts(words)
+        parts = _parts(words, self._trusted)
         return {rater for rater, part in parts.items() if self._had[rater] and self._had[rater] + part > self._most}
 
     def _take(self, unit: Unit, words: Mapping[int, Collection[Rater]]) -> None:
-        for rater, part in self._parts(words).items():
+        for rater, part in _parts(words, self._trusted).items():
             self._had[rater] += part
         self.taken.append(unit)
         self.total += len(unit.rows)
-
-    def _parts(self, words: Mapping[int, Collection[Rater]]) -> dict[Rater, float]:
-        """How much of a unit is each rater's word, in rows."""
-        parts: dict[Rater, float] = defaultdict(float)
-        for by in words.values():
-            for rater in by:
-                if rater[1] and rater[1] not in self._trusted:
-                    parts[_voice(rater)] += 1 / len(by)
-        return parts
 
 
 def _voice(rater: Rater) -> Rater:
@@ -152,6 +143,34 @@ def _rewards_without(connection: Connection, apart: Mapping[int, Collection[Rate
     for rule, msg_ids in rules_of(connection, replies).values():
         found |= rewards_without(connection, apart, msg_ids, rule)
     return found
+
+
+def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> dict[int, Rater | None]:
+    """By the number of each unit, the rater whose it is: of several the one who has the fewest; None if nobody limited.
+
+    So who rates all that others rate, too, is not the one whose share they come out of.
+    """
+    words = _words(connection, [row for unit in units for row in unit.rows])
+    parts = {unit.number: _parts(_of_unit(words, unit), policy.trusted_raters) for unit in units}
+    has: dict[Rater, float] = defaultdict(float)
+    for found in parts.values():
+        for rater, part in found.items():
+            has[rater] += part
+    return {number: min(found, key=lambda rater: (has[rater], rater), default=None) for number, found in parts.items()}
+
+
+def _of_unit(words: Mapping[int, Collection[Rater]], unit: Unit) -> dict[int, Collection[Rater]]:
+    return {row: words.get(row, ()) for row in unit.rows}
+
+
+def _parts(words: Mapping[int, Collection[Rater]], trusted: Collection[str]) -> dict[Rater, float]:
+    """How much of a unit is each rater's word, in rows."""
+    parts: dict[Rater, float] = defaultdict(float)
+    for by in words.values():
+        for rater in by:
+            if rater[1] and rater[1] not in trusted:
+                parts[_voice(rater)] += 1 / len(by)
+    return parts
 
 
 def _words(connection: Connection, ids: Collection[int]) -> dict[int, set[Rater]]:

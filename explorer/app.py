@@ -205,7 +205,9 @@ def _add_routes(app: FastAPI) -> None:
     async def ready(request: Request, services: ServicesOf) -> Response:
         reason = _why_not_ready(services)
         status: dict[str, object] = {"status": "not_ready" if reason else "ready"}
-        if is_from_here(request.client.host if request.client else "", request.headers):
+        client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
+        # Who has our own address is on this machine, too.
+        if is_from_here("127.0.0.1" if client == own else client, request.headers):
             status |= {"reason": reason, "engines": [_status_of(engine) for engine in services.fleet.engines]}
         return JSONResponse(status, 503 if reason else 200)
 

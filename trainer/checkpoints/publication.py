@@ -112,10 +112,10 @@ class Publication:
         try:
             self._require_room()
             staging = self._store.stage(self._epoch)
-            with self._timed("weights"):
+            with self._time_stage("weights"):
                 digests = snapshot.save_weights(self._learner, staging, base=self._settings.model.model_path)
             put = self._seal(staging, training.next_version(), digests)
-            with self._timed("register"):
+            with self._time_stage("register"):
                 training.register(self._epoch, ids, step=self._learner.steps, publish=put)
             assert self.placed is not None
             return self.placed
@@ -133,9 +133,9 @@ class Publication:
 
     def _seal(self, staging: Path, expected: int, digests: Mapping[Path, str]) -> Callable[[int], tuple[Path, str]]:
         """Bring all of `staging` to disk; what then gives it its name, and is quick if that is `expected`."""
-        with self._timed("probe"):
+        with self._time_stage("probe"):
             probe = snapshot.probe(self._learner, self._settings)
-        with self._timed("sync"):
+        with self._time_stage("sync"):
             files = self._store.seal(staging, digests=digests)
             # Not within the transaction: a disk may be slower than the database is patient.
             sha256 = self._store.describe(staging, self._manifest(expected, probe, files))
@@ -159,7 +159,7 @@ class Publication:
         return measure_space(self._settings.job_dir, needed=snapshot.size_of_weights(self._learner))
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def _time_stage(self, stage: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.told[f"time/publish/{stage}"] = time.perf_counter() - started

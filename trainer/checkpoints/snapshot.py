@@ -148,7 +148,7 @@ def save_state(state: CapturedState, folder: Path, *, base: Path) -> dict[Path, 
 
 def size_of_weights(learner: Learner) -> int:
     """How many bytes `save_weights` writes, tokenizer aside."""
-    return sum(each.numel() * each.itemsize for each in _trained(learner.actor.network))
+    return sum(each.numel() * each.itemsize for each in _learnt_parameters(learner.actor.network))
 
 
 def size_of_state(learner: Learner) -> int:
@@ -159,13 +159,13 @@ def size_of_state(learner: Learner) -> int:
     found = 0.0
     for name, model in models.items():
         moments, saved = learner.optimizers[name].moment_bytes, name == "critic"
-        for each in _trained(model):
+        for each in _learnt_parameters(model):
             # A float32 master, too, if the parameter is smaller.
             found += each.numel() * (each.itemsize * saved + moments + (4 if each.itemsize < 4 else 0))
     return math.ceil(found)
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
+def _learnt_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [each for each in module.parameters() if each.requires_grad]
 
 

@@ -102,6 +102,6 @@ def test_the_runs_of_a_question_share_a_task_and_differ_in_their_run() -> None:
 
 def test_the_curve_is_of_batches_and_a_rest() -> None:
     class Judged:
-        judge_all = [Verdict(1.0, True)] * 64 + [Verdict(0.5, False)] * 2
+        judged = [Verdict(1.0, True)] * 64 + [Verdict(0.5, False)] * 2
 
     assert judge_all(Judged()) == [[64, 1.0, 1.0], [66, 0.5, 0.0]]  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ MEANINGS = {
     "alarms": "the alarms of the training",
     "attestation": "the periodic proof of the weights that an engine holds",
     "batches": "which rows become a step, and as which tensors",
-    "capacity": "what an experiment needs of memory, disk and time",
     "checkpoints": "the folders of versions: written, published and read",
     "comparison": "figures of two versions side by side",
     "doctor": "whether the ledger balances, and why nothing is trained",

@@ -71,7 +71,7 @@ class Publisher:
         self.told["time/save_checkpoint"] = time.perf_counter() - started
         self._note(version)
         if self._alarm_may_be_open and not self.states.full and self._ledger.alarms.clear(DISK_FULL):
-            _log.info("room_again", version=version)
+            _log.info("disk_space_restored", version=version)
         self._alarm_may_be_open = self.states.full
         _log.info("version_published", version=version, step=learner.steps, seconds=round(took, 3))
         for sentence in self._ledger.reports.imbalance():

@@ -303,7 +303,7 @@ class TrainingLoop:
     # A version.
 
     def _publish(self) -> None:
-        self._publisher.states.tell(self._curves)
+        self._publisher.states.report(self._curves)
         started = time.time_ns()
         try:
             version = self._publisher.publish(self._learner, self._unpublished, parent=self._version)
@@ -317,8 +317,8 @@ class TrainingLoop:
         self._unpublished.clear()
         self._unpublished_steps = 0
         self._spans.send_version(version, step=self._learner.steps, started=started)
-        self._curves.add(self._learner.steps, self._publisher.told)
-        self._pace.end_version(self._epoch, consumed, publish_s=self._publisher.told["time/save_checkpoint"])
+        self._curves.add(self._learner.steps, self._publisher.measured)
+        self._pace.end_version(self._epoch, consumed, publish_s=self._publisher.measured["time/save_checkpoint"])
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
 

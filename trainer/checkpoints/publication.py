@@ -34,14 +34,14 @@ _log = structlog.get_logger()
 class Publisher:
     """Publishes under one epoch. Where a checkpoint does not fit, that is an alarm, and another try later.
 
-    `told`: what the last version took, in seconds.
+    `measured`: what the last version took, in seconds.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int) -> None:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
         self._alarm_may_be_open = True  # an earlier trainer's
         self.states = StateWriter(settings, ledger, store, epoch=epoch)
-        self.told: Metrics = {}
+        self.measured: Metrics = {}
 
     def publish(self, learner: Learner, ids: Collection[int], *, parent: int) -> int | None:
         """Publish and register the version after `parent`, made of the rows `ids`; None: there is no room for it.
@@ -67,8 +67,8 @@ class Publisher:
             return None
         version, took = published.version, time.perf_counter() - started
         followed = self.states.follow(learner, published)
-        self.told = {**publication.told, "time/publish/registered": took, **followed}
-        self.told["time/save_checkpoint"] = time.perf_counter() - started
+        self.measured = {**publication.measured, "time/publish/registered": took, **followed}
+        self.measured["time/save_checkpoint"] = time.perf_counter() - started
         self._note(version)
         if self._alarm_may_be_open and not self.states.full and self._ledger.alarms.clear(DISK_FULL):
             _log.info("disk_space_restored", version=version)
@@ -99,7 +99,7 @@ class Publication:
         self._settings, self._store, self._learner = settings, store, learner
         self._epoch, self._parent = epoch, parent
         #: The seconds of each stage.
-        self.told: Metrics = {}
+        self.measured: Metrics = {}
         #: What is in its place, whether it is registered or not.
         self.placed: PublishedVersion | None = None
 
@@ -142,10 +142,10 @@ class Publication:
 
         def put(version: int) -> tuple[Path, str]:
             same = version == expected
-            told = sha256 if same else self._store.describe(staging, self._manifest(version, probe, files))
+            measured = sha256 if same else self._store.describe(staging, self._manifest(version, probe, files))
             path = self._store.put(staging, version)
-            self.placed = PublishedVersion(version, path, told, self._learner.steps)
-            return path, told
+            self.placed = PublishedVersion(version, path, measured, self._learner.steps)
+            return path, measured
 
         return put
 
@@ -162,7 +162,7 @@ class Publication:
     def _time_stage(self, stage: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.told[f"time/publish/{stage}"] = time.perf_counter() - started
+        self.measured[f"time/publish/{stage}"] = time.perf_counter() - started
 
     def _manifest(self, version: int, probe: Probe, files: tuple[File, ...]) -> Manifest:
         return Manifest(

@@ -57,7 +57,7 @@ class StateWriter:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._work: Future[None] | None = None
-        self._told: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
+        self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
         self._copies = PinnedCopies()
         self._last: PublishedVersion | None = None
         self._written = self._since = 0
@@ -78,23 +78,23 @@ class StateWriter:
         started, size = time.perf_counter(), snapshot.size_of_state(learner)
         live = snapshot.state_of(learner)
         state = self._copies.of(live, size=size)
-        told = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
+        measured = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
         self._work = self._pool.submit(self._run, published, state or live, size)
         if state is None:  # It changes with the next step.
             self.join()
-        return told
+        return measured
 
     def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> None:
         """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped or not due."""
         self.join()
         if learner and self._last is not None and self._last.version == version != self._written:
             self._run(self._last, snapshot.state_of(learner), snapshot.size_of_state(learner))
-        self.tell(curves)
+        self.report(curves)
 
     def settle(self, curves: CurveWriter) -> None:
         """Before the learner is loaded anew: what it was then is not that of any version any more."""
         self.join()
-        self.tell(curves)
+        self.report(curves)
         self._last = None
 
     def join(self) -> None:
@@ -107,17 +107,17 @@ class StateWriter:
         """Let the thread end, after what it is at."""
         self._pool.shutdown()
 
-    def tell(self, curves: CurveWriter) -> None:
+    def report(self, curves: CurveWriter) -> None:
         """Write what has been measured since the last call."""
-        for step, told in self.drain():
-            curves.add(step, told)
+        for step, measured in self.drain():
+            curves.add(step, measured)
 
     def drain(self) -> list[tuple[int, Metrics]]:
         """What has been measured since the last call, each with its step."""
         found = []
         while True:
             try:
-                found.append(self._told.get_nowait())
+                found.append(self._measured.get_nowait())
             except Empty:
                 return found
 
@@ -131,15 +131,15 @@ class StateWriter:
 
     def _run(self, published: PublishedVersion, state: CapturedState | None, size: int = 0) -> None:
         """In the thread."""
-        started, told = time.perf_counter(), {}
+        started, measured = time.perf_counter(), {}
         try:
             prune_by_settings(self._settings, self._store, self._ledger.versions, writing=published.version)
-            told["time/publish/prune"] = time.perf_counter() - started
+            measured["time/publish/prune"] = time.perf_counter() - started
         except LedgerError as error:  # The loop meets it in its own verbs.
             _log.warning("prune_failed", reason=str(error))
         if state is not None:
-            told |= self._try(published, state, size)
-        self._told.put((published.step, told))
+            measured |= self._try(published, state, size)
+        self._measured.put((published.step, measured))
 
     def _try(self, published: PublishedVersion, state: CapturedState, size: int) -> Metrics:
         started = time.perf_counter()

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from tuneloop.shared.errors import NotFinite, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, NotFinite, TuneloopError
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -21,14 +21,16 @@ from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
-from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
+from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches, share_of
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.packed import Positions, useful_share
+from tuneloop.trainer.batches.packed import Positions, counted_positions
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
+from tuneloop.trainer.ranks.orders import StepOrder
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
 
@@ -41,9 +43,20 @@ class Learner:
     who has one, before the first step of an algorithm that asks for it.
     `baselines` is what the algorithm remembers from step to step. `spoilt` is true once a step failed after some of its
     updates: the weights from before it are not here, and it must be loaded anew.
+
+    Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others.
     """
 
-    def __init__(self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        actor: Actor,
+        critic: Critic | None,
+        reference: Actor | None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.ranks = ranks
         self.steps = self.critic_since = 0
         self.spoilt = False
         self.actor, self.critic, self.reference = actor, critic, reference
@@ -68,7 +81,8 @@ class Learner:
         Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed, unless the
         learner is `spoilt`. What is not finite in the batch itself is found before the first update.
         """
-        started = time.perf_counter()
+        started, halves = time.perf_counter(), self.smaller is not None
+        self.ranks.lead(StepOrder(list(samples), version, tokens=self.micro_batch_tokens, halves=halves))
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
         batch = self._collate(sequences)
         random, baselines = self.generator.get_state(), self.baselines
@@ -90,14 +104,23 @@ class Learner:
         alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         tokens = int(batch.lengths_B.sum())
         speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
-        speed["perf/useful_tokens"] = useful_share(model.positions for model in self._models)
+        read = self.ranks.add_up_numbers(counted_positions(model.positions for model in self._models))
+        speed["perf/useful_tokens"] = read["useful"] / read["processed"]
         return metrics | told | speed
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
+        with self.ranks.agreed():
+            metrics = self._share(batch, targets)
+        for optimizer in self.optimizers.values():
+            optimizer.add_up(self.ranks)
+        return self.ranks.add_up_numbers(metrics)
+
+    def _share(self, batch: Batch, targets: Targets) -> Metrics:
+        """This rank's share of `forward_backward`."""
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-        for index_B in self._micro_batches(batch, targets.units_B):
+        for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
             part = batch.rows(index_B)
             goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
@@ -112,8 +135,17 @@ class Learner:
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
-            optimizer.update(norm=norms[name], max_norm=self._algorithm.max_grad_norm)
+            self._apply(optimizer, norms[name])
         return metrics
+
+    def _apply(self, optimizer: MasterAdamW, norm: float) -> None:
+        try:
+            optimizer.update(norm=norm, max_norm=self._algorithm.max_grad_norm)
+        except torch.OutOfMemoryError as error:
+            if self.ranks.size == 1:
+                raise
+            # Other ranks have made the update, and cannot make it again.
+            raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -122,9 +154,13 @@ class Learner:
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
-        """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it."""
+        """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it.
+
+        This rank asks alone.
+        """
         batch = self._collate(assemble(samples, merge=False))
-        apart_BR = kl(self._score(self.actor, batch), self._score(other, batch), self._algorithm.kl_estimator)
+        here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
+        apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
     @property
@@ -160,7 +196,7 @@ class Learner:
                 if self.smaller is None:
                     raise
             _forget(self.optimizers)
-            self.micro_batch_tokens = self.smaller()
+            self.micro_batch_tokens = self.ranks.decided(self.smaller)
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
@@ -183,7 +219,7 @@ class Learner:
         targets = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR)
         told: Metrics = {}
         if self.critic is not None:
-            targets = replace(targets, values_BR=self._over(batch, self.critic.values))
+            targets = replace(targets, values_BR=self._over(batch, self.critic.values, self.ranks))
         if self.reference is not None:
             targets = replace(targets, reference_BR=self._score(self.reference, batch))
         if self._asks.start:
@@ -194,7 +230,7 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             told.update(weighed)
         if self._asks.teacher:
-            targets = replace(targets, teacher_BR=require(self.teacher).score(sequences))
+            targets = replace(targets, teacher_BR=self._taught(sequences, batch))
         if self._asks.mismatched:
             targets = replace(targets, divergence=self._divergence(sequences))
         fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
@@ -203,6 +239,14 @@ class Learner:
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
         return targets, told | _of_targets(targets)
+
+    def _taught(self, sequences: Sequence[TokenSequence], batch: Batch) -> Tensor:
+        """What the teacher of rank 0 says."""
+        said_BR = torch.zeros_like(batch.sampled_BR)
+        with self.ranks.agreed():
+            if self.ranks.rank == 0:
+                said_BR = require(self.teacher).score(sequences)
+        return self.ranks.handed_round(said_BR)
 
     def _divergence(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
@@ -215,19 +259,25 @@ class Learner:
         return sequence_sums(apart_BR, batch.mask_BR).mean()
 
     def _score(self, actor: Actor, batch: Batch) -> Tensor:
-        return self._over(batch, actor.logprobs)
+        return self._over(batch, actor.logprobs, self.ranks)
 
-    def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:
-        """What `each` says of the batch, micro-batch by micro-batch."""
-        all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch)
-        parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
-        for index_B, part_BR in zip(cut, parts, strict=True):
-            all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
+    def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
+        """What `each` says of the batch, micro-batch by micro-batch, as the ranks share them."""
+        all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch, None, ranks)
+        with ranks.agreed():
+            parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
+            for index_B, part_BR in zip(cut, parts, strict=True):
+                all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
+        ranks.add_up([all_BR])
         return all_BR
 
-    def _micro_batches(self, batch: Batch, units_B: Tensor | None = None) -> list[Tensor]:
+    def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
+        """This rank's micro-batches."""
         padded = not all(model.is_packed for model in self._models)
-        return micro_batches(batch.lengths_B, self.micro_batch_tokens, units_B, padded=padded)
+        mine_B = share_of(ranks.rank, ranks.size, batch.lengths_B, units_B, width=self.actor.width)
+        units_B = None if units_B is None else units_B[mine_B]
+        cut = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, units_B, padded=padded)
+        return [mine_B[index_B] for index_B in cut]
 
     @property
     def _models(self) -> list[Actor | Critic]:

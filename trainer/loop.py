@@ -5,7 +5,6 @@ away, the newest version was rejected), it gives its leases back and goes on fro
 rows that came after are leased again, in the same order, and the same steps follow.
 """
 
-import gc
 import os
 import socket
 import time
@@ -14,7 +13,6 @@ from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import structlog
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.checkpoint import CheckpointStore, check_files, read_manifest
@@ -49,8 +47,10 @@ from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.memory import room_for_weights
 from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
 
@@ -65,8 +65,11 @@ _AGAIN_S = 3.0
 _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
 
-def run(settings: Settings, stop: Stop) -> None:
-    """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over."""
+def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
+    """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over.
+
+    Of several ranks it is run by rank 0; the others follow (trainer/workers/follower.py).
+    """
     device_of(settings)
     require_folders(settings)
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
@@ -83,9 +86,9 @@ def run(settings: Settings, stop: Stop) -> None:
         if _opened(settings, ledger, stop):
             tracing = open_tracing(settings, "trainer")
             if tracing is None:
-                return TrainingLoop(settings, ledger, stop).run()
+                return TrainingLoop(settings, ledger, stop, ranks=ranks).run()
             with closing(tracing):
-                TracedTrainingLoop(settings, ledger, stop, tracing).run()
+                TracedTrainingLoop(settings, ledger, stop, tracing, ranks=ranks).run()
     finally:
         ledger.close()
 
@@ -131,8 +134,10 @@ class TrainingLoop:
     `_skipped` counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S) -> None:
-        self._settings, self._ledger, self._stop = settings, ledger, stop
+    def __init__(
+        self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S, ranks: Ranks = ALONE
+    ) -> None:
+        self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s = beat_s
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
@@ -209,8 +214,8 @@ class TrainingLoop:
         """Become the newest registered version."""
         if newest.version:
             _require_whole(newest, self._store)
-        with _room_for_weights():
-            self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None)
+        with room_for_weights():
+            self._learner: Learner = snapshot.load(self._settings, newest.path if newest.version else None, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
@@ -329,8 +334,10 @@ class TrainingLoop:
 class TracedTrainingLoop(TrainingLoop):
     """Sends a span of each step, which links to the replies of its batch, and one of each version, to its steps."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, stop: Stop, tracing: "Tracing") -> None:
-        super().__init__(settings, ledger, stop)
+    def __init__(
+        self, settings: Settings, ledger: Ledger, stop: Stop, tracing: "Tracing", *, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(settings, ledger, stop, ranks=ranks)
         self._tracing = tracing
         self._steps: list[SpanId] = []
 
@@ -360,20 +367,6 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     finally:
         with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
             ledger.training.end(epoch)
-
-
-@contextmanager
-def _room_for_weights() -> Iterator[None]:
-    """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
-    gc.collect()  # A compiled layer holds itself.
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise EnvironmentRefused(
-            f"model.model_path: the GPU's memory has no room for the weights and optimisers: {reason}. Lower "
-            "explorer.rollout_model.gpu_memory_utilization if an engine shares it, or train an adapter: model.lora.rank"
-        ) from None
 
 
 def _require_whole(version: Version, store: CheckpointStore) -> None:

@@ -17,7 +17,6 @@ from tuneloop.cli.setup.capacity import (
     engine_memory,
     gpu_memory,
     trainer_memory,
-    trainer_on_gpu,
     version_disk,
 )
 from tuneloop.cli.setup.model_shape import ModelShape, read_shape
@@ -25,6 +24,7 @@ from tuneloop.shared.disk_space import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, free_memory
 from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.placement import is_trainer, trainer_on_gpu, users_of_gpus
 from tuneloop.shared.settings.settings import Settings
 
 GpuMemoryOption = Annotated[
@@ -92,25 +92,13 @@ def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None 
         engines=settings.explorer.rollout_model.engine_num if serves and not urls else 0,
         engine=engine_memory(shape, settings, gpu_bytes) if serves and not urls else None,
         trainer=trainer_memory(shape, critic, settings) if trains else None,
-        on_gpus=_users_of_gpus(settings),
+        on_gpus=users_of_gpus(settings),
         disk=disk,
         free_disk=measure_space(settings.job_dir, needed=disk.all).free,
         publish_s=disk.newest / rate,
         problems=[],
     )
     return made._replace(problems=list(_problems(made, settings)))
-
-
-def _users_of_gpus(settings: Settings) -> dict[int, list[str]]:
-    """Who runs on each GPU of this machine, as explorer and trainer choose them."""
-    count, size = settings.cluster.gpu_per_node, settings.explorer.rollout_model.tensor_parallel_size
-    users: dict[int, list[str]] = {number: [] for number in range(count)}
-    taken = settings.gpus_of_engines if settings.mode != "train" else 0
-    for number in range(min(count, taken)):
-        users[number].append(f"engine {number // size}")
-    if settings.mode != "serve" and count and trainer_on_gpu(settings):
-        users[min(taken if settings.mode == "both" else 0, count - 1)].append("trainer")
-    return users
 
 
 def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
@@ -142,9 +130,9 @@ def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
 
 
 def _needed_on(made: ExperimentPlan, users: list[str], settings: Settings) -> int:
-    needed = made.trainer.total if made.trainer and "trainer" in users else 0
+    needed = made.trainer.total if made.trainer and any(map(is_trainer, users)) else 0
     share = settings.explorer.rollout_model.gpu_memory_utilization
-    return needed + (int(share * (made.gpu_bytes or 0)) if any(each != "trainer" for each in users) else 0)
+    return needed + (0 if all(map(is_trainer, users)) else int(share * (made.gpu_bytes or 0)))
 
 
 def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
@@ -188,7 +176,8 @@ def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Setti
     disk, interval = made.disk, settings.trainer.save_interval
     on_gpu = made.gpus > 0 and trainer_on_gpu(settings)
     parts = (f"{name} {gigabytes(size)}" for name, size in trainer._asdict().items() if size)
-    yield f"Trainer    {gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
+    each = f"{settings.trainer_workers} x " if settings.trainer_workers > 1 else ""
+    yield f"Trainer    {each}{gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
     yield f"           {', '.join(parts)}"
     yield f"Disk       {gigabytes(disk.newest)} for a version to go on from, {gigabytes(disk.older)} for an older one"
     yield f"           {gigabytes(disk.all)} in all, {gigabytes(made.free_disk)} are free"

@@ -56,6 +56,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         contradictions = [
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
+            *self._workers_beyond_the_machines(),
             *self._response_beyond_the_model(),
             *self.explorer.rollout_model.contradictions(),
             *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
@@ -103,6 +104,15 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             yield (
                 f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that"
                 f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
+            )
+
+    def _workers_beyond_the_machines(self) -> Iterator[str]:
+        workers, free = self.trainer.workers or 1, self._gpus_beside_engines
+        if self.mode != "serve" and self._trains_on_gpus and workers > 1 and free < workers:
+            yield (
+                f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode:"
+                f" {self.mode}, cluster.gpu_per_node: {self.cluster.gpu_per_node}). Lower it, or write null: all that"
+                " are free"
             )
 
     def _response_beyond_the_model(self) -> Iterator[str]:
@@ -184,9 +194,29 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     @property
     def has_spare_gpus(self) -> bool:
         """Whether one more engine has GPUs of its own, which are the last of this machine."""
-        trainers = int(self.mode == "both" and self.trainer.device != "cpu")
+        trainers = self.trainer_workers if self.mode == "both" and self.trainer.device != "cpu" else 0
         size = self.explorer.rollout_model.tensor_parallel_size
         return self.gpus_of_engines + trainers + size <= self.cluster.gpu_per_node
+
+    @property
+    def trainer_workers(self) -> int:
+        """Processes that train: `trainer.workers`, which on its own is one for each GPU that no engine takes."""
+        if self.trainer.workers is not None or not self._trains_on_gpus:
+            return self.trainer.workers or 1
+        rollout = self.explorer.rollout_model
+        spares = rollout.spare_place or (self.explorer.on_reload == "restart" and rollout.spare_place is None)
+        spared = rollout.tensor_parallel_size if self.mode == "both" and spares else 0
+        return max(1, self._gpus_beside_engines - spared)
+
+    @property
+    def _trains_on_gpus(self) -> bool:
+        return self.cluster.gpu_per_node > 0 and self.trainer.device != "cpu"
+
+    @property
+    def _gpus_beside_engines(self) -> int:
+        """GPUs of all machines that no engine of ours takes, if engines run where the trainer does."""
+        there = self.cluster.gpu_per_node * self.cluster.node_num
+        return there - (self.gpus_of_engines if self.mode == "both" else 0)
 
     @property
     def gpus_of_engines(self) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tuneloop.shared.settings import algorithm
+from tuneloop.trainer.ranks.ranks import Ranks
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -53,6 +54,17 @@ class MasterAdamW:
             self._publish()
             self.updates += 1
         self.forget()
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make the gradients the sums of all ranks'. What has one on no rank gets none."""
+        masters = list(self._masters.values())
+        there = torch.tensor([float(master.grad is not None) for master in masters])
+        ranks.add_up([there])
+        with ranks.agreed():
+            for master, count in zip(masters, there.tolist(), strict=True):
+                if count and master.grad is None:
+                    master.grad = torch.zeros_like(master)
+        ranks.add_up(self._gradients())
 
     def forget(self) -> None:
         """Throw the gradients away."""

@@ -86,6 +86,7 @@ FLAGS: Mapping[str, FlagRule] = {
     ),
     "--host": FlagRule(FlagEffect.REFUSED, None, "engines are reached by a Unix socket only; leave it out"),
     "--port": FlagRule(FlagEffect.REFUSED, None, "engines are reached by a Unix socket only; leave it out"),
+    "--api-server-count": FlagRule(FlagEffect.REFUSED, None, "write explorer.rollout_model.api_servers"),
     "--uds": FlagRule(FlagEffect.REFUSED, None, "where an engine listens is chosen for it; leave it out"),
 }
 

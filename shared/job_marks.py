@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tuneloop.shared.checkpoint import sync_folder
+from tuneloop.shared.checkpoints.sealing import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.held_files import read_unlinked
 

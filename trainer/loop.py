@@ -10,12 +10,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import structlog
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.shared.checkpoint import CheckpointStore, check_files, read_manifest
+from tuneloop.shared.checkpoints.file_checks import check_files
+from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import (
     CheckpointRejected,
     DatabaseAway,
@@ -32,11 +33,9 @@ from tuneloop.shared.job_marks import note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
-from tuneloop.shared.telemetry.spans import FinishedSpan, SpanId, new_span, span_of_reply, span_of_version
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
 from tuneloop.trainer.batches import metrics
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library
@@ -49,18 +48,16 @@ from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.memory import room_for_weights
 from tuneloop.trainer.models.model import device_of, require_folders
+from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.monitoring.step_spans import StepSpans
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
 
-if TYPE_CHECKING:
-    from tuneloop.shared.telemetry.tracing import Tracing
-
 _log = structlog.get_logger()
 
 _RUN = "trainer"
-_NOT_FINITE = "steps_not_finite"
 _AGAIN_S = 3.0
 _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
@@ -88,7 +85,7 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
             if tracing is None:
                 return TrainingLoop(settings, ledger, stop, ranks=ranks).run()
             with closing(tracing):
-                TracedTrainingLoop(settings, ledger, stop, tracing, ranks=ranks).run()
+                TrainingLoop(settings, ledger, stop, spans=StepSpans(settings, tracing), ranks=ranks).run()
     finally:
         ledger.close()
 
@@ -131,14 +128,20 @@ class TrainingLoop:
     """One trainer's life under one epoch.
 
     `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
-    `_skipped` counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was.
     """
 
     def __init__(
-        self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S, ranks: Ranks = ALONE
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        stop: Stop,
+        *,
+        beat_s: float = BEAT_S,
+        spans: StepSpans | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
-        self._beat_s = beat_s
+        self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
         self._monitors = Monitors(settings, ledger)
@@ -146,8 +149,8 @@ class TrainingLoop:
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
-        self._skipped, self._skipped_after, self._why_skipped = 0, 0, ""
-        self._sound = self._away = False
+        self._finite = FiniteSteps(settings, ledger.alarms)
+        self._away = False
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
@@ -175,8 +178,10 @@ class TrainingLoop:
         if self._ledger.versions.newest().version != self._version:
             _tell_why_back(self._ledger, self._version)
             self._settle()
-        if self._skipped >= self._settings.algorithm.max_skipped_steps:
-            self._alarm()
+        if self._finite.too_few:
+            self._finite.alarm(step=self._learner.steps, version=self._version)
+            if self._held or self._unpublished_steps:
+                self._settle()
             self._stop.wait(self._settings.trainer.poll_interval)
             return
         if self._unpublished_steps and self._due:  # There was no room for a version.
@@ -222,6 +227,7 @@ class TrainingLoop:
         self._version = newest.version
         self._unpublished.clear()
         self._unpublished_steps = 0
+        self._spans.forget()
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
@@ -253,7 +259,7 @@ class TrainingLoop:
 
     def _learn(self, batch: list[Sample]) -> bool:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
-        waited = time.perf_counter() - self._waiting_since
+        waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
         try:
             version = None if self._unpublished_steps else self._version
             learnt = self._micro_batch.step(self._learner, self._teacher.label(batch), version=version)
@@ -262,14 +268,14 @@ class TrainingLoop:
             return False
         except NotFinite as error:
             self._drop(batch, f"the step was not finite: {error}")
-            self._skipped, self._skipped_after, self._why_skipped = self._skipped + 1, self._learner.steps, str(error)
+            self._finite.note_failure(str(error), after=self._learner.steps)
             return False
         finally:
             self._waiting_since = time.perf_counter()
         self._unpublished += [sample.id for sample in batch]
         self._unpublished_steps += 1
         self._teacher.succeeded()
-        self._found_finite()
+        self._finite.note_success(self._learner.steps)
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
         if learnt.get("critic/advantages/zero") == 1:
             reason = "every advantage of the batch is 0, or its token masked"
@@ -279,24 +285,8 @@ class TrainingLoop:
         self._curves.add(self._learner.steps, learnt)
         reward, seconds = learnt["critic/rewards/mean"], round(learnt["time/train_step"], 3)
         _log.info("step", step=self._learner.steps, version=self._version, reward=reward, seconds=seconds)
+        self._spans.send_step(self._learner.steps, batch, started=started)
         return True
-
-    def _alarm(self) -> None:
-        """So many steps in a row that were not finite are no accident: nothing more is learnt or published.
-
-        The explorer goes on serving what it serves, and no further row is spent on it; a restart tries again.
-        """
-        reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
-        alarm = Alarm(name=_NOT_FINITE, reason=f"{reason}; training has stopped", step=self._learner.steps)
-        if self._ledger.alarms.raise_alarm(alarm):
-            _log.error("training_stopped", reason=reason, version=self._version)
-        if self._held or self._unpublished_steps:
-            self._settle()
-
-    def _found_finite(self) -> None:
-        if self._learner.steps > self._skipped_after and (self._skipped or not self._sound):  # and not made again
-            self._ledger.alarms.clear(_NOT_FINITE)
-            self._skipped, self._sound = 0, True
 
     @property
     def _complete(self) -> bool:
@@ -315,6 +305,7 @@ class TrainingLoop:
     # A version.
 
     def _publish(self) -> None:
+        started = time.time_ns()
         try:
             version = self._publisher.publish(self._learner, self._unpublished, parent=self._version)
         except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
@@ -326,38 +317,10 @@ class TrainingLoop:
         self._version = version
         self._unpublished.clear()
         self._unpublished_steps = 0
+        self._spans.send_version(version, step=self._learner.steps, started=started)
         self._curves.add(self._learner.steps, {"time/save_checkpoint": self._publisher.took_s})
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
-
-
-class TracedTrainingLoop(TrainingLoop):
-    """Sends a span of each step, which links to the replies of its batch, and one of each version, to its steps."""
-
-    def __init__(
-        self, settings: Settings, ledger: Ledger, stop: Stop, tracing: "Tracing", *, ranks: Ranks = ALONE
-    ) -> None:
-        super().__init__(settings, ledger, stop, ranks=ranks)
-        self._tracing = tracing
-        self._steps: list[SpanId] = []
-
-    def _learn(self, batch: list[Sample]) -> bool:
-        started, learnt = time.time_ns(), super()._learn(batch)
-        if learnt:
-            about: dict[str, str | int] = {"tuneloop.step": self._learner.steps, "tuneloop.experiences": len(batch)}
-            links = [span_of_reply(each) for each in dict.fromkeys(sample.msg_id for sample in batch)]
-            self._steps.append(place := new_span())
-            self._tracing.send(FinishedSpan("step", place, started, time.time_ns(), about, links=links))
-        return learnt
-
-    def _publish(self) -> None:
-        started, before, steps = time.time_ns(), self._version, self._steps
-        super()._publish()
-        self._steps = []
-        if self._version > before:
-            place = span_of_version(f"{self._settings.project}/{self._settings.name}", self._version)
-            about = {"tuneloop.version": self._version, "tuneloop.step": self._learner.steps}
-            self._tracing.send(FinishedSpan("version", place, started, time.time_ns(), about, links=steps))
 
 
 @contextmanager

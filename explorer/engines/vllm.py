@@ -8,7 +8,6 @@ import asyncio
 import importlib.metadata
 import json
 import os
-import re
 import ssl
 import sys
 from collections.abc import Mapping
@@ -21,13 +20,14 @@ import orjson
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
 from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
+from tuneloop.explorer.engines.proof.life import START_TIME, instance_id, start_time
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
-from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, LIFE, METHOD
 from tuneloop.explorer.engines.vllm_plugin import FORKS, SLEEPS, UNPACKED
-from tuneloop.shared.checkpoint import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError
-from tuneloop.shared.settings.hardware import gpus_from
+from tuneloop.shared.settings.hardware import api_servers_of, gpus_from
 from tuneloop.shared.settings.settings import Settings
 
 #: Requested with every reply, and stripped again where the client did not request it.
@@ -43,8 +43,6 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
 #: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was measured on an H200.
 _TF32_TOLERANCE = 1e-2
 
-#: The metric that says when the process began that answers, in seconds since 1970.
-_START_TIME = "process_start_time_seconds"
 #: How long an engine may take to say which life of it this is, in seconds: the id's route looks at the machine first.
 _ASK_S = 30.0
 
@@ -76,7 +74,7 @@ UNSAFE_ON_CPU = frozenset({"seed"})
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
     model_settings, rollout = settings.model, settings.explorer.rollout_model
-    rank = model_settings.lora.rank
+    rank, servers = model_settings.lora.rank, api_servers_of(settings)
     options: dict[str, object] = {
         "--model": model,
         "--served-model-name": settings.served_model_name,
@@ -99,6 +97,7 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
         "--max-loras": _MAX_LORAS if rank else None,
         "--worker-extension-cls": EXTENSION,
+        "--api-server-count": servers if servers > 1 else None,
     }
     flags = {
         "--enable-auto-tool-choice": rollout.enable_auto_tool_choice,
@@ -112,7 +111,8 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         sys.executable,
         "-P",
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        # vLLM's own module for `python -m` ignores --api-server-count, and has no `serve`.
+        "vllm.entrypoints.openai.api_server" if servers == 1 else "tuneloop.explorer.engines.vllm_plugin",
         *(part for option, value in options.items() if value is not None for part in (option, str(value))),
         # Without them the head gets an adapter too, and vLLM 0.32 on a CPU dies of prompt_logprobs of two
         # requests at once: "einsum(): subscript b has size 2".
@@ -221,14 +221,15 @@ class EngineControl:
     async def life(self) -> str | None:
         """What differs between any two starts of the engine: when it began, or an id. Raises EngineError.
 
-        None if it does not say: where several API servers share a port there is no start time, without dev mode no id.
+        None if it does not say: of several API servers none has a start time or the others' id, and without our
+        extension its workers have none either; without dev mode there is no id.
         """
         # Without the slash at the end vLLM answers with all metrics.
-        metrics = await self._get("/metrics/", **{"name[]": _START_TIME})
-        if found := re.search(rf"^{_START_TIME} (\S+)$", metrics, re.MULTILINE):
-            return found[1]
-        found = re.search(r'"instance_id": ?"([^"]+)"', await self._get("/server_info", config_format="json"))
-        return found and found[1]
+        if began := start_time(await self._get("/metrics/", **{"name[]": START_TIME})):
+            return began
+        if await self._has_fingerprint():
+            return str(orjson.loads(await self._post("/collective_rpc", json={"method": LIFE}))["results"])
+        return instance_id(await self._get("/server_info", config_format="json"))
 
     async def pause(self, mode: str) -> None:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""

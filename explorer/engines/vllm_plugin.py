@@ -9,10 +9,15 @@ that they came from. Then nobody can look at what is computed with, and of tied 
 
 On a CPU vLLM starts its processes anew, where on a GPU it forks them; each then imports vLLM again, which takes fifteen
 seconds of a core. What forking does not bear is threads that compute: engines on a CPU have one.
+
+`python -m` this file is `vllm serve`, which starts several API servers, where the module that is vLLM's for `python -m`
+starts one. It is not found as `vllm` where that is installed under the name of its CPU build.
 """
 
 import importlib
 import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 #: The environment variables that turn this on: sleeping, computing with the parameters themselves, and forking.
@@ -46,3 +51,18 @@ def _fork(processes: Any) -> None:
 def _compute_with_parameters(layer: Any, remove_weight: bool) -> None:
     """In place of vLLM's function of these parameters, which packs."""
     layer.cpu_linear = importlib.import_module("torch.nn.functional").linear
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """What `vllm serve` does with these arguments."""
+    importlib.import_module("vllm.entrypoints.serve.utils.api_utils").cli_env_setup()
+    parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    parsed = parser.parse_args(["serve", *arguments])
+    command.validate(parsed)
+    command.cmd(parsed)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

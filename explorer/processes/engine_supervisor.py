@@ -22,7 +22,7 @@ from tuneloop.explorer.versions.loading import (
     servable_champion,
 )
 from tuneloop.shared import steady_time
-from tuneloop.shared.checkpoint import VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
@@ -48,7 +48,7 @@ _FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: re
 
 _NO_LIFE = (
     "it says neither when it began (/metrics, with one API server) nor its id (/server_info, with "
-    "VLLM_SERVER_DEV_MODE=1): that it was started anew is noticed only where it misses a health check"
+    "VLLM_SERVER_DEV_MODE=1; of several API servers with our --worker-extension-cls only): that it was started anew is noticed only where it misses a health check"
 )
 
 

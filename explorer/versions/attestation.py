@@ -17,7 +17,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
-from tuneloop.shared.checkpoint import Probe
+from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.ledger.recording.attestation import Mismatch

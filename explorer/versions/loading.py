@@ -11,7 +11,9 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, spare_place
-from tuneloop.shared.checkpoint import ACTOR, CheckpointStore, Probe, VerifiedProbe, read_manifest
+from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe, read_manifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, EngineError, LedgerError, VersionRefused
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.settings.settings import Settings

@@ -28,7 +28,7 @@ from tuneloop.explorer.versions.loading import (
     servable_champion,
     verify_in_process,
 )
-from tuneloop.shared.checkpoint import Probe
+from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
 from tuneloop.explorer.versions.safetensors import StoredTensor, fingerprints_of, is_finite, tensors
 from tuneloop.explorer.versions.verifier_lora import verify_adapter
-from tuneloop.shared.checkpoint import ACTOR, check_files, read_manifest
+from tuneloop.shared.checkpoints.file_checks import check_files
+from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 
 _T = TypeVar("_T")

@@ -17,7 +17,7 @@ from tuneloop.explorer.versions.safetensors import (
     is_finite,
     tensors,
 )
-from tuneloop.shared.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.errors import CheckpointRejected
 
 _PREFIX = "base_model.model."

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuneloop.shared import VERSION
-from tuneloop.shared.checkpoint import check_files, files_at, read_manifest
+from tuneloop.shared.checkpoints.file_checks import check_files, files_at
+from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.held_files import hold

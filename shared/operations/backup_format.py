@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from tuneloop.shared.checkpoint import File, sync_folder
+from tuneloop.shared.checkpoints.manifest import File
+from tuneloop.shared.checkpoints.sealing import sync_folder
 from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.ledger.storage.dump import Row
 from tuneloop.shared.spool_format import frame, next_payload

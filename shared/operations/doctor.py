@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from tuneloop.shared.checkpoint import read_manifest, size_of, size_without_weights
+from tuneloop.shared.checkpoints.layout import size_without_weights
+from tuneloop.shared.checkpoints.manifest import read_manifest, size_of
 from tuneloop.shared.disk_space import DiskSpace, measure_space
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from tuneloop.shared.checkpoint import CheckpointStore, read_manifest
+from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, RecordRefused
 from tuneloop.shared.experience import Exchange, Record, decode
 from tuneloop.shared.job_marks import Registered, note_registered, registered_in

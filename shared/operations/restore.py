@@ -8,7 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tuneloop.shared.checkpoint import CheckpointStore, sync_folder
+from tuneloop.shared.checkpoints.sealing import sync_folder
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.job_marks import (
     KEY,

@@ -15,6 +15,8 @@ log = structlog.get_logger()
 #: Where a container sees what its memory is bound to.
 _GROUP = Path("/sys/fs/cgroup")
 
+_MOST_API_SERVERS = 4
+
 
 def count_gpus() -> int:
     """NVIDIA GPUs that this machine has."""
@@ -46,6 +48,20 @@ def gpus_from(first: int, size: int) -> list[str]:
             f"{len(named)} ({given!r}); name more there, or lower explorer.rollout_model.engine_num"
         )
     return named[first : first + size]
+
+
+def api_servers_of(settings: Settings) -> int:
+    """API servers of each engine that we start: `api_servers`, which on its own is 1 where there are no GPUs.
+
+    With GPUs half of this machine's cores are for them, up to four an engine: more were not measured to answer faster.
+    """
+    rollout, cluster = settings.explorer.rollout_model, settings.cluster
+    if rollout.api_servers is not None:
+        return rollout.api_servers
+    if not cluster.gpu_per_node or rollout.single_process or settings.model.lora.rank:
+        return 1
+    engines = -(-rollout.engine_num // cluster.node_num)
+    return max(1, min(_MOST_API_SERVERS, len(os.sched_getaffinity(0)) // (2 * engines)))
 
 
 def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:

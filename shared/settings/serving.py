@@ -76,6 +76,7 @@ class RolloutModelSettings(Section):
 
     engine_num: Positive = 1
     tensor_parallel_size: Positive = 1
+    api_servers: Positive | None = None
     enable_openai_api: bool = True
     enable_history: bool = True
     enable_auto_tool_choice: bool = False
@@ -99,12 +100,23 @@ class RolloutModelSettings(Section):
         """GPUs that engines of our own take."""
         return 0 if self.engine_urls else self.engine_num * self.tensor_parallel_size
 
-    def contradictions(self) -> Iterator[str]:
-        """What does not fit together, in sentences."""
+    def contradictions(self, *, adapters: bool) -> Iterator[str]:
+        """What does not fit together, in sentences; `adapters`: versions are some."""
         if self.enable_auto_tool_choice and not self.tool_call_parser and not self.engine_urls:
             yield (
                 "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
                 " hermes"
+            )
+        several = (self.api_servers or 1) > 1 and not self.engine_urls
+        if several and self.single_process:
+            yield (
+                "explorer.rollout_model.api_servers: an engine of a single process has one API server; write 1, or "
+                "explorer.rollout_model.single_process: false"
+            )
+        if several and adapters:
+            yield (
+                "explorer.rollout_model.api_servers: vLLM loads adapters while it serves through one API server only;"
+                " write 1, or model.lora.rank: 0"
             )
         for problem in engine_flags.problems_of(self.engine_args):
             yield f"explorer.rollout_model.engine_args: {problem}"

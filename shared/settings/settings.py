@@ -58,7 +58,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._engines_in_the_trainers_way(),
             *self._workers_beyond_the_machines(),
             *self._response_beyond_the_model(),
-            *self.explorer.rollout_model.contradictions(),
+            *self.explorer.rollout_model.contradictions(adapters=self.model.lora.rank > 0),
             *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
             *self._groups_out_of_order(),
             *self.algorithm.contradictions(),

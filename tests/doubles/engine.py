@@ -20,9 +20,10 @@ from pydantic import TypeAdapter
 
 from tests.doubles.serving import reset, serving
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
-from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, METHOD
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, LIFE, METHOD
 from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
-from tuneloop.shared.checkpoint import ADAPTER_CONFIG, read_manifest
+from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG
+from tuneloop.shared.checkpoints.manifest import read_manifest
 
 MODEL = "t"
 CHAT = "/v1/chat/completions"
@@ -129,6 +130,7 @@ class EngineDouble:
     metrics_asked: int = 0
     answers_server_info: bool = True
     extended: bool = False  # its workers have our extension
+    servers: int = 1  # API servers, which answer in turn
     adapter_one_unit_off: bool = False  # in the sums of its adapters
     rendered: bytes | None = None  # what its renderer answers; none: it was started without
     renders: list[dict[str, Any]] = field(default_factory=list)
@@ -200,12 +202,16 @@ class EngineDouble:
     def _about(self, path: str) -> tuple[int, bytes]:
         """What the engine says of itself."""
         self.metrics_asked += path == "/metrics/"
-        if path == "/metrics/" and self.answers_metrics:
+        if path == "/metrics/" and self.answers_metrics and self.servers == 1:
             started = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
             return 200, started.encode()
         if path == "/server_info" and self.answers_server_info:
             extension = EXTENSION if self.extended else ""
-            config = {"instance_id": f"{self.began_at}", "parallel_config": {"worker_extension_cls": extension}}
+            instance = f"{self.began_at}" if self.servers == 1 else f"{next(_starts)}"
+            config = {
+                "instance_id": instance,
+                "parallel_config": {"worker_extension_cls": extension, "_api_process_count": self.servers},
+            }
             return 200, json.dumps({"vllm_config": config}).encode()
         if path == "/version":
             return 200, b'{"version":"0.32.0"}'
@@ -230,19 +236,26 @@ class EngineDouble:
             if not self.keeps_prefixes:
                 self.prefixes.clear()
             return 200, b'{"success":true}'
-        if path == _LOAD and json.loads(body) == {"method": METHOD}:
+        if path == _LOAD and json.loads(body)["method"] in {LIFE, METHOD}:
             self.posts.pop()
-            assert self.extended
-            adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
-            for sums in adapters.values():
-                sums["adapter 0"] += self.adapter_one_unit_off
-            share = {"dtype": "float32", "sums": fingerprint_of(self.weights), "adapters": adapters}
-            return 200, json.dumps({"results": [share]}).encode()
+            return self._extension(json.loads(body)["method"])
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
         if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:
             return self._change_adapters(path, **json.loads(body))
         return 404, b'{"detail":"Not Found"}'
+
+    def _extension(self, method: str) -> tuple[int, bytes]:
+        """What our extension of its worker answers."""
+        assert self.extended
+        if method == LIFE:
+            return 200, json.dumps({"results": [f"worker {self.began_at}"]}).encode()
+        adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
+        for each in adapters.values():
+            each["adapter 0"] += self.adapter_one_unit_off
+        sums = fingerprint_of(self.weights) if self.weights.exists() else None
+        share = {"dtype": "float32", "sums": sums, "adapters": adapters}
+        return 200, json.dumps({"results": [share]}).encode()
 
     async def _load(self, weights: Path) -> tuple[int, bytes]:
         assert self.paused

@@ -13,14 +13,16 @@ from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.checkpoint import check_files, read_manifest
+from tuneloop.shared.checkpoints.file_checks import check_files
+from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
-from tuneloop.trainer.loop import TracedTrainingLoop, TrainingLoop, run
+from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.trainer.monitoring.step_spans import StepSpans
 
 
 def _losses(chosen):
@@ -423,7 +425,7 @@ def test_steps_link_to_their_replies_and_versions_to_their_steps(settings, ledge
     commit(ledger, [sample(i) for i in range(8)])
     chosen, spans = settings(trainer={"total_steps": 2, "save_interval": 2}), _Spans()
     ledger.versions.ensure_base(chosen.model.model_path)
-    TracedTrainingLoop(chosen, ledger, Event(), spans).run()
+    TrainingLoop(chosen, ledger, Event(), spans=StepSpans(chosen, spans)).run()
     first, second, version = spans.sent
     assert [each.name for each in spans.sent] == ["step", "step", "version"]
     with ledger.transactions.engine.connect() as connection:

@@ -9,7 +9,8 @@ from pathlib import Path
 import structlog
 from safetensors import SafetensorError
 
-from tuneloop.shared.checkpoint import CheckpointStore, File, Manifest, Probe
+from tuneloop.shared.checkpoints.manifest import File, Manifest, Probe
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.disk_space import DiskSpace, measure_space
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.experience import VersionState

@@ -22,18 +22,16 @@ import structlog
 import torch
 from safetensors.torch import load_file
 
-from tuneloop.shared.checkpoint import (
+from tuneloop.shared.checkpoints.layout import (
     ACTOR,
     ADAPTER_CONFIG,
     COUNTERS,
     CRITIC,
-    PROBE_LENGTH,
-    PROBE_ROOM,
     RANDOM,
     TRAINER_STATE,
-    Probe,
     is_weights_only,
 )
+from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS

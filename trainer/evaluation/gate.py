@@ -9,7 +9,7 @@ import time
 import structlog
 import torch
 
-from tuneloop.shared.checkpoint import ACTOR
+from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.off_policy import is_replay_against, replay_figures

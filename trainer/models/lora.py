@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuneloop.shared.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.engines.vllm import EngineControl
-from tuneloop.shared.checkpoint import VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import VerifiedProbe
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 
 log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""What vLLM's workers are given beside their own methods: they add up the fingerprint of the weights that they hold.
+"""What vLLM's workers are given beside their own methods: a fingerprint of the weights that they hold, and an id.
 
 Loaded by --worker-extension-cls into each worker of an engine. It counts what lies in the parameters that the model
 computes with, whatever put it there.
@@ -6,6 +6,7 @@ computes with, whatever put it there.
 
 import importlib
 import logging
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ _Sums = TypeVar("_Sums")
 #: How vLLM names the class, and the method as routes call it.
 EXTENSION = "tuneloop.explorer.engines.proof.vllm_worker.FingerprintWorker"
 METHOD = "tuneloop_fingerprint"
+LIFE = "tuneloop_life"
 
 #: Elements that are mixed at once: 8 bytes each, several times over.
 _BLOCK = 1 << 24
@@ -39,6 +41,7 @@ class FingerprintWorker:
 
     model_runner: Any
     model_config: Any
+    _tuneloop_life = ""
 
     def tuneloop_fingerprint(self) -> dict[str, Any]:
         """The `sums` of this worker's share of the weights; those of all workers together are the model's.
@@ -52,6 +55,11 @@ class FingerprintWorker:
             "sums": _unless_unknown(lambda: _weights(runner.model, rank)),
             "adapters": _unless_unknown(lambda: _adapters(getattr(runner, "lora_manager", None), rank, dtype)),
         }
+
+    def tuneloop_life(self) -> str:
+        """Which life of this worker it is, by an id that all API servers hear, and that no other start has."""
+        self._tuneloop_life = self._tuneloop_life or uuid.uuid4().hex
+        return self._tuneloop_life
 
 
 def _unless_unknown(add_up: Callable[[], _Sums]) -> _Sums | None:

@@ -1,5 +1,6 @@
 """Which GPUs an engine gets, and how exact it is there."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,57 @@ def test_older_engines_tell_them_without_being_told_to(
 ) -> None:
     monkeypatch.setattr(vllm, "installed_version", lambda: release)
     assert ("--enable-scale-out" in command(SETTINGS, model=Path("m"), socket=Path("s"))) is asked
+
+
+def told(**but: object) -> list[str]:
+    values: dict[str, object] = {"mode": "serve", "model": {"model_path": "m"}, **but}
+    return command(Settings.model_validate(values), model=Path("m"), socket=Path("s"))
+
+
+@pytest.mark.parametrize(
+    ("cores", "engines", "servers"), [(1, 1, 1), (3, 1, 1), (4, 1, 2), (16, 1, 4), (16, 4, 2), (64, 1, 4)]
+)
+def test_engines_on_gpus_get_api_servers_by_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, engines: int, servers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    arguments = told(cluster={"gpu_per_node": 4}, explorer={"rollout_model": {"engine_num": engines}})
+    if servers == 1:
+        assert arguments[3] == "vllm.entrypoints.openai.api_server"
+        assert "--api-server-count" not in arguments
+    else:
+        assert arguments[3] == "tuneloop.explorer.engines.vllm_plugin"
+        assert arguments[arguments.index("--api-server-count") + 1] == str(servers)
+
+
+@pytest.mark.parametrize(
+    "but",
+    [
+        {},
+        {"cluster": {"gpu_per_node": 1}, "model": {"model_path": "m", "lora": {"rank": 8}}},
+        {"cluster": {"gpu_per_node": 1}, "explorer": {"rollout_model": {"single_process": True}}},
+    ],
+)
+def test_engines_on_a_cpu_of_one_process_or_with_adapters_have_one_api_server(
+    monkeypatch: pytest.MonkeyPatch, but: dict[str, object]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert "--api-server-count" not in told(**but)
+
+
+def test_several_api_servers_are_as_many_as_was_written() -> None:
+    arguments = told(explorer={"rollout_model": {"api_servers": 3}})
+    assert arguments[arguments.index("--api-server-count") + 1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "rank", "why"),
+    [
+        ({"single_process": True, "api_servers": 2}, 0, "an engine of a single process has one API server"),
+        ({"api_servers": 2}, 8, "vLLM loads adapters while it serves through one API server only"),
+        ({"engine_args": ["--api-server-count", "2"]}, 0, r"write explorer\.rollout_model\.api_servers"),
+    ],
+)
+def test_api_servers_that_no_engine_can_have_are_refused(rollout: dict[str, object], rank: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        told(model={"model_path": "m", "lora": {"rank": rank}}, explorer={"rollout_model": rollout})

@@ -44,7 +44,13 @@ def as_it_is(double: EngineDouble) -> None:
     pass
 
 
-@pytest.mark.parametrize("tells", [as_it_is, no_metrics], ids=["by its start time", "by its id"])
+def two_servers(double: EngineDouble) -> None:
+    double.servers, double.extended = 2, True
+
+
+@pytest.mark.parametrize(
+    "tells", [as_it_is, no_metrics, two_servers], ids=["by its start time", "by its id", "by its workers' lives"]
+)
 def test_an_engine_that_was_started_anew_between_two_looks_gets_its_weights_again(
     running_explorer: Run, double: EngineDouble, tells: Callable[[EngineDouble], None]
 ) -> None:
@@ -80,6 +86,20 @@ def test_an_engine_that_does_not_tell_of_its_start_is_given_its_weights_after_ea
         eventually(lambda: double.weights == actor(explorer, 1))
     assert {entry["event"] for entry in logs} & {"engine_down", "engine_restarted"} == {"engine_restarted"}
     until_ready(explorer, 1)
+    assert explorer.version() == 1
+
+
+def test_api_servers_with_an_id_each_and_no_extension_are_not_taken_for_ever_new_engines(
+    running_explorer: Run, double: EngineDouble
+) -> None:
+    double.servers = 2
+    with capture_logs() as logs:
+        explorer = served(running_explorer(double, rollout_model=quick(double)))
+        looks = double.metrics_asked
+        eventually(lambda: double.metrics_asked > looks + 4)
+    events = [entry["event"] for entry in logs]
+    assert "engine_life_unknown" in events
+    assert "engine_restarted" not in events
     assert explorer.version() == 1
 
 

@@ -10,7 +10,7 @@ from tests.doubles.engine import MODEL
 from tests.explorer.checkpoints import publish
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.shared import steady_time
-from tuneloop.shared.checkpoint import CheckpointStore
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import (
     DEFAULT_TENANT,

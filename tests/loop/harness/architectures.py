@@ -22,7 +22,9 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.proof.reload_trial import ServedWeights, reload_fault
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.versions.verifier import verify
-from tuneloop.shared.checkpoint import ACTOR, PROBE_LENGTH, CheckpointStore, Manifest, Probe
+from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Manifest, Probe
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.settings import Settings
 

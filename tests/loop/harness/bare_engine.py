@@ -86,9 +86,9 @@ def session_of(engine: httpx.Client) -> httpx.AsyncClient:
 
 
 @contextmanager
-def engine_on(port: int, folder: Path, model: Path) -> Iterator[httpx.Client]:
-    """A client of an engine, which is killed in the end."""
-    settings = load_settings(write_settings(folder, model, explorer={"rollout_model": _ROLLOUT_MODEL}))
+def engine_on(port: int, folder: Path, model: Path, **but: object) -> Iterator[httpx.Client]:
+    """A client of an engine, which is killed in the end. `but` replaces settings of it."""
+    settings = load_settings(write_settings(folder, model, explorer={"rollout_model": _ROLLOUT_MODEL | but}))
     said = folder / "engine.log"
     command = _on_port(vllm.command(settings, model=model, socket=folder), port)
     with said.open("wb") as log:

@@ -23,7 +23,8 @@ import yaml
 
 from examples.sums.model import build, save
 from tests.loop.harness.oracle import Oracle
-from tuneloop.shared.checkpoint import CheckpointStore, Manifest
+from tuneloop.shared.checkpoints.manifest import Manifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect

@@ -1,7 +1,13 @@
-"""On real vLLM: an engine that has other weights than it should have does not get through one probe."""
+"""On real vLLM: an engine that has other weights than it should have does not get through one probe.
+
+What one of several API servers is told holds for all, and a proof through any of them is one of the engine.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.loop.harness.bare_engine import MODEL, session_of
+from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, session_of, url_of
 from tests.loop.harness.oracle import Oracle
-from tests.loop.harness.services import make_model
+from tests.loop.harness.services import free_port, make_model
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
-from tuneloop.shared.checkpoint import PROBE_LENGTH, Probe, VerifiedProbe
+from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Probe, VerifiedProbe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]
 
@@ -171,3 +177,80 @@ def test_the_fingerprint_finds_what_differs_in_any_bit(
     assert found.parts == parts
     if change is _one_unit_more:
         assert found.weights < found.allowed, "log-probabilities do not show it"
+
+
+_ASKED: dict[str, Any] = {"model": MODEL, "prompt": ROW[:40], "max_tokens": 8, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def two_servers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[httpx.Client]:
+    with engine_on(
+        free_port(), tmp_path_factory.mktemp("servers"), model, single_process=False, api_servers=2
+    ) as client:
+        yield client
+
+
+@asynccontextmanager
+async def each_server(engine: httpx.Client) -> AsyncIterator[list[list[httpx.AsyncClient]]]:
+    """Two connections to each of the two API servers, which say different ids of the engine."""
+    found: defaultdict[str, list[httpx.AsyncClient]] = defaultdict(list)
+    async with AsyncExitStack() as stack:
+        for _ in range(60):
+            session = httpx.AsyncClient(
+                base_url=url_of(engine),
+                headers={"authorization": f"Bearer {KEY}"},
+                limits=httpx.Limits(max_connections=1, keepalive_expiry=60),
+                timeout=120,
+            )
+            await stack.enter_async_context(session)
+            told = (await session.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]
+            found[told["instance_id"]].append(session)
+            if len(found) == 2 and min(map(len, found.values())) >= 2:
+                yield list(found.values())
+                return
+    raise AssertionError(f"60 connections came to the servers {list(found)}")
+
+
+def control(session: httpx.AsyncClient) -> EngineControl:
+    return EngineControl(session, model_name=MODEL, tolerance=1e-3)
+
+
+async def answered(session: httpx.AsyncClient) -> float:
+    """When a request was answered."""
+    (await session.post("/v1/completions", json=_ASKED)).raise_for_status()
+    return time.monotonic()
+
+
+@pytest.mark.soak
+def test_a_reload_through_any_api_server_holds_for_all(
+    two_servers: httpx.Client, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    new = make_model(tmp_path_factory.mktemp("new"), seed=7)
+
+    async def whole() -> None:
+        async with each_server(two_servers) as ((one, asks_one, *_), (other, asks_other, *_)):
+            by_one, by_other = control(one), control(other)
+            assert await by_one.life() == await by_other.life()
+            for folder, first, second in ((new, by_one, by_other), (model, by_other, by_one)):
+                wanted = VerifiedProbe.of(Oracle(folder).probe(ROW), fingerprints_of(tensors(folder), tied=False))
+                await second.cache_probe(wanted)
+                await first.pause("keep")
+                asked = [asyncio.create_task(answered(each)) for each in (asks_one, asks_other)]
+                await second.load(folder)
+                await first.reset_prefix_cache()
+                assert not any(task.done() for task in asked)
+                resumed = time.monotonic()
+                await second.resume()
+                assert min(await asyncio.gather(*asked)) > resumed
+                for each in (first, second):
+                    await proves(each, wanted)
+
+    asyncio.run(whole())
+
+
+async def proves(engine: EngineControl, wanted: VerifiedProbe) -> None:
+    findings = await engine.measure_probe(wanted)
+    assert findings.problem is None
+    assert findings.parts == []
+    assert findings.weights < 1e-4
+    assert findings.cache < 1e-4

@@ -18,7 +18,8 @@ from tests.conftest import Place
 from tests.databases import Schemas
 from tests.explorer.checkpoints import register, write_model
 from tests.factories import committed, exchange, experience, feedback, leased
-from tuneloop.shared.checkpoint import check_files, read_manifest
+from tuneloop.shared.checkpoints.file_checks import check_files
+from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.job_marks import KEY, require_restored

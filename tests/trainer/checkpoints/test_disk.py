@@ -10,7 +10,9 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoint import check_files, is_weights_only, read_manifest
+from tuneloop.shared.checkpoints.file_checks import check_files
+from tuneloop.shared.checkpoints.layout import is_weights_only
+from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.disk_space import DiskSpace, measure_space
 from tuneloop.shared.experience import State
 from tuneloop.shared.operations.diagnosis import Code

@@ -6,7 +6,7 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoint import CheckpointStore
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot

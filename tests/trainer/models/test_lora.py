@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoint import CheckpointStore, read_manifest
+from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot

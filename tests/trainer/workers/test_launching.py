@@ -103,6 +103,6 @@ def test_the_worker_that_has_a_reason_says_how_all_end(script, code, monkeypatch
 
 
 def test_workers_that_fail_otherwise_are_started_again(tmp_path):
-    script = f'echo $RANK >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) -ge 4 ] && exit 0; sleep 0.5; kill -9 $$'
+    script = f"echo $RANK >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) -ge 4 ] && exit 0; sleep 0.5; kill -9 $$"
     assert launch(["sh", "-c", script], 2, Event()) == 0
     assert len((tmp_path / "starts").read_text().split()) == 4

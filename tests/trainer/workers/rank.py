@@ -1,6 +1,6 @@
 """The ranks of a test: `python -m tests.trainer.workers.rank FOLDER SIZE`. They are forked: imports take longest.
 
-FOLDER/plan.json has the scenarios, in order; rank 0 leaves in FOLDER what came of each: {name}.json, {name}.safetensors.
+FOLDER/plan.json has the scenarios, in order; of each rank 0 leaves {name}.json and {name}.safetensors in FOLDER.
 FOLDER/ends.json says of each rank its exit code and the second at which it ended.
 """
 

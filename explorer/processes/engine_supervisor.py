@@ -48,7 +48,8 @@ _FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: re
 
 _NO_LIFE = (
     "it says neither when it began (/metrics, with one API server) nor its id (/server_info, with "
-    "VLLM_SERVER_DEV_MODE=1; of several API servers with our --worker-extension-cls only): that it was started anew is noticed only where it misses a health check"
+    "VLLM_SERVER_DEV_MODE=1; of several API servers with our --worker-extension-cls only): that it was started anew is "
+    "noticed only where it misses a health check"
 )
 
 

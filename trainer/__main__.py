@@ -10,9 +10,8 @@ from pathlib import Path
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
-from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
+from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
-from tuneloop.shared.settings.placement import log_placement
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE

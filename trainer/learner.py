@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
 from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches, share_of
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.packed import Positions, counted_positions
+from tuneloop.trainer.batches.packed import Positions, count_positions
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
@@ -84,7 +85,7 @@ class Learner:
         started, halves = time.perf_counter(), self.smaller is not None
         self.ranks.lead(StepOrder(list(samples), version, tokens=self.micro_batch_tokens, halves=halves))
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
-        batch = self._collate(sequences)
+        batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines = self.generator.get_state(), self.baselines
         updates = _updates_made(self.optimizers)
         for model in self._models:
@@ -100,17 +101,13 @@ class Learner:
             self.spoilt = _updates_made(self.optimizers) != updates
             raise
         self.steps += 1
-        took = time.perf_counter() - started
-        alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-        tokens = int(batch.lengths_B.sum())
-        speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
-        read = self.ranks.add_up_numbers(counted_positions(model.positions for model in self._models))
-        speed["perf/useful_tokens"] = read["useful"] / read["processed"]
-        return metrics | told | speed
+        read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
+        useful = {"perf/useful_tokens": read["useful"] / read["processed"]}
+        return metrics | told | useful | _speed(samples, batch, time.perf_counter() - started)
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
-        with self.ranks.agreed():
+        with self.ranks.agree():
             metrics = self._share(batch, targets)
         for optimizer in self.optimizers.values():
             optimizer.add_up(self.ranks)
@@ -135,17 +132,8 @@ class Learner:
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
-            self._apply(optimizer, norms[name])
+            _apply(optimizer, norms[name], self._algorithm.max_grad_norm, self.ranks)
         return metrics
-
-    def _apply(self, optimizer: MasterAdamW, norm: float) -> None:
-        try:
-            optimizer.update(norm=norm, max_norm=self._algorithm.max_grad_norm)
-        except torch.OutOfMemoryError as error:
-            if self.ranks.size == 1:
-                raise
-            # Other ranks have made the update, and cannot make it again.
-            raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -154,11 +142,8 @@ class Learner:
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
-        """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it.
-
-        This rank asks alone.
-        """
-        batch = self._collate(assemble(samples, merge=False))
+        """The mean of KL(actor || other) over the samples' tokens, by `kl_estimator`, in nats, as this rank finds it."""
+        batch = _collate(assemble(samples, merge=False), tempered=self._asks.tempered)
         here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
@@ -167,12 +152,6 @@ class Learner:
     def _warming_up(self) -> bool:
         return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
 
-    def _collate(self, sequences: Sequence[TokenSequence]) -> Batch:
-        batch = collate(sequences)
-        if self._asks.tempered:
-            return batch
-        return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
-
     def _learn(self, batch: Batch, targets: Targets) -> Metrics:
         updates = []
         for _ in range(self._algorithm.epochs):
@@ -180,10 +159,7 @@ class Learner:
             for index_B in parts:
                 mini = batch.rows(index_B)
                 updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR)))
-        # Only the first update meets the weights as they were before the step.
-        first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
-        names = updates[0].keys() - first.keys()
-        return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
+        return _of_updates(updates)
 
     def _update(self, batch: Batch, targets: Targets) -> Metrics:
         """One update. Where memory runs out it is made again, in smaller pieces: it does not matter how it is cut."""
@@ -196,7 +172,7 @@ class Learner:
                 if self.smaller is None:
                     raise
             _forget(self.optimizers)
-            self.micro_batch_tokens = self.ranks.decided(self.smaller)
+            self.micro_batch_tokens = self.ranks.decide(self.smaller)
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
@@ -230,9 +206,11 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             told.update(weighed)
         if self._asks.teacher:
-            targets = replace(targets, teacher_BR=self._taught(sequences, batch))
+            said_BR = _teacher_logprobs(self.teacher, sequences, batch, self.ranks)
+            targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
-            targets = replace(targets, divergence=self._divergence(sequences))
+            apart = partial(self._log_ratio, require(self.reference))
+            targets = replace(targets, divergence=_divergence(sequences, apart, tempered=self._asks.tempered))
         fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
@@ -240,36 +218,14 @@ class Learner:
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
         return targets, told | _of_targets(targets)
 
-    def _taught(self, sequences: Sequence[TokenSequence], batch: Batch) -> Tensor:
-        """What the teacher of rank 0 says."""
-        said_BR = torch.zeros_like(batch.sampled_BR)
-        with self.ranks.agreed():
-            if self.ranks.rank == 0:
-                said_BR = require(self.teacher).score(sequences)
-        return self.ranks.handed_round(said_BR)
-
-    def _divergence(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
-        replies = [sequence.calls[0] for sequence in sequences]
-        strangers = mismatch_replies(replies)
-        if not strangers:
-            return torch.zeros(())
-        batch = self._collate(assemble(strangers, merge=False))
-        apart_BR = self._score(self.actor, batch) - self._score(require(self.reference), batch)
-        return sequence_sums(apart_BR, batch.mask_BR).mean()
-
     def _score(self, actor: Actor, batch: Batch) -> Tensor:
         return self._over(batch, actor.logprobs, self.ranks)
 
+    def _log_ratio(self, reference: Actor, batch: Batch) -> Tensor:
+        return self._score(self.actor, batch) - self._score(reference, batch)
+
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
-        """What `each` says of the batch, micro-batch by micro-batch, as the ranks share them."""
-        all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch, None, ranks)
-        with ranks.agreed():
-            parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
-            for index_B, part_BR in zip(cut, parts, strict=True):
-                all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
-        ranks.add_up([all_BR])
-        return all_BR
+        return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks)
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""
@@ -282,6 +238,67 @@ class Learner:
     @property
     def _models(self) -> list[Actor | Critic]:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
+
+
+def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
+    batch = collate(sequences)
+    if tempered:
+        return batch
+    return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
+
+
+def _gather(batch: Batch, each: Callable[[Batch], Tensor], cut: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    """What `each` says of the batch; `cut` are this rank's micro-batches."""
+    all_BR = torch.zeros_like(batch.sampled_BR)
+    with ranks.agree():
+        parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
+        for index_B, part_BR in zip(cut, parts, strict=True):
+            all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
+    ranks.add_up([all_BR])
+    return all_BR
+
+
+def _teacher_logprobs(
+    teacher: Teacher | None, sequences: Sequence[TokenSequence], batch: Batch, ranks: Ranks
+) -> Tensor:
+    """What the teacher says, which rank 0 alone has."""
+    said_BR = torch.zeros_like(batch.sampled_BR)
+    with ranks.agree():
+        if ranks.rank == 0:
+            said_BR = require(teacher).score(sequences)
+    return ranks.from_rank_0(said_BR)
+
+
+def _divergence(sequences: Sequence[TokenSequence], apart: Callable[[Batch], Tensor], *, tempered: bool) -> Tensor:
+    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
+    strangers = mismatch_replies([sequence.calls[0] for sequence in sequences])
+    if not strangers:
+        return torch.zeros(())
+    batch = _collate(assemble(strangers, merge=False), tempered=tempered)
+    return sequence_sums(apart(batch), batch.mask_BR).mean()
+
+
+def _apply(optimizer: MasterAdamW, norm: float, max_norm: float, ranks: Ranks) -> None:
+    try:
+        optimizer.update(norm=norm, max_norm=max_norm)
+    except torch.OutOfMemoryError as error:
+        if ranks.size == 1:
+            raise
+        # Other ranks have made the update, and cannot make it again.
+        raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
+
+
+def _of_updates(updates: Sequence[Metrics]) -> Metrics:
+    """Their means; but only the first update meets the weights as they were before the step."""
+    first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
+    names = updates[0].keys() - first.keys()
+    return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
+
+
+def _speed(samples: Sequence[Sample], batch: Batch, took: float) -> Metrics:
+    alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+    tokens = int(batch.lengths_B.sum())
+    return {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
 
 
 def _all_but_first(ids: Sequence[int]) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tuneloop.cli.setup.model_shape import ModelShape
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.settings.placement import trainer_on_gpu
+from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 
 GIB = 1 << 30

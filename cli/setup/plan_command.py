@@ -22,9 +22,15 @@ from tuneloop.cli.setup.capacity import (
 from tuneloop.cli.setup.model_shape import ModelShape, read_shape
 from tuneloop.shared.disk_space import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, free_memory
+from tuneloop.shared.settings.hardware import (
+    count_gpus,
+    fit_to_machine,
+    free_memory,
+    is_trainer,
+    trainer_on_gpu,
+    users_of_gpus,
+)
 from tuneloop.shared.settings.loader import read_settings
-from tuneloop.shared.settings.placement import is_trainer, trainer_on_gpu, users_of_gpus
 from tuneloop.shared.settings.settings import Settings
 
 GpuMemoryOption = Annotated[

@@ -13,8 +13,8 @@ from tuneloop.cli.setup.plan_command import plan
 from tuneloop.shared.errors import SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.settings.database_url import without_password
+from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import SettingsReport, read_settings
-from tuneloop.shared.settings.placement import idle_sentence, placement_sentence
 from tuneloop.shared.settings.settings import Settings
 
 

@@ -56,7 +56,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         contradictions = [
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
-            *self._workers_beyond_the_machines(),
+            *_workers_beyond_the_machines(self),
             *self._response_beyond_the_model(),
             *self.explorer.rollout_model.contradictions(adapters=self.model.lora.rank > 0),
             *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
@@ -68,7 +68,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
             *self.privacy.contradictions(),
-            *self._verdicts_too_late(),
+            *_verdicts_too_late(self),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
             *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
@@ -106,15 +106,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
                 f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
             )
 
-    def _workers_beyond_the_machines(self) -> Iterator[str]:
-        workers, free = self.trainer.workers or 1, self._gpus_beside_engines
-        if self.mode != "serve" and self._trains_on_gpus and workers > 1 and free < workers:
-            yield (
-                f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode:"
-                f" {self.mode}, cluster.gpu_per_node: {self.cluster.gpu_per_node}). Lower it, or write null: all that"
-                " are free"
-            )
-
     def _response_beyond_the_model(self) -> Iterator[str]:
         length, response = self.model.max_model_len, self.model.max_response_tokens
         if length and response and response > length:
@@ -148,14 +139,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             yield (
                 f"algorithm.credit: {self.algorithm.credit} needs whole trajectories; write buffer.group_by: run, or"
                 " task"
-            )
-
-    def _verdicts_too_late(self) -> Iterator[str]:
-        window, after = self.reward.attribution_window, self.judge.after
-        if self.judge.url and window is not None and after >= window:
-            yield (
-                f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
-                " Lower the one or raise the other"
             )
 
     def _adapters_in_float32(self) -> Iterator[str]:
@@ -201,22 +184,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     @property
     def trainer_workers(self) -> int:
         """Processes that train: `trainer.workers`, which on its own is one for each GPU that no engine takes."""
-        if self.trainer.workers is not None or not self._trains_on_gpus:
-            return self.trainer.workers or 1
-        rollout = self.explorer.rollout_model
-        spares = rollout.spare_place or (self.explorer.on_reload == "restart" and rollout.spare_place is None)
-        spared = rollout.tensor_parallel_size if self.mode == "both" and spares else 0
-        return max(1, self._gpus_beside_engines - spared)
-
-    @property
-    def _trains_on_gpus(self) -> bool:
-        return self.cluster.gpu_per_node > 0 and self.trainer.device != "cpu"
-
-    @property
-    def _gpus_beside_engines(self) -> int:
-        """GPUs of all machines that no engine of ours takes, if engines run where the trainer does."""
-        there = self.cluster.gpu_per_node * self.cluster.node_num
-        return there - (self.gpus_of_engines if self.mode == "both" else 0)
+        return _workers(self)
 
     @property
     def gpus_of_engines(self) -> int:
@@ -255,6 +223,43 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     def served_model_name(self) -> str:
         """What clients send as `model`."""
         return self.model.served_model_name or str(self.model.model_path)
+
+
+def _verdicts_too_late(settings: Settings) -> Iterator[str]:
+    window, after = settings.reward.attribution_window, settings.judge.after
+    if settings.judge.url and window is not None and after >= window:
+        yield (
+            f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
+            " Lower the one or raise the other"
+        )
+
+
+def _workers_beyond_the_machines(settings: Settings) -> Iterator[str]:
+    workers, free, mode = settings.trainer.workers or 1, _gpus_beside_engines(settings), settings.mode
+    if mode != "serve" and _trains_on_gpus(settings) and workers > 1 and free < workers:
+        yield (
+            f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode: {mode},"
+            f" cluster.gpu_per_node: {settings.cluster.gpu_per_node}). Lower it, or write null: all that are free"
+        )
+
+
+def _workers(settings: Settings) -> int:
+    if settings.trainer.workers is not None or not _trains_on_gpus(settings):
+        return settings.trainer.workers or 1
+    rollout = settings.explorer.rollout_model
+    spares = rollout.spare_place or (settings.explorer.on_reload == "restart" and rollout.spare_place is None)
+    spared = rollout.tensor_parallel_size if settings.mode == "both" and spares else 0
+    return max(1, _gpus_beside_engines(settings) - spared)
+
+
+def _trains_on_gpus(settings: Settings) -> bool:
+    return settings.cluster.gpu_per_node > 0 and settings.trainer.device != "cpu"
+
+
+def _gpus_beside_engines(settings: Settings) -> int:
+    """GPUs of all machines that no engine of ours takes, if engines run where the trainer does."""
+    there = settings.cluster.gpu_per_node * settings.cluster.node_num
+    return there - (settings.gpus_of_engines if settings.mode == "both" else 0)
 
 
 def options(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -47,7 +47,7 @@ class Positions:
         self.useful += int(batch.lengths_B.sum())
 
 
-def counted_positions(counts: Iterable[Positions]) -> dict[str, float]:
+def count_positions(counts: Iterable[Positions]) -> dict[str, float]:
     """How many positions were read, and in how many of them a token of a sequence stood."""
     counted = list(counts)
     return {"processed": sum(each.processed for each in counted), "useful": sum(each.useful for each in counted)}

@@ -60,7 +60,7 @@ class MasterAdamW:
         masters = list(self._masters.values())
         there = torch.tensor([float(master.grad is not None) for master in masters])
         ranks.add_up([there])
-        with ranks.agreed():
+        with ranks.agree():
             for master, count in zip(masters, there.tolist(), strict=True):
                 if count and master.grad is None:
                     master.grad = torch.zeros_like(master)

@@ -46,18 +46,18 @@ def decode(data: bytes) -> Order:
     return _decoder.decode(data)
 
 
-def _told(what: Any) -> Any:
+def _encode_array(what: Any) -> Any:
     if isinstance(what, np.ndarray):
         return [what.dtype.str, what.shape, what.tobytes()]
     raise NotImplementedError(type(what))
 
 
-def _understood(kind: type, told: Any) -> Any:
+def _decode_array(kind: type, told: Any) -> Any:
     if (get_origin(kind) or kind) is np.ndarray:
         dtype, shape, data = told
         return np.frombuffer(bytearray(cast(bytes, data)), dtype).reshape(shape)
     raise NotImplementedError(kind)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_told)
-_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_understood)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_decode_array)

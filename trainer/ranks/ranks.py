@@ -1,7 +1,7 @@
 """The ranks that train together. Each has the whole of the models and of every batch, and a share of the work.
 
 Rank 0 leads: it alone knows the ledger, and orders what the others do with it (orders.py). Whatever may fail on one
-rank only is done within `agreed`, so that all ranks go on, or all raise; one that raises anything else ends, and its
+rank only is done within `agree`, so that all ranks go on, or all raise; one that raises anything else ends, and its
 death ends the others.
 """
 
@@ -46,15 +46,15 @@ class Ranks:
         return dict(numbers)
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agree(self) -> Iterator[None]:
         """Leave the block together: if it raises one of our errors, or finds no memory, on one rank, it does on all."""
         yield
 
-    def decided(self, decide: Callable[[], int]) -> int:
+    def decide(self, decide: Callable[[], int]) -> int:
         """What rank 0 decides."""
         return decide()
 
-    def handed_round(self, tensor: Tensor) -> Tensor:
+    def from_rank_0(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor, in the place of this one of the same shape."""
         return tensor
 
@@ -120,7 +120,7 @@ class JoinedRanks(Ranks):
         return dict(sums)
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agree(self) -> Iterator[None]:
         """See Ranks."""
         failed: Exception | None = None
         try:
@@ -135,13 +135,13 @@ class JoinedRanks(Ranks):
             raise failed
         raise _KINDS[worst](f"on another rank: {reason}")
 
-    def decided(self, decide: Callable[[], int]) -> int:
+    def decide(self, decide: Callable[[], int]) -> int:
         """See Ranks."""
         number = torch.tensor([decide() if self.rank == 0 else 0])
         dist.broadcast(number, src=0)
         return int(number)
 
-    def handed_round(self, tensor: Tensor) -> Tensor:
+    def from_rank_0(self, tensor: Tensor) -> Tensor:
         """See Ranks."""
         dist.broadcast(tensor, src=0)
         return tensor

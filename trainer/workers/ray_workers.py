@@ -14,7 +14,7 @@ import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError
 from tuneloop.shared.logging import clean_error, configure_logging
-from tuneloop.shared.settings.placement import trainer_on_gpu
+from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 from tuneloop.trainer.stop import Stop

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tuneloop.shared.settings.hardware import idle_sentence, log_placement, placement_sentence, users_of_gpus
 from tuneloop.shared.settings.loader import load_settings
-from tuneloop.shared.settings.placement import idle_sentence, log_placement, placement_sentence, users_of_gpus
 from tuneloop.shared.settings.settings import Settings
 
 TRINITY = Path(__file__).parents[2] / "fixtures" / "trinity"

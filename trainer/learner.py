@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,9 +56,8 @@ class Learner:
         reference: Actor | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
-        self.spoilt = False
         self.actor, self.critic, self.reference = actor, critic, reference
         self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
@@ -102,8 +100,7 @@ class Learner:
             raise
         self.steps += 1
         read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
-        useful = {"perf/useful_tokens": read["useful"] / read["processed"]}
-        return metrics | told | useful | _speed(samples, batch, time.perf_counter() - started)
+        return metrics | told | _speed(samples, batch, read, time.perf_counter() - started)
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
@@ -142,7 +139,7 @@ class Learner:
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
-        """The mean of KL(actor || other) over the samples' tokens, by `kl_estimator`, in nats, as this rank finds it."""
+        """The mean over the samples' tokens of KL(actor || other), in nats, by `kl_estimator`: this rank's own."""
         batch = _collate(assemble(samples, merge=False), tempered=self._asks.tempered)
         here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
@@ -209,8 +206,8 @@ class Learner:
             said_BR = _teacher_logprobs(self.teacher, sequences, batch, self.ranks)
             targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
-            apart = partial(self._log_ratio, require(self.reference))
-            targets = replace(targets, divergence=_divergence(sequences, apart, tempered=self._asks.tempered))
+            divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
+            targets = replace(targets, divergence=divergence)
         fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
@@ -221,8 +218,8 @@ class Learner:
     def _score(self, actor: Actor, batch: Batch) -> Tensor:
         return self._over(batch, actor.logprobs, self.ranks)
 
-    def _log_ratio(self, reference: Actor, batch: Batch) -> Tensor:
-        return self._score(self.actor, batch) - self._score(reference, batch)
+    def _log_ratio(self, batch: Batch) -> Tensor:
+        return self._score(self.actor, batch) - self._score(require(self.reference), batch)
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
         return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks)
@@ -295,10 +292,11 @@ def _of_updates(updates: Sequence[Metrics]) -> Metrics:
     return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
 
-def _speed(samples: Sequence[Sample], batch: Batch, took: float) -> Metrics:
+def _speed(samples: Sequence[Sample], batch: Batch, read: Mapping[str, float], took: float) -> Metrics:
     alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
     tokens = int(batch.lengths_B.sum())
-    return {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
+    speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
+    return speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
 
 
 def _all_but_first(ids: Sequence[int]) -> Batch:

@@ -45,9 +45,9 @@ from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.micro_batch import MicroBatch
-from tuneloop.trainer.models.memory import room_for_weights
+from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.model import device_of, require_folders
+from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.monitoring.pace_log import PaceLog
@@ -70,6 +70,7 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
     """
     device_of(settings)
     require_folders(settings)
+    settings = fit_to_memory(settings)
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
     if nothing := find_ignored_feedback(settings):
         _log.warning("feedback_not_counted", sentence=nothing)

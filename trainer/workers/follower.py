@@ -10,7 +10,7 @@ from tuneloop.shared.errors import NotFinite, RankFailed
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.models.memory import room_for_weights
+from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StepOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks
 

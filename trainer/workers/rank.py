@@ -2,6 +2,7 @@
 
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.loop import run
+from tuneloop.trainer.micro_batch import fit_to_memory
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.ranks.orders import EndOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks
@@ -17,7 +18,7 @@ def take_part(settings: Settings, stop: Stop) -> None:
 def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:
     """Lead as rank 0, whom alone `stop` tells to stop, or follow it."""
     if ranks.rank:
-        follow(settings, ranks)
+        follow(fit_to_memory(settings), ranks)
     else:
         run(settings, stop, ranks)
         ranks.lead(EndOrder())

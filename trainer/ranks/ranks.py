@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import accumulate
 from typing import Self
 
 import msgspec
@@ -104,10 +105,11 @@ class JoinedRanks(Ranks):
             if len(together) == 1:
                 dist.all_reduce(together[0])
                 continue
-            parts = self._piece[: sum(each.numel() for each in together)].split([each.numel() for each in together])
+            ends = list(accumulate(each.numel() for each in together))
+            parts = [self._piece[end - each.numel() : end] for end, each in zip(ends, together, strict=True)]
             for part, each in zip(parts, together, strict=True):
                 part.copy_(each.flatten())
-            dist.all_reduce(self._piece[: sum(each.numel() for each in together)])
+            dist.all_reduce(self._piece[: ends[-1]])
             for part, each in zip(parts, together, strict=True):
                 each.copy_(part.view_as(each))
 

@@ -52,9 +52,9 @@ def _encode_array(what: Any) -> Any:
     raise NotImplementedError(type(what))
 
 
-def _decode_array(kind: type, told: Any) -> Any:
+def _decode_array(kind: type, encoded: Any) -> Any:
     if (get_origin(kind) or kind) is np.ndarray:
-        dtype, shape, data = told
+        dtype, shape, data = encoded
         return np.frombuffer(bytearray(cast(bytes, data)), dtype).reshape(shape)
     raise NotImplementedError(kind)
 

@@ -152,20 +152,20 @@ class JoinedRanks(Ranks):
         """End what `join` began, without an error of any rank."""
         dist.destroy_process_group()
 
-    def _broadcast(self, said: bytes | None) -> bytes:
-        length = torch.tensor([len(said or b"")])
+    def _broadcast(self, sent: bytes | None) -> bytes:
+        length = torch.tensor([len(sent or b"")])
         dist.broadcast(length, src=0, group=self._orders)
-        data = torch.empty(int(length), dtype=torch.uint8) if said is None else _tensor(said)
+        data = torch.empty(int(length), dtype=torch.uint8) if sent is None else _tensor(sent)
         dist.broadcast(data, src=0, group=self._orders)
         return data.numpy().tobytes()
 
-    def _gather(self, said: bytes) -> list[bytes]:
+    def _gather(self, own: bytes) -> list[bytes]:
         """What each rank says, in their order."""
         lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(said)]))
+        dist.all_gather(lengths, torch.tensor([len(own)]))
         longest = max(int(each) for each in lengths)
         heard = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(heard, _tensor(said.ljust(longest, b"\0")))
+        dist.all_gather(heard, _tensor(own.ljust(longest, b"\0")))
         return [each.numpy().tobytes()[: int(length)] for each, length in zip(heard, lengths, strict=True)]
 
 
@@ -199,5 +199,5 @@ def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Sequenc
         yield together
 
 
-def _tensor(said: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

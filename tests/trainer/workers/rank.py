@@ -27,7 +27,7 @@ from tuneloop.trainer.ranks.rendezvous import environment_of
 from tuneloop.trainer.workers.follower import follow
 
 STEPS = 2
-TIMES = {"time/train_step", "perf/tokens_per_second"}
+TIMES = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak"}
 
 
 class MeanRanks(JoinedRanks):

@@ -16,6 +16,9 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 from tuneloop.trainer.stop import SignalStop, Stop
 
+#: What Ctrl-C is answered with.
+_STOPPING = "trainer: stopping; waits for the step, or the version, that is under way\n"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train until told to stop; returns the exit code."""
@@ -25,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
     given = parser.parse_args(arguments)
-    stop = SignalStop(signal.SIGTERM, signal.SIGINT)
+    stop = SignalStop(signal.SIGTERM, signal.SIGINT, answer=_STOPPING)
     configure_logging()
     try:
         settings = load_settings(given.config, given.set)

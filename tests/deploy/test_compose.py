@@ -122,7 +122,6 @@ def test_the_services_of_compose_start_serve_and_are_scraped(compose: Compose, t
         admin = {"Authorization": f"Bearer {VARIABLES['TUNELOOP_ADMIN_KEY']}"}
         assert http.post(CHAT, json=HELLO, headers=admin).status_code == 200
         assert http.post(CHAT, json=HELLO, headers={"Authorization": f"Bearer {key.strip()}"}).status_code == 403
-        log_in_to_page(http)
         scraped = stack.enter_context(
             prometheus_running(tmp_path / "prometheus", f"127.0.0.1:{compose.port}", key_file=key_file)
         )
@@ -133,18 +132,6 @@ def test_the_services_of_compose_start_serve_and_are_scraped(compose: Compose, t
 
         eventually(is_up, within_s=300)
         assert scraped.value("up") == 1
-
-
-def log_in_to_page(http: httpx.Client) -> None:
-    """As a browser does it, with the administrator's key."""
-    asked = http.get("/ui")
-    assert (asked.status_code, asked.headers["location"]) == (303, "/ui/login?next=/ui")
-    origin = {"origin": str(http.base_url).rstrip("/")}
-    form = {"key": VARIABLES["TUNELOOP_ADMIN_KEY"], "next": "/ui"}
-    assert http.post("/ui/login", data=form, headers=origin).headers["location"] == "/ui"
-    page = http.get("/ui")
-    assert page.status_code == 200
-    assert "Only the base model has been served" in page.text
 
 
 def settings_of(name: str) -> dict[str, Any]:

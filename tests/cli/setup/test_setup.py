@@ -198,7 +198,7 @@ def test_init_writes_what_validate_takes_and_plan_finds_room_for(tmp_path: Path)
     assert tuneloop("validate", file)[0] == 0
     assert tuneloop("plan", file)[0] == 0
     told = json.loads(tuneloop("init", tmp_path / "z.yaml", *answers, "--json")[1])
-    assert told == {"file": str(tmp_path / "z.yaml"), "settings": yaml.safe_load(text)}
+    assert told == {"file": str(tmp_path / "z.yaml"), "settings": yaml.safe_load((tmp_path / "z.yaml").read_text())}
     again = tuneloop("init", file, *answers)
     assert (again[0], again[2]) == (3, f"{file} is there already; name another file, or move that one away\n")
     assert file.read_text() == text

@@ -19,6 +19,9 @@ from tuneloop.trainer.stop import SignalStop, Stop
 from tuneloop.trainer.workers.launching import launch
 from tuneloop.trainer.workers.ray_workers import train_on_ray
 
+#: What Ctrl-C is answered with.
+_STOPPING = "trainer: stopping; waits for the step, or the version, that is under way\n"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train until told to stop; returns the exit code."""
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
     given = parser.parse_args(arguments)
-    stop = SignalStop(signal.SIGTERM, signal.SIGINT)
+    stop = SignalStop(signal.SIGTERM, signal.SIGINT, answer=_STOPPING)
     configure_logging()
     try:
         settings = load_settings(given.config, given.set)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.test_main import tuneloop
 from tuneloop.cli.setup.init_command import settings_text
@@ -201,6 +202,8 @@ def test_init_writes_what_validate_takes_and_plan_finds_room_for(tmp_path: Path)
     assert "reasoning_parser: qwen3" in text
     assert tuneloop("validate", file)[0] == 0
     assert tuneloop("plan", file)[0] == 0
+    told = json.loads(tuneloop("init", tmp_path / "z.yaml", *answers, "--json")[1])
+    assert told == {"file": str(tmp_path / "z.yaml"), "settings": yaml.safe_load((tmp_path / "z.yaml").read_text())}
     again = tuneloop("init", file, *answers)
     assert (again[0], again[2]) == (3, f"{file} is there already; name another file, or move that one away\n")
     assert file.read_text() == text

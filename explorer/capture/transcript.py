@@ -7,6 +7,7 @@ cut out of the bytes; a reply is never written anew where bytes can pass.
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class _ChatPiece(msgspec.Struct, gc=False):
     id: str = ""
     choices: list["_ChatChoice"] = []
     prompt_token_ids: msgspec.Raw = _ABSENT
+    usage: msgspec.Raw = _ABSENT
     error: msgspec.Raw = _ABSENT
 
 
@@ -57,6 +59,7 @@ class _ChatLogprobs(msgspec.Struct, gc=False):
 class _TextPiece(msgspec.Struct):
     id: str = ""
     choices: list["_TextChoice"] = []
+    usage: msgspec.Raw = _ABSENT
     error: msgspec.Raw = _ABSENT
 
 
@@ -73,9 +76,14 @@ class _TextLogprobs(msgspec.Struct):
     token_logprobs: list[float | None] = []
 
 
+class _Usage(msgspec.Struct):
+    total_tokens: int = 0
+
+
 _chat_pieces = msgspec.json.Decoder(_ChatPiece)
 _text_pieces = msgspec.json.Decoder(_TextPiece)
 _said = msgspec.json.Decoder(_Said | None)
+_usage = msgspec.json.Decoder(_Usage | None)
 _ids = msgspec.json.Decoder(list[int] | None)
 _chat_logprobs = msgspec.json.Decoder(_ChatLogprobs | None)
 _text_logprobs = msgspec.json.Decoder(_TextLogprobs | None)
@@ -115,6 +123,8 @@ class Transcript(ABC):
     def __init__(self, msg_id: str, wants: RequestedFields) -> None:
         self.choices: dict[int, CapturedChoice] = {}
         self.broken = False
+        #: The tokens of the prompts and of all choices, as the engine counts them; 0 before it does.
+        self.told_tokens = 0
         self._msg_id = msg_id
         self._wants = wants
 
@@ -139,9 +149,20 @@ class Transcript(ABC):
 
     @property
     def tokens(self) -> int:
-        """The tokens of the prompt and of all choices, as far as they have come."""
-        prompt = max((len(each.prompt_ids or b"") // _ID_BYTES for each in self.choices.values()), default=0)
-        return prompt + sum(len(each.completion_ids) for each in self.choices.values())
+        """The tokens of the prompts and of all choices, as far as they have come."""
+        prompts = sum(len(each) // _ID_BYTES for each in self._prompts())
+        return max(self.told_tokens, prompts + sum(len(each.completion_ids) for each in self.choices.values()))
+
+    def _prompts(self) -> Iterable[bytes]:
+        """The ids of each prompt, once."""
+        return [max((each.prompt_ids or b"" for each in self.choices.values()), default=b"", key=len)]
+
+    def _take_usage(self, usage: msgspec.Raw) -> None:
+        if usage == _ABSENT:
+            return
+        with suppress(msgspec.ValidationError):  # then the tokens that have come are counted
+            if found := _usage.decode(usage):
+                self.told_tokens = max(self.told_tokens, found.total_tokens)
 
     def experiences(self, sampling: Sampling, *, versions: tuple[int, int], mixed: bool) -> tuple[Experience, ...]:
         """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""
@@ -207,6 +228,7 @@ class ChatTranscript(Transcript):
         if told.error != _ABSENT:
             self.broken = True
             return piece
+        self._take_usage(told.usage)
         prompt_ids = _prompt_ids(told.prompt_token_ids)
         ours: list[tuple[bytes, msgspec.Raw]] = []
         theirs = 0
@@ -243,13 +265,21 @@ class ChatTranscript(Transcript):
 
 
 class TextTranscript(Transcript):
-    """The reply to a completion of text."""
+    """The reply to a completion of text: `of_each` choices of each of its prompts."""
+
+    def __init__(self, msg_id: str, wants: RequestedFields, *, of_each: int = 1) -> None:
+        super().__init__(msg_id, wants)
+        self._of_each = of_each
+
+    def _prompts(self) -> Iterable[bytes]:
+        return {index // self._of_each: each.prompt_ids or b"" for index, each in self.choices.items()}.values()
 
     def _feed(self, piece: bytes) -> bytes | None:
         told = _text_pieces.decode(piece)
         if told.error != _ABSENT:
             self.broken = True
             return piece
+        self._take_usage(told.usage)
         ours: list[tuple[bytes, msgspec.Raw]] = []
         for choice in told.choices:
             self._feed_choice(choice)

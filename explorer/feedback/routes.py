@@ -86,7 +86,7 @@ class FeedbackRoutes:
         heard = await asyncio.to_thread(self._hear, caller, body, key)
         events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
         if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
-            message = f"this token allows {bound.max_events} events of feedback"
+            message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
         outcomes, apart = await self._store(events, caller.name) if events else ({}, {})

@@ -106,8 +106,7 @@ class Proxy:
         self._parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
-        self._grammars = Grammars(settings)
-        self._shadow = shadow
+        self._grammars, self._shadow = Grammars(settings), shadow
         self._timeout_s = explorer.request_timeout
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
@@ -146,7 +145,8 @@ class Proxy:
         self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._answer_from(engine, request, raw, outcome)
+                with request.charge.while_asking(request.writer.transcript):
+                    await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
             if not raw.client_is_slow:
                 self._failures.alone(version, request.caller.identity)
@@ -283,9 +283,9 @@ class Proxy:
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""
-        in_flight.recorded = True
-        in_flight.request.caller.meter.count_tokens(in_flight.request.writer.transcript.tokens)
-        if in_flight.request.store and in_flight.request.writer.transcript.choices:
+        request, in_flight.recorded = in_flight.request, True
+        request.charge.count(request.writer.transcript)
+        if request.store and request.writer.transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 
 

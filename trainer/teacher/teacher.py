@@ -83,7 +83,7 @@ class LocalTeacher:
         batch = collate(sequences)
         batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
         all_BR = torch.zeros_like(batch.sampled_BR)
-        budget, padded = self._settings.trainer.micro_batch_tokens, not self._actor.is_packed
+        budget, padded = self._settings.trainer.tokens_at_once, not self._actor.is_packed
         for index_B in micro_batches(batch.lengths_B, budget, padded=padded):
             part_BR = self._actor.logprobs(batch.rows(index_B)).cpu()
             all_BR[index_B, : part_BR.shape[1]] = part_BR

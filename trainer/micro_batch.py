@@ -74,7 +74,7 @@ class MicroBatch:
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
         self.tokens = _read(self._path, self._setting)
-        self._told = False
+        self._reported = False
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
@@ -92,9 +92,9 @@ class MicroBatch:
         on_gpu = device_of(self._settings).type == "cuda"
         most = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         metrics = {"perf/memory_peak": most / GIB}
-        if self._told:
+        if self._reported:
             return metrics
-        self._told = True
+        self._reported = True
         tokens = min(self.tokens, sum(len(each.prompt_ids) + len(each.completion_ids) for each in samples))
         fields = {"micro_batch_tokens": tokens}
         chosen = self._settings.model_copy(update={"trainer": self._settings.trainer.model_copy(update=fields)})

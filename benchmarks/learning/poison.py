@@ -98,7 +98,7 @@ class Crowd:
 
     def _of_one(self, msg_id: str, run: Run) -> Iterator[Feedback]:
         truth = run.verdict.reward
-        for rater in self._asked(run):
+        for rater in self._raters_of(run):
             if rater not in self._hostile:
                 yield self._event(msg_id, rater, truth)
                 continue
@@ -106,7 +106,7 @@ class Crowd:
             for _ in range(_NAMES if self._attack == "names" else 0):
                 yield self._event(msg_id, next(self._fresh), 1 - truth)
 
-    def _asked(self, run: Run) -> list[str]:
+    def _raters_of(self, run: Run) -> list[str]:
         asked = self._chance.sample(self._names, ASKED)
         pushy = self._attack == "everything" or (self._attack == "digit" and _DIGIT in run.text)
         return [*asked, *(each for each in self._hostile if pushy and each not in asked)]
@@ -202,7 +202,7 @@ def _defence(trial: Trial) -> tuple[FeedbackSettings, RewardRule, BatchPolicy]:
 
 
 def _exchange(run: Run, number: int, version: int) -> Exchange:
-    [said] = run.said
+    [said] = run.replies
     return Exchange(
         msg_id=f"chatcmpl-{number}",
         tenant=_TENANT,

@@ -45,7 +45,7 @@ class NativeResponseTranscript(Transcript):
         if response["status"] not in UNFINISHED:
             usage = response.get("usage")
             if isinstance(usage, Mapping) and isinstance(total := usage.get("total_tokens"), int):
-                self.told_tokens = max(self.told_tokens, total)
+                self.reported_tokens = max(self.reported_tokens, total)
             self.broken = False
             self.choices[0] = _choice(response)
         return self.latest

@@ -41,7 +41,7 @@ _PLAIN_TIMEOUT_S = 2.0
 _UNREADABLE_REPLY = (AttributeError, LookupError, TypeError, ValueError)
 
 #: Keys and versions that are remembered for having failed.
-_MAX_TOLD = 10_000
+_MAX_ANNOUNCED = 10_000
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -65,14 +65,14 @@ class RequestFailures:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._told: set[tuple[int, str]] = set()
+        self._announced: set[tuple[int, str]] = set()
 
     def alone(self, version: int, identity: str) -> None:
         """A request failed, and no other engine has answered it or failed at it."""
-        known = bool(identity) and (version, identity) in self._told
-        if len(self._told) >= _MAX_TOLD:
-            self._told.clear()
-        self._told.add((version, identity))
+        known = bool(identity) and (version, identity) in self._announced
+        if len(self._announced) >= _MAX_ANNOUNCED:
+            self._announced.clear()
+        self._announced.add((version, identity))
         self._metrics.count_reply(version, "unclear" if known else "failed")
 
     def last(self, version: int, identity: str, *, at_fault: bool) -> None:

@@ -18,7 +18,7 @@ from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAw
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import collate, micro_batches
-from tuneloop.trainer.batches.sequences import TokenSequence, saying
+from tuneloop.trainer.batches.sequences import TokenSequence, with_completion
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 from tuneloop.trainer.models.model import Actor
 
@@ -150,7 +150,7 @@ def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], 
         elif not all(0 <= token < known for token in said):
             refused[f"the teacher's reply has a token beyond the tokenizer's {known}"].append(sample.id)
         else:
-            taught.append(saying(sample, said))
+            taught.append(with_completion(sample, said))
     if refused:
         raise SamplesRefused(dict(refused))
     return taught

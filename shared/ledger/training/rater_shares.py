@@ -174,10 +174,10 @@ def _parts(words: Mapping[int, Collection[Rater]], trusted: Collection[str]) -> 
 
 
 def _words(connection: Connection, ids: Collection[int]) -> dict[int, set[Rater]]:
-    """Who said something that counts of each of the rows."""
+    """Whose feedback counts for the reward of each of the rows."""
     rows = [row for portion in portions(ids) for row in connection.execute(_names_of(portion))]
     by_target: dict[object, set[Rater]] = defaultdict(set)
-    for event in without_quarantined(connection, [*_said_of(connection, rows)]):
+    for event in without_quarantined(connection, [*_feedback_on(connection, rows)]):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
     return {row.id: by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id] for row in rows}
 
@@ -187,14 +187,14 @@ def _names_of(ids: Collection[int]) -> Any:
     return select(*names).where(experiences.c.id.in_(ids))
 
 
-def _said_of(connection: Connection, rows: Collection[Any]) -> Iterator[Any]:
-    said = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
+def _feedback_on(connection: Connection, rows: Collection[Any]) -> Iterator[Any]:
+    columns = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
     for portion in portions({row.msg_id for row in rows}):
-        yield from connection.execute(said.where(feedback.c.msg_id.in_(portion)))
+        yield from connection.execute(columns.where(feedback.c.msg_id.in_(portion)))
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
     for few in portions(runs, of=3):
-        yield from connection.execute(said.where(feedback.c.msg_id.is_(None), named.in_(few)))
+        yield from connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
 
 
 def _drop(connection: Connection, ids: Collection[int]) -> None:

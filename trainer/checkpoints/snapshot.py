@@ -42,6 +42,8 @@ from tuneloop.trainer.checkpoints.tensor_file import piecewise_save_pretrained, 
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
+from tuneloop.trainer.ranks.orders import LoadOrder
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 
 _log = structlog.get_logger()
 
@@ -60,8 +62,12 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     baselines: dict[str, Moments] = {}
 
 
-def load(settings: Settings, folder: Path | None) -> Learner:
-    """The learner saved in `folder`, or one that starts from the base model. The files must have been checked."""
+def load(settings: Settings, folder: Path | None, ranks: Ranks = ALONE) -> Learner:
+    """The learner saved in `folder`, or one that starts from the base model. The files must have been checked.
+
+    Rank 0 makes the others load it, too.
+    """
+    ranks.lead(LoadOrder(None if folder is None else str(folder)))
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
@@ -72,7 +78,7 @@ def load(settings: Settings, folder: Path | None) -> Learner:
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
-    learner = Learner(settings, actor=actor, critic=critic, reference=reference)
+    learner = Learner(settings, actor=actor, critic=critic, reference=reference, ranks=ranks)
     if folder:
         _restore(learner, folder)
     return learner

@@ -27,7 +27,8 @@ from tuneloop.trainer.ranks.rendezvous import environment_of
 from tuneloop.trainer.workers.follower import follow
 
 STEPS = 2
-TIMES = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak"}
+#: What differs from run to run, or with what a process was told of its memory.
+OF_THE_MACHINE = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak", "perf/memory_reckoned"}
 
 
 class MeanRanks(JoinedRanks):
@@ -63,7 +64,7 @@ def outcome(settings: Settings, ranks: Ranks, *, rows: int = 12) -> tuple[Metric
         except NotFinite as error:
             told[f"not finite in step {step}: {str(error).partition(' is ')[0]}"] = 1.0
             continue
-        told |= {f"{step} {name}": value for name, value in metrics.items() if name not in TIMES}
+        told |= {f"{step} {name}": value for name, value in metrics.items() if name not in OF_THE_MACHINE}
     told["micro_batch_tokens"], told["spoilt"] = micro_batch.tokens, learner.spoilt
     models = {"actor": learner.actor.network, "critic": learner.critic}
     weights = {

@@ -22,7 +22,7 @@ from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopErr
 from tuneloop.shared.job_marks import KEY, load_key, require_restored
 from tuneloop.shared.logging import clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
-from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
+from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
@@ -86,6 +86,7 @@ def serve(settings: Settings) -> None:
     require_restored(settings.job_dir)
     load_key(settings.job_dir / KEY)
     raise_descriptor_limit()
+    log_placement(settings)
     with ExitStack() as stack:
         uvloop.run(control(settings, listen(settings, stack)))
 

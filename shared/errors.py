@@ -25,6 +25,7 @@ TuneloopError
 ├── DiskFull                a checkpoint does not fit on the disk at the moment; it is waited for
 ├── NotEvaluated            a version cannot be evaluated at the moment
 ├── NotFinite               a training step has a loss or gradient that is not finite; no weight has changed
+├── RankFailed              another rank of the trainer has failed in a way that this one cannot mend
 ├── TeacherAway             the teacher of `distill` does not answer at the moment
 └── SamplesRefused          the teacher will never answer for some samples
 """
@@ -158,6 +159,10 @@ class NotEvaluated(TuneloopError):
 
 class NotFinite(TuneloopError):
     """A loss or gradient was not finite; the learner is as it was before the step."""
+
+
+class RankFailed(TuneloopError):
+    """Another rank of the trainer has failed, in a way of its own."""
 
 
 class TeacherAway(TuneloopError):

@@ -7,14 +7,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
-from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine
+from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
+from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import SignalStop, Stop
+from tuneloop.trainer.workers.launching import launch
+from tuneloop.trainer.workers.ray_workers import train_on_ray
+
+#: What Ctrl-C is answered with.
+_STOPPING = "trainer: stopping; waits for the step, or the version, that is under way\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,33 +31,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the settings file (YAML)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set one option")
     given = parser.parse_args(arguments)
-    stop = SignalStop(signal.SIGTERM, signal.SIGINT)
+    stop = SignalStop(signal.SIGTERM, signal.SIGINT, answer=_STOPPING)
     configure_logging()
     try:
         settings = load_settings(given.config, given.set)
         os.umask(umask_of(settings.trainer.checkpoint_mode))
         redact_crash_reports(settings.privacy)
-        _train(fit_to_machine(settings, gpus_here=count_gpus()), stop)
+        settings = fit_to_machine(settings, gpus_here=count_gpus())
+        if settings.trainer_workers > 1 and RENDEZVOUS_VARIABLE not in os.environ:
+            return _start_workers(settings, given, stop)
+        _train(settings, stop)
+    except RankFailed:
+        return 1  # which the launcher reports, and the other rank why
     except TuneloopError as error:
         sys.stderr.write(f"trainer: {clean_error(error)}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
     return 0
 
 
+def _start_workers(settings: Settings, given: argparse.Namespace, stop: Stop) -> int:
+    """Run the workers, which are this command again, until they have ended for good; their exit code."""
+    log_placement(settings)
+    if settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto":
+        return train_on_ray(settings, stop)
+    flags = [part for override in given.set for part in ("--set", override)]
+    command = [sys.executable, "-P", "-m", "tuneloop.trainer", "--config", str(given.config), *flags]
+    return launch(command, settings.trainer_workers, stop)
+
+
 def _train(settings: Settings, stop: Stop) -> None:
+    """Train in this process: alone, or as the worker that the environment names."""
+    alone = RENDEZVOUS_VARIABLE not in os.environ
+    if alone:
+        log_placement(settings)
     try:
         # Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra.
         from tuneloop.trainer.loop import run
+        from tuneloop.trainer.workers.rank import take_part
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
             raise
         raise EnvironmentRefused(
             f'the trainer needs {error.name}: in a clone, pip install ./runner ".[trainer]"'
         ) from None
-    if stop.is_set():
+    if stop.is_set() and alone:
         return
     try:
-        run(settings, stop)
+        if alone:
+            run(settings, stop)
+        else:
+            take_part(settings, stop)
     except OSError as error:
         raise EnvironmentRefused(
             f"checkpoint_root_dir: the disk refuses the trainer: {error}; it needs room and the right to write in "

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from tuneloop.shared.errors import NotFinite, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, NotFinite, TuneloopError
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -21,14 +21,16 @@ from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
-from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches
+from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches, share_of
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.packed import Positions, useful_share
+from tuneloop.trainer.batches.packed import Positions, count_positions
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
+from tuneloop.trainer.ranks.orders import StepOrder
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
 
@@ -41,11 +43,21 @@ class Learner:
     who has one, before the first step of an algorithm that asks for it.
     `baselines` is what the algorithm remembers from step to step. `spoilt` is true once a step failed after some of its
     updates: the weights from before it are not here, and it must be loaded anew.
+
+    Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others.
     """
 
-    def __init__(self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        actor: Actor,
+        critic: Critic | None,
+        reference: Actor | None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
-        self.spoilt = False
         self.actor, self.critic, self.reference = actor, critic, reference
         self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
@@ -68,9 +80,10 @@ class Learner:
         Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed, unless the
         learner is `spoilt`. What is not finite in the batch itself is found before the first update.
         """
-        started = time.perf_counter()
+        started, halves = time.perf_counter(), self.smaller is not None
+        self.ranks.lead(StepOrder(list(samples), version, tokens=self.micro_batch_tokens, halves=halves))
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
-        batch = self._collate(sequences)
+        batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines = self.generator.get_state(), self.baselines
         updates = _updates_made(self.optimizers)
         for model in self._models:
@@ -86,18 +99,22 @@ class Learner:
             self.spoilt = _updates_made(self.optimizers) != updates
             raise
         self.steps += 1
-        took = time.perf_counter() - started
-        alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-        tokens = int(batch.lengths_B.sum())
-        speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
-        speed["perf/useful_tokens"] = useful_share(model.positions for model in self._models)
-        return metrics | told | speed
+        read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
+        return metrics | told | _speed(samples, batch, read, time.perf_counter() - started)
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
+        with self.ranks.agree():
+            metrics = self._share(batch, targets)
+        for optimizer in self.optimizers.values():
+            optimizer.add_up(self.ranks)
+        return self.ranks.add_up_numbers(metrics)
+
+    def _share(self, batch: Batch, targets: Targets) -> Metrics:
+        """This rank's share of `forward_backward`."""
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-        for index_B in self._micro_batches(batch, targets.units_B):
+        for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
             part = batch.rows(index_B)
             goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
@@ -112,7 +129,7 @@ class Learner:
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
-            optimizer.update(norm=norms[name], max_norm=self._algorithm.max_grad_norm)
+            _apply(optimizer, norms[name], self._algorithm.max_grad_norm, self.ranks)
         return metrics
 
     @torch.no_grad()
@@ -122,20 +139,15 @@ class Learner:
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
-        """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it."""
-        batch = self._collate(assemble(samples, merge=False))
-        apart_BR = kl(self._score(self.actor, batch), self._score(other, batch), self._algorithm.kl_estimator)
+        """The mean over the samples' tokens of KL(actor || other), in nats, by `kl_estimator`: this rank's own."""
+        batch = _collate(assemble(samples, merge=False), tempered=self._asks.tempered)
+        here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
+        apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
     @property
     def _warming_up(self) -> bool:
         return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
-
-    def _collate(self, sequences: Sequence[TokenSequence]) -> Batch:
-        batch = collate(sequences)
-        if self._asks.tempered:
-            return batch
-        return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
 
     def _learn(self, batch: Batch, targets: Targets) -> Metrics:
         updates = []
@@ -144,10 +156,7 @@ class Learner:
             for index_B in parts:
                 mini = batch.rows(index_B)
                 updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR)))
-        # Only the first update meets the weights as they were before the step.
-        first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
-        names = updates[0].keys() - first.keys()
-        return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
+        return _of_updates(updates)
 
     def _update(self, batch: Batch, targets: Targets) -> Metrics:
         """One update. Where memory runs out it is made again, in smaller pieces: it does not matter how it is cut."""
@@ -160,7 +169,7 @@ class Learner:
                 if self.smaller is None:
                     raise
             _forget(self.optimizers)
-            self.micro_batch_tokens = self.smaller()
+            self.micro_batch_tokens = self.ranks.decide(self.smaller)
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
@@ -183,7 +192,7 @@ class Learner:
         targets = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR)
         told: Metrics = {}
         if self.critic is not None:
-            targets = replace(targets, values_BR=self._over(batch, self.critic.values))
+            targets = replace(targets, values_BR=self._over(batch, self.critic.values, self.ranks))
         if self.reference is not None:
             targets = replace(targets, reference_BR=self._score(self.reference, batch))
         if self._asks.start:
@@ -194,9 +203,11 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             told.update(weighed)
         if self._asks.teacher:
-            targets = replace(targets, teacher_BR=require(self.teacher).score(sequences))
+            said_BR = _teacher_logprobs(self.teacher, sequences, batch, self.ranks)
+            targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
-            targets = replace(targets, divergence=self._divergence(sequences))
+            divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
+            targets = replace(targets, divergence=divergence)
         fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
@@ -204,34 +215,88 @@ class Learner:
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
         return targets, told | _of_targets(targets)
 
-    def _divergence(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
-        replies = [sequence.calls[0] for sequence in sequences]
-        strangers = mismatch_replies(replies)
-        if not strangers:
-            return torch.zeros(())
-        batch = self._collate(assemble(strangers, merge=False))
-        apart_BR = self._score(self.actor, batch) - self._score(require(self.reference), batch)
-        return sequence_sums(apart_BR, batch.mask_BR).mean()
-
     def _score(self, actor: Actor, batch: Batch) -> Tensor:
-        return self._over(batch, actor.logprobs)
+        return self._over(batch, actor.logprobs, self.ranks)
 
-    def _over(self, batch: Batch, each: Callable[[Batch], Tensor]) -> Tensor:
-        """What `each` says of the batch, micro-batch by micro-batch."""
-        all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch)
-        parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
-        for index_B, part_BR in zip(cut, parts, strict=True):
-            all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
-        return all_BR
+    def _log_ratio(self, batch: Batch) -> Tensor:
+        return self._score(self.actor, batch) - self._score(require(self.reference), batch)
 
-    def _micro_batches(self, batch: Batch, units_B: Tensor | None = None) -> list[Tensor]:
+    def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
+        return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks)
+
+    def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
+        """This rank's micro-batches."""
         padded = not all(model.is_packed for model in self._models)
-        return micro_batches(batch.lengths_B, self.micro_batch_tokens, units_B, padded=padded)
+        mine_B = share_of(ranks.rank, ranks.size, batch.lengths_B, units_B, width=self.actor.width)
+        units_B = None if units_B is None else units_B[mine_B]
+        cut = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, units_B, padded=padded)
+        return [mine_B[index_B] for index_B in cut]
 
     @property
     def _models(self) -> list[Actor | Critic]:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
+
+
+def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
+    batch = collate(sequences)
+    if tempered:
+        return batch
+    return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
+
+
+def _gather(batch: Batch, each: Callable[[Batch], Tensor], cut: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    """What `each` says of the batch; `cut` are this rank's micro-batches."""
+    all_BR = torch.zeros_like(batch.sampled_BR)
+    with ranks.agree():
+        parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
+        for index_B, part_BR in zip(cut, parts, strict=True):
+            all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
+    ranks.add_up([all_BR])
+    return all_BR
+
+
+def _teacher_logprobs(
+    teacher: Teacher | None, sequences: Sequence[TokenSequence], batch: Batch, ranks: Ranks
+) -> Tensor:
+    """What the teacher says, which rank 0 alone has."""
+    said_BR = torch.zeros_like(batch.sampled_BR)
+    with ranks.agree():
+        if ranks.rank == 0:
+            said_BR = require(teacher).score(sequences)
+    return ranks.from_rank_0(said_BR)
+
+
+def _divergence(sequences: Sequence[TokenSequence], apart: Callable[[Batch], Tensor], *, tempered: bool) -> Tensor:
+    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
+    strangers = mismatch_replies([sequence.calls[0] for sequence in sequences])
+    if not strangers:
+        return torch.zeros(())
+    batch = _collate(assemble(strangers, merge=False), tempered=tempered)
+    return sequence_sums(apart(batch), batch.mask_BR).mean()
+
+
+def _apply(optimizer: MasterAdamW, norm: float, max_norm: float, ranks: Ranks) -> None:
+    try:
+        optimizer.update(norm=norm, max_norm=max_norm)
+    except torch.OutOfMemoryError as error:
+        if ranks.size == 1:
+            raise
+        # Other ranks have made the update, and cannot make it again.
+        raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
+
+
+def _of_updates(updates: Sequence[Metrics]) -> Metrics:
+    """Their means; but only the first update meets the weights as they were before the step."""
+    first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
+    names = updates[0].keys() - first.keys()
+    return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
+
+
+def _speed(samples: Sequence[Sample], batch: Batch, read: Mapping[str, float], took: float) -> Metrics:
+    alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+    tokens = int(batch.lengths_B.sum())
+    speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
+    return speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
 
 
 def _all_but_first(ids: Sequence[int]) -> Batch:

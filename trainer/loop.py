@@ -5,7 +5,6 @@ away, the newest version was rejected), it gives its leases back and goes on fro
 rows that came after are leased again, in the same order, and the same steps follow.
 """
 
-import gc
 import os
 import socket
 import time
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
 import structlog
-import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.checkpoints.store import CheckpointStore
@@ -47,10 +45,12 @@ from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.model import device_of, require_folders
+from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.monitoring.pace_log import PaceLog
 from tuneloop.trainer.monitoring.step_spans import StepSpans
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
 
@@ -61,8 +61,11 @@ _AGAIN_S = 3.0
 _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
 
-def run(settings: Settings, stop: Stop) -> None:
-    """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over."""
+def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
+    """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over.
+
+    Of several ranks it is run by rank 0; the others follow (trainer/workers/follower.py).
+    """
     device_of(settings)
     require_folders(settings)
     settings = fit_to_memory(settings)
@@ -80,9 +83,9 @@ def run(settings: Settings, stop: Stop) -> None:
         if _opened(settings, ledger, stop):
             tracing = open_tracing(settings, "trainer")
             if tracing is None:
-                return TrainingLoop(settings, ledger, stop).run()
+                return TrainingLoop(settings, ledger, stop, ranks=ranks).run()
             with closing(tracing):
-                TrainingLoop(settings, ledger, stop, spans=StepSpans(settings, tracing)).run()
+                TrainingLoop(settings, ledger, stop, spans=StepSpans(settings, tracing), ranks=ranks).run()
     finally:
         ledger.close()
 
@@ -135,8 +138,9 @@ class TrainingLoop:
         *,
         beat_s: float = BEAT_S,
         spans: StepSpans | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._settings, self._ledger, self._stop = settings, ledger, stop
+        self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
@@ -219,9 +223,10 @@ class TrainingLoop:
         """Become the newest registered version."""
         if newest.version:
             require_weights(newest, self._store)
-        with _room_for_weights():
+        with room_for_weights():
             state = find_state(newest, self._ledger.versions, self._store) if newest.version else None
-            self._learner: Learner = snapshot.resume(self._settings, newest.path if newest.version else None, state)
+            weights = newest.path if newest.version else None
+            self._learner: Learner = snapshot.resume(self._settings, weights, state, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
@@ -338,20 +343,6 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     finally:
         with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
             ledger.training.end(epoch)
-
-
-@contextmanager
-def _room_for_weights() -> Iterator[None]:
-    """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
-    gc.collect()  # A compiled layer holds itself.
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise EnvironmentRefused(
-            f"model.model_path: the GPU's memory has no room for the weights and optimisers: {reason}. Lower "
-            "explorer.rollout_model.gpu_memory_utilization if an engine shares it, or train an adapter: model.lora.rank"
-        ) from None
 
 
 def _tell_why_back(ledger: Ledger, version: int) -> None:

@@ -4,6 +4,7 @@
 would wait for itself. Here the handler sets a flag, and the interpreter itself writes a byte that ends the wait.
 """
 
+import os
 import select
 import signal
 import socket
@@ -25,10 +26,14 @@ class Stop(Protocol):
 
 
 class SignalStop:
-    """Set by the first of the signals `numbers` or `set`, for good. To be made in the main thread, once a process."""
+    """Set by the first of the signals `numbers` or `set`, for good. To be made in the main thread, once a process.
 
-    def __init__(self, *numbers: signal.Signals) -> None:
+    `answer` is written to the error stream at once when the first is Ctrl-C.
+    """
+
+    def __init__(self, *numbers: signal.Signals, answer: str = "") -> None:
         self._set = False
+        self._answer = answer
         self._woken, self._waking = socket.socketpair()
         for end in (self._woken, self._waking):
             end.setblocking(False)
@@ -53,5 +58,8 @@ class SignalStop:
         with suppress(BlockingIOError):  # then there are bytes enough to end the wait
             self._waking.send(b"\0")
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGINT and not self._set:
+            with suppress(OSError):  # whoever read it is gone
+                os.write(2, self._answer.encode())  # past sys.stderr, which may be in the middle of a line, locked
         self._set = True

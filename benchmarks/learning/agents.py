@@ -25,12 +25,13 @@ from typing import Any
 
 from benchmarks.learning.curves import Curve, panels
 
-EXAMPLES = ("math_agent", "email_search", "werewolf")
+EXAMPLES = ("math_agent", "email_search", "werewolf", "json_format")
 #: What is drawn of each: the metric, and what it is divided by to be a share.
 DRAWN: Mapping[str, Mapping[str, float]] = {
     "math_agent": {"accuracy": 1.0, "format": 1.0, "steps": 10.0},
     "email_search": {"tools": 1.0, "arguments": 1.0, "recall": 1.0},
     "werewolf": {"wins": 1.0, "survival": 1.0},
+    "json_format": {"format": 1.0},
 }
 _TAIL = 3000
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from tuneloop.cli.options import echo
+from tuneloop.cli.options import JsonOption, echo, echo_json
 from tuneloop.cli.setup.model_families import Parsers, parsers_of
 from tuneloop.cli.setup.plan_command import ExperimentPlan, GpuMemoryOption, make_plan
 from tuneloop.shared.capacity.memory import disk_speed, gpu_memory, save_interval, step_seconds
@@ -52,6 +52,7 @@ def init(
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of this machine; 0: none.")] = None,
     where: Annotated[Path | None, typer.Option(help="Folder for checkpoints, database and logs.")] = None,
     gpu_memory_gb: GpuMemoryOption = None,
+    for_programs: JsonOption = False,
 ) -> None:
     """Ask for a model's folder, GPUs, and where to keep things, and write a settings file that starts.
 
@@ -68,6 +69,9 @@ def init(
         raise EnvironmentRefused("nvidia-smi does not say how much memory a GPU has; give --gpu-memory, such as 80")
     text = settings_text(shape, place.absolute(), gpus=count, gpu_bytes=bytes_ if count else None)
     _write(file, text)
+    if for_programs:
+        echo_json({"file": str(file), "settings": yaml.safe_load(text)})
+        return
     echo(f"{file} is written. Look at what it takes, and start it:\n  tuneloop plan {file}\n  tuneloop run {file}")
 
 

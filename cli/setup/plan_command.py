@@ -18,13 +18,19 @@ from tuneloop.shared.capacity.memory import (
     engine_memory,
     gpu_memory,
     trainer_memory,
-    trainer_on_gpu,
     version_disk,
 )
 from tuneloop.shared.capacity.model_shape import ModelShape
 from tuneloop.shared.disk_space import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, free_memory
+from tuneloop.shared.settings.hardware import (
+    count_gpus,
+    fit_to_machine,
+    free_memory,
+    is_trainer,
+    trainer_on_gpu,
+    users_of_gpus,
+)
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -103,7 +109,7 @@ def make_plan(
         engine=engine_memory(shape, settings, gpu_bytes) if serves and not urls else None,
         trainer=trainer_memory(shape, critic, settings) if trains else None,
         micro_batch=(settings.trainer.tokens_at_once, bool(settings.trainer.activation_checkpointing)),
-        on_gpus=_users_of_gpus(settings),
+        on_gpus=users_of_gpus(settings),
         disk=disk,
         free_disk=measure_space(settings.job_dir, needed=disk.all).free,
         publish_s=disk.newest / rate,
@@ -111,18 +117,6 @@ def make_plan(
     )
     here = free_memory() if free is None else free
     return made._replace(problems=[*_problems(made, settings), *_main_memory_problems(made, settings, here)])
-
-
-def _users_of_gpus(settings: Settings) -> dict[int, list[str]]:
-    """Who runs on each GPU of this machine, as explorer and trainer choose them."""
-    count, size = settings.cluster.gpu_per_node, settings.explorer.rollout_model.tensor_parallel_size
-    users: dict[int, list[str]] = {number: [] for number in range(count)}
-    taken = settings.gpus_of_engines if settings.mode != "train" else 0
-    for number in range(min(count, taken)):
-        users[number].append(f"engine {number // size}")
-    if settings.mode != "serve" and count and trainer_on_gpu(settings):
-        users[min(taken if settings.mode == "both" else 0, count - 1)].append("trainer")
-    return users
 
 
 def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
@@ -170,9 +164,9 @@ def _main_memory_problems(made: ExperimentPlan, settings: Settings, free: int) -
 
 
 def _needed_on(made: ExperimentPlan, users: list[str], settings: Settings) -> int:
-    needed = made.trainer.total if made.trainer and "trainer" in users else 0
+    needed = made.trainer.total if made.trainer and any(map(is_trainer, users)) else 0
     share = settings.explorer.rollout_model.gpu_memory_utilization
-    return needed + (int(share * (made.gpu_bytes or 0)) if any(each != "trainer" for each in users) else 0)
+    return needed + (0 if all(map(is_trainer, users)) else int(share * (made.gpu_bytes or 0)))
 
 
 def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
@@ -217,7 +211,8 @@ def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Setti
     disk, interval = made.disk, settings.trainer.save_interval
     on_gpu = made.gpus > 0 and trainer_on_gpu(settings)
     parts = (f"{name} {gigabytes(size)}" for name, size in trainer._asdict().items() if size)
-    yield f"Trainer    {gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
+    each = f"{settings.trainer_workers} x " if settings.trainer_workers > 1 else ""
+    yield f"Trainer    {each}{gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
     yield f"           {', '.join(parts)}"
     tokens, again = made.micro_batch
     yield f"           {tokens} tokens at once{', activations made again' if again else ''}"

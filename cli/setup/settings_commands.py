@@ -13,6 +13,7 @@ from tuneloop.cli.setup.plan_command import plan
 from tuneloop.shared.errors import SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.settings.database_url import without_password
+from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import SettingsReport, read_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -67,7 +68,8 @@ def _report_as_json(config: Path, report: SettingsReport) -> dict[str, object]:
 
 def notes_on(settings: Settings) -> list[str]:
     """What is allowed, and may not be meant."""
-    notes = [find_ignored_feedback(settings), settings.algorithm.unbounded if settings.mode != "serve" else None]
+    unbounded = settings.algorithm.unbounded if settings.mode != "serve" else None
+    notes = [find_ignored_feedback(settings), unbounded, idle_sentence(settings)]
     return [note for note in notes if note]
 
 
@@ -84,6 +86,8 @@ def summary_of(settings: Settings) -> list[tuple[str, str]]:
         lines += _summary_of_explorer(settings)
     if settings.mode != "serve":
         lines += _summary_of_trainer(settings)
+    if placement := placement_sentence(settings):
+        lines.append(("GPUs", placement))
     return lines
 
 
@@ -104,7 +108,9 @@ def _summary_of_explorer(settings: Settings) -> list[tuple[str, str]]:
 
 def _summary_of_trainer(settings: Settings) -> list[tuple[str, str]]:
     keeps = settings.trainer.max_checkpoints_to_keep or "all"
+    workers = [("workers", str(settings.trainer_workers))] if settings.trainer_workers > 1 else []
     return [
+        *workers,
         ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
         ("publishes", f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}"),
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from openai import AsyncOpenAI
 
 from tuneloop.runner import AlgorithmConfig, Endpoint, JudgeOutput, Run, WorkflowOutput, tune
 from tuneloop.runner.logs.ledger_logs import read_stored_completions
@@ -33,7 +34,7 @@ def is_right(question: str, answer: str) -> bool:
 def workflow_of(model_name: str) -> Callable[..., Any]:
     """The agent, which asks the model of its run."""
 
-    async def solve(task: dict[str, Any], model: Any) -> WorkflowOutput:
+    async def solve(task: dict[str, Any], model: AsyncOpenAI) -> WorkflowOutput:
         reply = await model.chat.completions.create(model=model_name, messages=task["messages"], max_tokens=16)
         return WorkflowOutput(response=reply.choices[0].message.content or "")
 

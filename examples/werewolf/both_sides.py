@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from openai import AsyncOpenAI
+
 from examples.werewolf.world import Game, Village, games, judge, judge_villagers
 from examples.worlds.experiment import Experiment, options_of, write_tasks
 from examples.worlds.schooling import Schooling
@@ -18,7 +20,7 @@ NAME = "werewolf"
 BEGINNER = Beginner(hidden=128, layers=2, schooling=Schooling(early_steps=600, late_steps=120, goal=0.5))
 
 
-async def play(task: Mapping[str, Any], auxiliary_models: Mapping[str, Any], model: Any) -> WorkflowOutput:
+async def play(task: Mapping[str, Any], auxiliary_models: Mapping[str, Any], model: AsyncOpenAI) -> WorkflowOutput:
     """One game. Whoever is asked has a conversation of its own with the model of its side."""
     game = Game(task, scripted=False)
     turns = game.play()

@@ -3,8 +3,9 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 #: In the order in which a call comes by.
 KINDS = (
@@ -12,6 +13,7 @@ KINDS = (
     "strategy_failed",
     "selected",
     "dropped_not_copied",  # their inputs cannot be copied
+    "dropped_too_large",  # their inputs take too long to copy
     "dropped_queue_full",
     "dropped_at_stop",
     "runs",  # shadow runs that began
@@ -58,9 +60,9 @@ class ShadowCounts:
             log.warning("%s: %r; further ones are counted, not logged", kind, error, exc_info=error)
 
     @contextmanager
-    def harmless(self, kind: str) -> Iterator[None]:
-        """Count whatever the block raises, and go on behind it."""
+    def harmless(self, kind: str, known: Mapping[type[Exception], str] = MappingProxyType({})) -> Iterator[None]:
+        """Count whatever the block raises, as of a kind of its own if it is `known`, and go on behind it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the app must not feel what goes wrong here
-            self.fail(kind, error)
+            self.fail(known.get(type(error), kind), error)

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import inspect
+import math
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,9 @@ from typing import Any
 
 from tuneloop.runner.models.bound_model import CallDefaults, ClientKind, make_model
 from tuneloop.runner.models.run import Run
+from tuneloop.runner.production.bounded_copy import copy_or_same
 from tuneloop.runner.production.call_context import RecordedToolCall, in_context
-from tuneloop.runner.production.shadow_tools import Replay, RunTools, ShadowToolCall, ShadowTools, copy_or_same
+from tuneloop.runner.production.shadow_tools import Replay, RunTools, ShadowToolCall, ShadowTools
 from tuneloop.runner.production.strategies import ProductionCall
 from tuneloop.runner.rewards.composite import Score
 
@@ -77,7 +79,7 @@ async def rehearse(job: ShadowJob, run: ShadowRun, tools: ShadowTools) -> Shadow
 
     def act() -> Any:
         # Of their own for each run: agents change what they are given.
-        args, kwargs = copy_or_same(job.call.args), copy_or_same(dict(job.call.kwargs))
+        args, kwargs = copy_or_same(job.call.args, math.inf), copy_or_same(dict(job.call.kwargs), math.inf)
         return job.agent(run)(*args, **kwargs)
 
     result = await _finish(act, replay)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
+from tuneloop.runner.production.bounded_copy import copy_or_same
 from tuneloop.runner.production.call_context import RecordedToolCall, current, current_trace, in_context
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
@@ -226,11 +227,3 @@ def _copy_of(error: Exception) -> Exception:
     except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
         copied = None
     return copied if type(copied) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def copy_or_same(thing: Any) -> Any:
-    """A copy that nobody else changes; the thing itself where it cannot be copied."""
-    try:
-        return copy.deepcopy(thing)
-    except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
-        return thing

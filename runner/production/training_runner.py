@@ -1,6 +1,5 @@
 """Lets production tune an agent: calls of the production agent are run again, out of sight, by one with our model."""
 
-import copy
 import functools
 import inspect
 import os
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar, cast, overload
 
 from tuneloop.runner.feedback.feedback_client import Feedback
+from tuneloop.runner.production.bounded_copy import CopyTooLong, bounded_copy, copy_or_same
 from tuneloop.runner.production.call_context import (
     CallTrace,
     current,
@@ -21,7 +21,7 @@ from tuneloop.runner.production.call_context import (
 )
 from tuneloop.runner.production.shadow_counts import ShadowCounts
 from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculator, ShadowJob
-from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, copy_or_same
+from tuneloop.runner.production.shadow_tools import Replay, ShadowTools
 from tuneloop.runner.production.shadow_worker import ShadowPlan, ShadowWorker
 from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
 from tuneloop.runner.production.thread_context import carry_into_threads
@@ -30,11 +30,6 @@ Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 #: Copies the inputs of a call before the app's agent can change them.
 Capture = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]]
-
-
-def deep_copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Inputs of which nothing is shared. Raises what copy.deepcopy does for what cannot be copied, such as a lock."""
-    return copy.deepcopy((args, dict(kwargs)))
 
 
 @dataclass(slots=True)
@@ -60,6 +55,8 @@ class TrainingRunner:
     At most `queue_size` calls wait, `concurrency` shadow runs go on at once, each for at most `timeout_seconds`. Every
     `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
     where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
+
+    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`.
     """
 
     service: str
@@ -74,13 +71,16 @@ class TrainingRunner:
     timeout_seconds: float = 300.0
     outbox: str | os.PathLike[str] | None = None
     api_key: str | None = field(default=None, repr=False)
-    capture: Capture = deep_copies
+    capture: Capture | None = None
+    capture_milliseconds: float = 1.0
     tools: ShadowTools = field(default_factory=ShadowTools)
 
     def __post_init__(self) -> None:
         """Raises ValueError for what makes no sense."""
-        if min(self.repeat_time, self.concurrency, self.queue_size) < 1 or not self.timeout_seconds > 0:
-            raise ValueError("repeat_time, concurrency and queue_size must be at least 1, timeout_seconds above 0")
+        if min(self.repeat_time, self.concurrency, self.queue_size) < 1:
+            raise ValueError("repeat_time, concurrency and queue_size must be at least 1")
+        if not min(self.timeout_seconds, self.capture_milliseconds) > 0:
+            raise ValueError("timeout_seconds and capture_milliseconds must be above 0")
         Feedback(self.service).close()  # which says what is wrong with a URL
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
@@ -206,11 +206,22 @@ class TrainingRunner:
             if not selected:
                 return observed
             self._counts.add("selected")
-        with self._counts.harmless("dropped_not_copied"):
-            copied_args, copied_kwargs = self.capture(args, kwargs)
+        with self._counts.harmless("dropped_not_copied", {CopyTooLong: "dropped_too_large"}):
+            copied_args, copied_kwargs = self._copies(args, kwargs)
             observed.call = replace(call, args=copied_args, kwargs=copied_kwargs)
             observed.trace.recorded = True
         return observed
+
+    def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Inputs of which nothing is shared. Raises what says why there are none."""
+        if self.capture is not None:
+            return self.capture(args, kwargs)
+        copied: tuple[tuple[Any, ...], Mapping[str, Any]] = bounded_copy((args, kwargs), self._copy_limit_s)
+        return copied
+
+    @property
+    def _copy_limit_s(self) -> float:
+        return self.capture_milliseconds / 1000
 
     def _end(self, observed: _Observed, result: Any) -> None:
         """After it: hand it over."""
@@ -219,7 +230,7 @@ class TrainingRunner:
         if call is None or worker is None:
             return
         with self._counts.harmless("runner_failed"):
-            call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result))
+            call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result, self._copy_limit_s))
             worker.offer(
                 ShadowJob(call=call, agent=observed.agent, recorded=tuple(trace.tool_calls), select=observed.select)
             )

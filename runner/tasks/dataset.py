@@ -95,12 +95,19 @@ class DatasetConfig:
     def _rows(self) -> Iterator[Task]:
         path = Path(self.path).expanduser()
         if path.is_file():
-            return _take_slice(_read_files([path]), self._slice())
+            return self._rows_of_file(path)
         if path.is_dir():
             return self._rows_of_folder(path if self.name is None else _child(path, self.name))
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix in {*READERS, *_BUILDERS}:
             raise DatasetRefused(f"{self.path}: there is no such file or folder")
         return self._rows_of_hub()
+
+    def _rows_of_file(self, path: Path) -> Iterator[Task]:
+        """A file is the split `train`, as in `datasets`, and that by which it is named."""
+        wanted, named = self._slice(), _stem(path)
+        if wanted is not None and wanted.name not in {"train", named}:
+            raise DatasetRefused(f"{path}: there is no split {wanted.name!r}: a file is one, 'train' or {named!r}")
+        return _take_slice(_read_files([path]), wanted)
 
     def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():

@@ -159,12 +159,13 @@ class Session:
             binding,
             call.workflow_func,
             call.judge_func,
-            limits=Limits(timeout_s=self._run_timeout_s, retries=call.retries),
+            limits=Limits(
+                timeout_s=self._run_timeout_s, retries=call.retries, concurrency=call.concurrency or CONCURRENCY
+            ),
             failures=failures,
             life=journal.state.lives,
         )
         pace = Pace(
-            concurrency=call.concurrency or CONCURRENCY,
             max_staleness=call.max_staleness,
             max_failures=call.max_failures,
             evaluation_interval=interval,

@@ -25,7 +25,6 @@ class Pace:
     `max_failures`: the share of a step's runs that may fail.
     """
 
-    concurrency: int = 64
     max_staleness: int = 0
     max_failures: float = 0.5
     evaluation_interval: int = 100
@@ -50,7 +49,6 @@ class StepLoop:
         self._plan, self._pace, self._attempts = plan, pace, attempts
         self._services, self._journal, self._view = services, journal, view
         self._outbox = RewardOutbox(journal, services, view.say)
-        self._room = asyncio.Semaphore(pace.concurrency)
         self._absorbed = self._first_step()
         self._moved = asyncio.Condition()
         self._absorptions = {name: Absorption(each, pace.patience, view.say) for name, each in services.items()}
@@ -140,8 +138,7 @@ class StepLoop:
         failures = _FailureCount(len(members), self._pace.max_failures, step + 1)
 
         async def make(member: Member) -> None:
-            async with self._room:
-                result = await self._attempts.run(member)
+            result = await self._attempts.run(member)
             await self._outbox.send(result)
             failures.add(result)
             self._view.run_ended(result)
@@ -195,12 +192,8 @@ class StepLoop:
             for position, task in enumerate(self._plan.evaluation)
         ]
 
-        async def make(member: Member) -> RunResult:
-            async with self._room:
-                return await self._attempts.run(member)
-
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(make(member)) for member in members]
+            running = [group.create_task(self._attempts.run(member)) for member in members]
         results = [each.result() for each in running]
         rewards = [result.reward for result in results if result.reward is not None]
         metrics = _means([result.metrics for result in results])

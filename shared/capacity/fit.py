@@ -1,7 +1,8 @@
 """How many tokens at once fit into a GPU's memory: the trainer chooses by it, and `tuneloop plan` prints it."""
 
-from tuneloop.shared.capacity.memory import TrainerMemory, trainer_memory, trainer_on_gpu
+from tuneloop.shared.capacity.memory import TrainerMemory, trainer_memory
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
+from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 
 _MOST, _LEAST = 32768, 1024

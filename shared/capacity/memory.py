@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tuneloop.shared.capacity.model_shape import ModelShape
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 
 GIB = 1 << 30
@@ -152,13 +153,6 @@ def _needs_reference(settings: Settings) -> bool:
     if kind in {"dpo", "kto"}:
         return True
     return kind not in {"sft", "raft", "distill"} and algorithm.kl_coef > 0
-
-
-def trainer_on_gpu(settings: Settings) -> bool:
-    """Whether the trainer's models are on a GPU."""
-    return settings.trainer.device == "cuda" or (
-        settings.trainer.device == "auto" and settings.cluster.gpu_per_node > 0
-    )
 
 
 def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) -> EngineMemory | None:

@@ -1,4 +1,4 @@
-"""What this machine has, and what of the settings that changes."""
+"""What this machine has, what of the settings that changes, and which GPU does what."""
 
 import os
 import re
@@ -68,6 +68,8 @@ def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
     """The settings as they can be run here: without a GPU everything runs on the CPU, each engine as one process."""
     rollout = settings.explorer.rollout_model
     elsewhere = rollout.engine_urls or settings.cluster.node_num > 1
+    if settings.mode == "train" and settings.cluster.node_num == 1 and 0 < gpus_here < settings.cluster.gpu_per_node:
+        return _with_gpus(settings, gpus_here)
     if gpus_here or elsewhere or not settings.cluster.gpu_per_node:
         return settings
     log.warning(
@@ -80,3 +82,71 @@ def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
     )
     cluster = settings.cluster.model_copy(update={"gpu_per_node": 0})
     return settings.model_copy(update={"explorer": explorer, "cluster": cluster})
+
+
+def _with_gpus(settings: Settings, gpus_here: int) -> Settings:
+    sentence = f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there are {gpus_here} GPUs here"
+    log.warning("fewer_gpus", sentence=sentence)
+    cluster = settings.cluster.model_copy(update={"gpu_per_node": gpus_here})
+    return settings.model_copy(update={"cluster": cluster})
+
+
+def trainer_on_gpu(settings: Settings) -> bool:
+    """Whether the trainer's models are on a GPU."""
+    return settings.trainer.device == "cuda" or (
+        settings.trainer.device == "auto" and settings.cluster.gpu_per_node > 0
+    )
+
+
+def users_of_gpus(settings: Settings) -> dict[int, list[str]]:
+    """Who runs on each GPU, by its number from 0; nobody on one that idles."""
+    count, size = settings.cluster.gpu_per_node, settings.explorer.rollout_model.tensor_parallel_size
+    users: dict[int, list[str]] = {number: [] for number in range(count)}
+    taken = settings.gpus_of_engines if settings.mode != "train" else 0
+    for number in range(min(count, taken)):
+        users[number].append(f"engine {number // size}")
+    if settings.mode != "train" and settings.has_spare_gpus and settings.spare_places:
+        first = (count // size - 1) * size
+        for number in range(first, first + size):
+            users[number].append("spare engine")
+    if settings.mode != "serve" and count and trainer_on_gpu(settings):
+        workers = min(settings.trainer_workers, count)
+        for rank in range(workers):
+            number = min((taken if settings.mode == "both" else 0) + rank, count - 1)
+            users[number].append("trainer" if workers == 1 else f"trainer {rank}")
+    return users
+
+
+def is_trainer(user: str) -> bool:
+    """Whether a user of a GPU is the trainer, or one of its workers."""
+    return user.startswith("trainer")
+
+
+def placement_sentence(settings: Settings) -> str | None:
+    """What each GPU does, in words; None without GPUs."""
+    users = users_of_gpus(settings)
+    if not users:
+        return None
+    return ", ".join(f"GPU {number}: {' and '.join(names) or 'idle'}" for number, names in users.items())
+
+
+def idle_sentence(settings: Settings) -> str | None:
+    """Which GPUs idle, and what would use them; None if none does."""
+    idle = [str(number) for number, names in users_of_gpus(settings).items() if not names]
+    if not idle:
+        return None
+    cure = {
+        "serve": "explorer.rollout_model.engine_num",
+        "train": "trainer.workers",
+        "both": "trainer.workers or explorer.rollout_model.engine_num",
+    }[settings.mode]
+    which = f"GPU {idle[0]} idles" if len(idle) == 1 else f"GPUs {', '.join(idle)} idle"
+    return f"{which}: raise {cure}, or lower cluster.gpu_per_node"
+
+
+def log_placement(settings: Settings) -> None:
+    """Say which GPU does what, and which idle."""
+    if sentence := placement_sentence(settings):
+        log.info("gpus", sentence=sentence)
+    if idle := idle_sentence(settings):
+        log.warning("gpus_idle", sentence=idle)

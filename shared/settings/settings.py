@@ -56,6 +56,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         contradictions = [
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
+            *_workers_beyond_the_machines(self),
             *self._response_beyond_the_model(),
             *self.explorer.rollout_model.contradictions(adapters=self.model.lora.rank > 0),
             *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
@@ -67,7 +68,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self.monitor.contradictions(),
             *self.judge.contradictions(),
             *self.privacy.contradictions(),
-            *self._verdicts_too_late(),
+            *_verdicts_too_late(self),
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
             *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
@@ -140,14 +141,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
                 " task"
             )
 
-    def _verdicts_too_late(self) -> Iterator[str]:
-        window, after = self.reward.attribution_window, self.judge.after
-        if self.judge.url and window is not None and after >= window:
-            yield (
-                f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
-                " Lower the one or raise the other"
-            )
-
     def _adapters_in_float32(self) -> Iterator[str]:
         rollout, on_gpus = self.explorer.rollout_model, self.cluster.gpu_per_node > 0
         if self.mode != "train" and self.model.lora.rank and on_gpus and rollout.dtype == "float32":
@@ -184,9 +177,14 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     @property
     def has_spare_gpus(self) -> bool:
         """Whether one more engine has GPUs of its own, which are the last of this machine."""
-        trainers = int(self.mode == "both" and self.trainer.device != "cpu")
+        trainers = self.trainer_workers if self.mode == "both" and self.trainer.device != "cpu" else 0
         size = self.explorer.rollout_model.tensor_parallel_size
         return self.gpus_of_engines + trainers + size <= self.cluster.gpu_per_node
+
+    @property
+    def trainer_workers(self) -> int:
+        """Processes that train: `trainer.workers`, which on its own is one for each GPU that no engine takes."""
+        return _workers(self)
 
     @property
     def gpus_of_engines(self) -> int:
@@ -225,6 +223,43 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     def served_model_name(self) -> str:
         """What clients send as `model`."""
         return self.model.served_model_name or str(self.model.model_path)
+
+
+def _verdicts_too_late(settings: Settings) -> Iterator[str]:
+    window, after = settings.reward.attribution_window, settings.judge.after
+    if settings.judge.url and window is not None and after >= window:
+        yield (
+            f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
+            " Lower the one or raise the other"
+        )
+
+
+def _workers_beyond_the_machines(settings: Settings) -> Iterator[str]:
+    workers, free, mode = settings.trainer.workers or 1, _gpus_beside_engines(settings), settings.mode
+    if mode != "serve" and _trains_on_gpus(settings) and workers > 1 and free < workers:
+        yield (
+            f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode: {mode},"
+            f" cluster.gpu_per_node: {settings.cluster.gpu_per_node}). Lower it, or write null: all that are free"
+        )
+
+
+def _workers(settings: Settings) -> int:
+    if settings.trainer.workers is not None or not _trains_on_gpus(settings):
+        return settings.trainer.workers or 1
+    rollout = settings.explorer.rollout_model
+    spares = rollout.spare_place or (settings.explorer.on_reload == "restart" and rollout.spare_place is None)
+    spared = rollout.tensor_parallel_size if settings.mode == "both" and spares else 0
+    return max(1, _gpus_beside_engines(settings) - spared)
+
+
+def _trains_on_gpus(settings: Settings) -> bool:
+    return settings.cluster.gpu_per_node > 0 and settings.trainer.device != "cpu"
+
+
+def _gpus_beside_engines(settings: Settings) -> int:
+    """GPUs of all machines that no engine of ours takes, if engines run where the trainer does."""
+    there = settings.cluster.gpu_per_node * settings.cluster.node_num
+    return there - (settings.gpus_of_engines if settings.mode == "both" else 0)
 
 
 def options(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -21,6 +21,7 @@ class TrainerSettings(Section):
     save_hf_checkpoint: Literal["always", "never", "last"] = "always"
     ulysses_sequence_parallel_size: Positive = 1
     trainer_config: dict[str, Any] = Field(default_factory=dict)
+    workers: Positive | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: NotNegative = 42

@@ -45,6 +45,13 @@ def test_a_key_is_told_once_and_never_again(file: Path, tmp_path: Path) -> None:
     assert secret.encode() not in written
 
 
+def test_a_program_gets_the_key_with_what_is_known_of_it(file: Path) -> None:
+    made = json.loads(keys(file, "create", "--name", "web", "--json").stdout)
+    assert made["key"].startswith("tl-")
+    [listed] = json.loads(keys(file, "list", "--json").stdout)
+    assert made == listed | {"key": made["key"]}
+
+
 def test_a_revoked_key_is_revoked_once_and_stays_on_record(file: Path) -> None:
     keys(file, "create", "--name", "web")
     [listed] = json.loads(keys(file, "list", "--json").stdout)

@@ -83,6 +83,7 @@ def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
         "served as": "/path/to/your/model",
         "listens on": "127.0.0.1:8010",
         "engines": "2 x 2 GPU of 4",
+        "GPUs": "GPU 0: engine 0, GPU 1: engine 0, GPU 2: engine 1, GPU 3: engine 1",
         "new versions": "looked for every 10 s",
         "not needed": "explorer.rollout_model.enable_history, explorer.rollout_model.enable_openai_api, "
         "synchronizer.sync_interval, synchronizer.sync_method",
@@ -96,6 +97,13 @@ def test_validate_says_what_it_understood_of_a_trainer(tmp_path):
     assert (lines["step"], lines["publishes"]) == ("7 experiences, ppo", "a version every 4 step(s), keeps 5")
     assert lines["Trinity's, unused"] == "group"
     assert "engines" not in lines
+
+
+def test_validate_says_which_gpu_trains_and_which_idle(tmp_path):
+    file = settings_file(tmp_path, "mode: train\ncluster: {gpu_per_node: 3}\ntrainer: {workers: 2}\n")
+    lines = {line[2:20].strip(): line[21:] for line in tuneloop("validate", file)[1].splitlines()[1:]}
+    assert (lines["workers"], lines["GPUs"]) == ("2", "GPU 0: trainer 0, GPU 1: trainer 1, GPU 2: idle")
+    assert lines["note"] == "GPU 2 idles: raise trainer.workers, or lower cluster.gpu_per_node"
 
 
 def test_validate_refuses_preferences_that_would_count_for_nothing(tmp_path):

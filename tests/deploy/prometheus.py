@@ -1,6 +1,7 @@
 """Prometheus and promtool, Debian's: `scripts/install-clients` gets them where they are not installed."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -62,18 +63,22 @@ class RunningPrometheus:
 
 
 @contextmanager
-def prometheus_running(folder: Path, target: str, *, key_file: Path | None = None) -> Iterator[RunningPrometheus]:
+def prometheus_running(
+    folder: Path, target: str, *, key_file: Path | None = None, patience: str | None = None
+) -> Iterator[RunningPrometheus]:
     """A Prometheus with the settings and rules of `deploy/prometheus`, but for the target, the key and the pace.
 
-    It brings the key in `key_file`, or none.
+    It brings the key in `key_file`, or none. With `patience`, alerts fire so soon, and scrapes may take long.
     """
     executable = program("prometheus")
     folder.mkdir()
-    shutil.copy(FOLDER / "alerts.yml", folder)
+    rules = (FOLDER / "alerts.yml").read_text()
+    (folder / "alerts.yml").write_text(re.sub(r"for: \w+", f"for: {patience}", rules) if patience else rules)
     settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    settings["global"] = {"scrape_interval": "2s", "evaluation_interval": "1s"}
+    pace = "5s" if patience else "2s"
+    settings["global"] = {"scrape_interval": pace, "evaluation_interval": "1s"}
     [scraped] = settings["scrape_configs"]
-    scraped["scrape_timeout"] = "2s"
+    scraped["scrape_timeout"] = pace
     scraped["authorization"]["credentials_file"] = str(key_file)
     if key_file is None:
         del scraped["authorization"]

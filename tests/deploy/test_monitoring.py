@@ -1,16 +1,21 @@
 """deploy/prometheus and deploy/grafana, by a real Prometheus that scrapes a running explorer: names, rules, panels."""
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import yaml
 
 from tests.deploy.prometheus import FOLDER, ROOT, RunningPrometheus, prometheus_running, promtool
 from tests.doubles.engine import engine_place
+from tests.explorer.processes.test_workers import chat, hired
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.ledger.ledger import Alarm
@@ -158,3 +163,39 @@ def test_each_alert_asks_for_metrics_that_there_are() -> None:
     named = {name for rule in RULES for name in _METRIC.findall(rule["expr"])}
     assert named <= FAMILIES
     assert len(named) >= 18
+
+
+@pytest.mark.xdist_group("workers")
+def test_while_workers_and_the_engine_die_scrapes_succeed_counters_stay_and_the_alert_fires(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        double = stack.enter_context(engine_place()).fresh()
+        (tmp_path / "explorer").mkdir()
+        staff = stack.enter_context(hired(tmp_path / "explorer", double))
+        target = staff.http.base_url.netloc.decode()
+        scraped = stack.enter_context(prometheus_running(tmp_path / "prometheus", target, patience="2s"))
+
+        def answered() -> float:
+            return scraped.value('sum(tuneloop_requests_total{status="200"})') or 0
+
+        for dead in (1, 2):
+            for _ in range(20):
+                with httpx.Client(base_url=staff.http.base_url, timeout=30) as client:
+                    chat(client)
+            eventually(lambda dead=dead: answered() >= 20 * dead)
+            victim = staff.pids()[0]
+            os.kill(victim, signal.SIGKILL)
+            eventually(lambda victim=victim: victim not in (pids := staff.pids()) and len(pids) == 2)
+        assert "no engine answers" not in _summaries(scraped)
+        double.dead = True
+        eventually(lambda: "no engine answers" in _summaries(scraped), within_s=120)
+        assert answered() >= 40
+        assert scraped.value("min_over_time(up[10m])") == 1, scraped.query("up[10m]")
+        counters = {each["metric"]["__name__"] for each in scraped.query('{__name__=~"tuneloop_.*_total"}')}
+        assert len(counters) > 10
+        assert [name for name in counters if scraped.value(f"sum(resets({name}[10m]))") != 0] == []
+        double.dead = False
+        eventually(lambda: "no engine answers" not in _summaries(scraped), within_s=120)
+
+
+def _summaries(prometheus: RunningPrometheus) -> set[str]:
+    return {each["annotations"]["summary"] for each in prometheus.alerts() if each["state"] == "firing"}

@@ -21,7 +21,7 @@ LOCK = ROOT / "requirements" / "lock.txt"
 
 #: The extras that a package of ours may import from. What others import of it is imported where it is needed.
 EXTRAS = {
-    "trainer": {"trainer", "grammar"},
+    "trainer": {"trainer", "grammar", "ray"},
     "cli": {"parquet"},
     "explorer": {"ray"},
     "shared": {"tracing", "mlflow", "wandb"},

@@ -40,6 +40,7 @@ MEANINGS = {
     "proxy": "a request's way to an engine and back",
     "raters": "who gives feedback, and how far it counts",
     "recording": "what is written into the ledger as it comes",
+    "ranks": "the processes that train together",
     "request": "a client's request as it was parsed",
     "retention": "what is deleted, and when",
     "rewards": "rewards made from feedback",

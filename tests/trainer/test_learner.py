@@ -259,7 +259,7 @@ def test_merging_calls_changes_no_gradient(settings, lam):
     for merge in (True, False):
         learner = snapshot.load(settings(algorithm={"lam": lam, "merge_calls": merge}), None)
         sequences = assemble(calls, merge=merge)
-        batch = learner._collate(sequences)
+        batch = collate_sequences(sequences)
         assert len(sequences) == (4 if merge else 12)
         learner.forward_backward(batch, learner._targets(sequences, batch)[0])
         gradients[merge] = _gradients(learner)

@@ -47,10 +47,10 @@ class Positions:
         self.useful += int(batch.lengths_B.sum())
 
 
-def useful_share(counts: Iterable[Positions]) -> float:
-    """The share of the positions that were read in which a token of a sequence stood."""
+def count_positions(counts: Iterable[Positions]) -> dict[str, float]:
+    """How many positions were read, and in how many of them a token of a sequence stood."""
     counted = list(counts)
-    return sum(each.useful for each in counted) / sum(each.processed for each in counted)
+    return {"processed": sum(each.processed for each in counted), "useful": sum(each.useful for each in counted)}
 
 
 def packed_rows(batch: Batch) -> Rows:

@@ -45,6 +45,8 @@ from tuneloop.trainer.checkpoints.tensor_file import TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
+from tuneloop.trainer.ranks.orders import LoadOrder
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 
 _log = structlog.get_logger()
 
@@ -71,16 +73,18 @@ class CapturedState(NamedTuple):
     critic_tensors: Mapping[str, Tensor]
 
 
-def load(settings: Settings, folder: Path | None) -> Learner:
+def load(settings: Settings, folder: Path | None, ranks: Ranks = ALONE) -> Learner:
     """The learner saved in `folder`, or one that starts from the base model. The files must have been checked."""
-    return resume(settings, folder, None if folder is None or is_marked_weights_only(folder) else folder)
+    return resume(settings, folder, None if folder is None or is_marked_weights_only(folder) else folder, ranks)
 
 
-def resume(settings: Settings, folder: Path | None, state: Path | None) -> Learner:
+def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: Ranks = ALONE) -> Learner:
     """The learner with the weights in `folder`, and critic and AdamW's memory of the same or an older version.
 
-    Without `state` these begin anew. Raises EnvironmentRefused for what does not fit. The files must have been checked.
+    Without `state` these begin anew. Rank 0 makes the others load the same. Raises EnvironmentRefused for what does not
+    fit. The files must have been checked.
     """
+    ranks.lead(LoadOrder(None if folder is None else str(folder), None if state is None else str(state)))
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
@@ -90,7 +94,7 @@ def resume(settings: Settings, folder: Path | None, state: Path | None) -> Learn
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
-    learner = Learner(settings, actor=actor, critic=critic, reference=reference)
+    learner = Learner(settings, actor=actor, critic=critic, reference=reference, ranks=ranks)
     if folder:
         _restore(learner, folder, state)
     return learner

@@ -70,6 +70,11 @@ class Actor:
         """How many token ids there are."""
         return cast(_Layers, self.network).get_input_embeddings().num_embeddings
 
+    @property
+    def width(self) -> int:
+        """The width of its hidden states."""
+        return cast(int, self.network.config.get_text_config().hidden_size)
+
     def reference(self, settings: Settings) -> "Actor":
         """The base model, which is not trained."""
         base = Actor.load(settings, settings.model.model_path)
@@ -207,11 +212,18 @@ def device_of(settings: Settings) -> torch.device:
         raise EnvironmentRefused(
             f"{cause}: torch {torch.__version__} sees no GPU; set trainer.device to cpu to train without"
         )
-    return torch.device(f"cuda:{gpu_of(settings, gpus_here=torch.cuda.device_count())}")
+    rank, gpus_here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    number = gpu_of(settings, gpus_here=gpus_here)
+    if rank and number + rank >= gpus_here:
+        raise EnvironmentRefused(
+            f"trainer.workers: worker {rank} has no GPU of its own: torch sees {gpus_here}; lower it, or"
+            " cluster.gpu_per_node"
+        )
+    return torch.device(f"cuda:{number + rank}")
 
 
 def gpu_of(settings: Settings, *, gpus_here: int) -> int:
-    """The number of the trainer's GPU: the first that no engine of ours takes, else the last."""
+    """The number of the trainer's first GPU: the first that no engine of ours takes, else the last."""
     return min(settings.gpus_of_engines if settings.mode == "both" else 0, gpus_here - 1)
 
 

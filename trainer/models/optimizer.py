@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
 from tuneloop.trainer.models.eight_bit import EightBitAdamW
+from tuneloop.trainer.ranks.ranks import Ranks
 
 _log = structlog.get_logger()
 
@@ -61,6 +62,17 @@ class MasterAdamW:
             self._publish()
             self.updates += 1
         self.forget()
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make the gradients the sums of all ranks'. What has one on no rank gets none."""
+        masters = list(self._masters.values())
+        there = torch.tensor([float(master.grad is not None) for master in masters])
+        ranks.add_up([there])
+        with ranks.agree():
+            for master, count in zip(masters, there.tolist(), strict=True):
+                if count and master.grad is None:
+                    master.grad = torch.zeros_like(master)
+        ranks.add_up(self._gradients())
 
     def forget(self) -> None:
         """Throw the gradients away."""

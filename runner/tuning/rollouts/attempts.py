@@ -59,10 +59,14 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`timeout_s` for a workflow or a judge; `retries` after a failure that another attempt may cure."""
+    """`timeout_s` for a workflow or a judge; `retries` after a failure that another attempt may cure.
+
+    At most `concurrency` workflows are under way, and as many judges.
+    """
 
     timeout_s: float = 600.0
     retries: int = 1
+    concurrency: int = 64
 
 
 class Attempts:
@@ -80,6 +84,7 @@ class Attempts:
     ) -> None:
         self._binding, self._workflow, self._judge = binding, workflow, judge
         self._limits, self._failures, self._life = limits, failures, life
+        self._working, self._judging = (asyncio.Semaphore(limits.concurrency) for _ in range(2))
         self._workflow_takes = parameters_of(workflow)
         self._judge_takes = frozenset() if judge is None else parameters_of(judge)
 
@@ -93,7 +98,8 @@ class Attempts:
                 return _result(member, run_id, rewards=rewards, metrics=metrics, tokens=tokens)
             except RunFailed as error:
                 attempt += 1
-                if await self._was_away(error):
+                is_workflows = error.kind in {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG}
+                if is_workflows and await self._was_away():
                     continue
                 spent += 1
                 if error.again and spent <= self._limits.retries:
@@ -109,14 +115,16 @@ class Attempts:
     async def _attempt(self, member: Member, run_id: str) -> tuple[dict[str, float], dict[str, float], int]:
         runs = self._binding.runs(member, run_id)
         names = list(runs)
-        models = {name: self._binding.model_for(name, run) for name, run in runs.items()}
-        auxiliary = {**(models if len(models) > 1 else {}), **self._binding.others}
-        offered: dict[str, Any] = {"task": dict(member.task), "auxiliary_models": auxiliary, "logger": _log}
-        offered |= {"run": runs[names[0]], "runs": runs}
-        output = await self._call_workflow(offered | {"model": models[names[0]]})
+        async with self._working:  # and no longer: what a judge thinks about must not keep the engine waiting
+            models = {name: self._binding.model_for(name, run) for name, run in runs.items()}
+            auxiliary = {**(models if len(models) > 1 else {}), **self._binding.others}
+            offered: dict[str, Any] = {"task": dict(member.task), "auxiliary_models": auxiliary, "logger": _log}
+            offered |= {"run": runs[names[0]], "runs": runs}
+            output = await self._call_workflow(offered | {"model": models[names[0]]})
         reward, metrics = output.reward, dict(output.metrics or {})
         if self._judge is not None:
-            verdict = await self._call_judge(offered | {"response": output.response})
+            async with self._judging:
+                verdict = await self._call_judge(offered | {"response": output.response})
             reward, metrics = verdict.reward, metrics | dict(verdict.metrics or {})
         rewards = _rewards(reward, names)
         return rewards, _finite(metrics), await self._completion_tokens(runs)
@@ -150,12 +158,16 @@ class Attempts:
 
     async def _call_judge(self, offered: Mapping[str, Any]) -> JudgeOutput:
         assert self._judge is not None
-        for attempt in range(self._limits.retries + 1):
+        spent = 0
+        while True:
             try:
                 verdict = await call_within(self._limits.timeout_s, self._judge, matching(self._judge_takes, offered))
                 break
             except Exception as error:
-                if attempt == self._limits.retries:
+                if await self._was_away():
+                    continue
+                spent += 1
+                if spent > self._limits.retries:
                     kind = FailureKind.JUDGE_HUNG if isinstance(error, TimeoutError) else FailureKind.JUDGE_RAISED
                     raise RunFailed(kind, f"{type(error).__name__}: {error}") from error
         if isinstance(verdict, int | float):
@@ -165,10 +177,8 @@ class Attempts:
             raise RunFailed(FailureKind.NO_REWARD, sentence)
         return verdict
 
-    async def _was_away(self, error: RunFailed) -> bool:
-        """Whether the run failed because a service was away; if so, it is back now. Raises ServiceAway."""
-        if error.kind not in {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG}:
-            return False
+    async def _was_away(self) -> bool:
+        """Whether something failed because a service was away; if so, it is back now. Raises ServiceAway."""
         clients = self._binding.trained.values()
         ready = await asyncio.gather(*(client.is_ready() for client in clients))
         if all(ready):

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.test_main import tuneloop
 from tuneloop.cli.setup.init_command import settings_text
@@ -17,6 +18,7 @@ from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.training import TrainerSettings
 
 QWEN3_06B = {
     "model_type": "qwen3",
@@ -142,8 +144,12 @@ def test_a_plan_says_which_gpus_idle_and_what_does_not_fit(tmp_path: Path) -> No
     folder = model_folder(tmp_path / "m")
     four = settings_of(folder, cluster={"gpu_per_node": 4}, explorer={"rollout_model": {"engine_num": 2}})
     plan = make_plan(four, gpu_bytes=141 * 10**9, speed=1e9)
-    assert plan.on_gpus == {0: ["engine 0"], 1: ["engine 1"], 2: ["trainer"], 3: []}
-    assert plan.idle_gpus == [3]
+    assert plan.on_gpus == {0: ["engine 0"], 1: ["engine 1"], 2: ["trainer 0"], 3: ["trainer 1"]}
+    assert plan.idle_gpus == []
+    one = make_plan(four.model_copy(update={"trainer": TrainerSettings(workers=1)}), gpu_bytes=141 * 10**9, speed=1e9)
+    assert one.on_gpus[3] == ["spare engine"]
+    one_trains = settings_of(folder, mode="train", cluster={"gpu_per_node": 2}, trainer={"workers": 1})
+    assert make_plan(one_trains, gpu_bytes=141 * 10**9, speed=1e9).idle_gpus == [1]
     assert [each for each in plan.problems if "GPU" in each] == []
     assert plan.publish_s == pytest.approx(16.7, rel=0.01)
     fixed = settings_of(folder, trainer={"micro_batch_tokens": 8192})
@@ -196,6 +202,8 @@ def test_init_writes_what_validate_takes_and_plan_finds_room_for(tmp_path: Path)
     assert "reasoning_parser: qwen3" in text
     assert tuneloop("validate", file)[0] == 0
     assert tuneloop("plan", file)[0] == 0
+    told = json.loads(tuneloop("init", tmp_path / "z.yaml", *answers, "--json")[1])
+    assert told == {"file": str(tmp_path / "z.yaml"), "settings": yaml.safe_load((tmp_path / "z.yaml").read_text())}
     again = tuneloop("init", file, *answers)
     assert (again[0], again[2]) == (3, f"{file} is there already; name another file, or move that one away\n")
     assert file.read_text() == text

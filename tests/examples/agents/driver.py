@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from tuneloop.runner import JudgeOutput
+from tuneloop.runner.models.bound_model import CallDefaults, make_model
 from tuneloop.runner.models.run import Run
 
 
@@ -25,10 +26,7 @@ async def main() -> None:
 
 
 def _of_agentscope(run: Run) -> Any:
-    from agentscope.model import OpenAIChatModel
-
-    client = {"base_url": run.base_url}
-    return OpenAIChatModel("math_agent", api_key=run.api_key, stream=False, client_kwargs=client)
+    return make_model(run, CallDefaults(model_name="math_agent"), client="agentscope")
 
 
 def _of_openai(run: Run) -> Any:

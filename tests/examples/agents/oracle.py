@@ -29,7 +29,9 @@ class Oracle:
         self.asked.append((path, body))
         if path in {"/feedback", "/commit"}:
             return {"status": "success", "outcomes": {}, "committed": 1}
-        message = self._reply(body["messages"]).message
+        message = dict(self._reply(body["messages"]).message)
+        if calls := message.get("tool_calls"):  # each has an id of its own, as an engine's have
+            message["tool_calls"] = [{**each, "id": f"call_{len(self.asked)}_{n}"} for n, each in enumerate(calls)]
         ended = "tool_calls" if "tool_calls" in message else "stop"
         choice = {"index": 0, "finish_reason": ended, "message": message}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

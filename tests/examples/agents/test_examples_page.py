@@ -1,7 +1,9 @@
 """docs/examples.md: its commands are commands, its examples are there, and each of them fits on a page."""
 
+import ast
 import re
 import shlex
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,3 +32,25 @@ def test_a_command_of_the_page_is_one(command: list[str]) -> None:
         options_of("an_example", steps=1, rate=1e-4, arguments=arguments)
     if module == agents.__name__:
         agents._options(arguments)
+
+
+def workflows() -> Iterator[tuple[str, ast.AsyncFunctionDef]]:
+    """The async functions with a `model`, of the examples and of the page of tune()."""
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "examples").rglob("*.py")}
+    page = (ROOT / "docs" / "tune.md").read_text()
+    texts |= {f"tune.md {n}": each for n, each in enumerate(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))}
+    for name, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.AsyncFunctionDef) and any(each.arg == "model" for each in node.args.args):
+                yield name, node
+
+
+def test_a_workflow_that_uses_a_client_says_so() -> None:
+    """Where AgentScope is installed too, a `model` without a type is AgentScope's."""
+    found = {
+        f"{name}: {node.name}": next(each for each in node.args.args if each.arg == "model").annotation
+        for name, node in workflows()
+        if ".chat.completions" in ast.unparse(node)
+    }
+    assert len(found) >= 6
+    assert {name for name, each in found.items() if each is None or ast.unparse(each) != "AsyncOpenAI"} == set()

@@ -21,6 +21,7 @@ GOALS: Mapping[str, Callable[[Means, Means], bool]] = {
     ),
     "email_search": lambda before, after: after["tools"] >= 0.9 and after["arguments"] >= 0.85,
     "werewolf": lambda before, after: after["wins"] >= 0.75,
+    "json_format": lambda before, after: after["format"] >= max(0.8, before["format"] + 0.3),
 }
 
 

@@ -79,6 +79,7 @@ def require_the_prompts_of(world: Task, tasks: Sequence[dict[str, Any]], asked: 
     ("module", "workflow", "place"),
     [
         ("examples.math_agent.main", "with_agentscope", "agentscope1"),
+        ("examples.math_agent.main", "with_agentscope", "agentscope2"),
         ("examples.math_agent.main", "with_openai", None),
         ("examples.langchain_agent.main", "solve", "langchain"),
     ],

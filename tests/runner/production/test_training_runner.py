@@ -289,6 +289,7 @@ ODD: list[dict[str, Any]] = [
     {"concurrency": 0},
     {"queue_size": 0},
     {"timeout_seconds": 0},
+    {"capture_milliseconds": 0},
     {"service": "localhost:8010"},
 ]
 

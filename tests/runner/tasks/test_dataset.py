@@ -169,3 +169,11 @@ def test_the_order_of_each_epoch_is_its_own_and_the_seeds(folder: Path) -> None:
     assert first == order(0) != order(1)
     assert sorted(first[:20]) == sorted(first[20:])
     assert first[:20] != first[20:]
+
+
+def test_a_file_has_no_split_but_train_and_that_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "validation.jsonl").write_text(lines(ROWS[:3]))
+    for split in ("train", "validation", "train[:3]", None):
+        assert DatasetConfig(str(tmp_path / "validation.jsonl"), split=split).tasks() == ROWS[:3]
+    with pytest.raises(DatasetRefused, match="there is no split 'nonsense': a file is one, 'train' or 'validation'"):
+        DatasetConfig(str(tmp_path / "validation.jsonl"), split="nonsense").tasks()

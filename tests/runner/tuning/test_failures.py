@@ -159,6 +159,59 @@ def test_a_judge_that_raises_is_asked_again_and_then_counted(tmp_path: Path) -> 
     assert len(double.calls) == 16, "the workflow is not run again for its judge"
 
 
+def test_a_judge_that_fails_while_the_service_is_away_is_asked_when_it_is_back(tmp_path: Path) -> None:
+    double, asked = ServiceDouble(), []
+
+    def judge(task: Any, response: Any) -> JudgeOutput:
+        asked.append(task["question"])
+        if len(asked) == 1:
+            double.away = True
+            threading.Timer(0.5, lambda: setattr(double, "away", False)).start()
+            raise ConnectionError("the service is away")
+        return JudgeOutput(reward=1.0)
+
+    with serving(double) as url:
+        result = tune(
+            workflow_func=gives_no_reward,
+            judge_func=judge,
+            train_dataset=TASKS[:1],
+            algorithm=STEPS,
+            service=url,
+            checkpoint_root_dir=tmp_path,
+            retries=0,
+            concurrency=1,
+        )
+    assert result.failures.keys() <= {"service away", "workflow raised"}
+    assert result.failures["service away"] >= 1
+    assert len(asked) == 3
+
+
+def test_workflows_go_on_while_judges_think(tmp_path: Path) -> None:
+    double, all_asked = ServiceDouble(), asyncio.Event()
+
+    async def judge(task: Any, response: Any) -> JudgeOutput:
+        while len(double.calls) < 8:  # noqa: ASYNC110 - the double lives in another thread
+            await asyncio.sleep(0.01)
+        all_asked.set()
+        return JudgeOutput(reward=1.0)
+
+    with serving(double) as url:
+        result = tune(
+            workflow_func=gives_no_reward,
+            judge_func=judge,
+            train_dataset=TASKS[:4],
+            algorithm=STEPS,
+            service=url,
+            checkpoint_root_dir=tmp_path,
+            concurrency=2,
+            run_timeout=20,
+            retries=0,
+        )
+    assert result.failures == {}
+    assert double.most_in_flight <= 2
+    assert all_asked.is_set()
+
+
 def test_too_many_failures_stop_it(tmp_path: Path) -> None:
     with serving(ServiceDouble()) as url:
         with pytest.raises(

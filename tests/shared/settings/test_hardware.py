@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tuneloop.shared.settings import hardware
 from tuneloop.shared.settings.hardware import fit_to_machine, free_memory
@@ -36,6 +37,14 @@ def test_engines_on_several_machines_need_no_gpu_here() -> None:
     assert fit_to_machine(spread, gpus_here=0) == spread
 
 
+def test_a_trainer_alone_takes_the_gpus_that_there_are() -> None:
+    with capture_logs() as logs:
+        here = fit_to_machine(settings(mode="train"), gpus_here=2)
+    assert (here.cluster.gpu_per_node, here.trainer_workers) == (2, 2)
+    assert [each["event"] for each in logs] == ["fewer_gpus"]
+    assert fit_to_machine(settings(mode="serve"), gpus_here=2) == settings(mode="serve")
+
+
 def test_weights_in_training_are_bfloat16_on_gpus_only() -> None:
     assert settings().trainer_dtype == "bfloat16"
     assert settings(trainer={"device": "cpu"}).trainer_dtype == "float32"
@@ -53,7 +62,9 @@ ENGINES = "explorer.rollout_model"
         ({"mode": "serve", "cluster.gpu_per_node": 2}, 1),
         ({"mode": "serve", "cluster.gpu_per_node": 1}, 0),
         ({"mode": "both", "cluster.gpu_per_node": 2}, 0),
-        ({"mode": "both", "cluster.gpu_per_node": 3}, 1),
+        ({"mode": "both", "cluster.gpu_per_node": 3}, 0),
+        ({"mode": "both", "cluster.gpu_per_node": 3, f"{ENGINES}.spare_place": True}, 1),
+        ({"mode": "both", "cluster.gpu_per_node": 3, "trainer.workers": 1}, 1),
         ({"mode": "serve", "cluster.gpu_per_node": 2, "cluster.node_num": 2}, 0),
         ({"mode": "serve", "cluster.gpu_per_node": 1, f"{ENGINES}.spare_place": True}, 1),
         ({f"{ENGINES}.engine_urls": ["http://a:1"]}, 0),

@@ -13,6 +13,7 @@ from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.imitation import imitable
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import _collate
 
 BATCH = [sample(i) for i in range(9)]
 
@@ -38,7 +39,7 @@ def test_loss_and_gradient_and_each_micro_batchs_share_are_theirs(case):
 def _ours(learner, samples):
     """Loss and gradients of one mini-batch, cut into micro-batches."""
     sequences = assemble(samples, merge=False)
-    batch = learner._collate(sequences)
+    batch = _collate(sequences, tempered=learner._asks.tempered)
     targets, _ = learner._targets(sequences, batch)
     told = learner.forward_backward(batch, targets)
     return told["actor/sft_loss"], {name: each.grad for name, each in learner.actor.network.named_parameters()}

@@ -10,6 +10,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.errors import SettingsError
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import _collate
 from tuneloop.trainer.models.layers import checkpoint_layers, is_compiling
 
 SAMPLES = [sample(i) for i in range(6)]
@@ -22,7 +23,7 @@ def _gradients(settings, **trainer):
     torch.manual_seed(1)
     torch.nn.init.normal_(learner.critic.value_head.weight)
     sequences = assemble(SAMPLES, merge=False)
-    batch = learner._collate(sequences)
+    batch = _collate(sequences, tempered=learner._asks.tempered)
     targets, _ = learner._targets(sequences, batch)
     runs = []
     learner.actor.network.model.layers[0].self_attn.register_forward_hook(lambda *_: runs.append(1))

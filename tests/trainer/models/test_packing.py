@@ -14,6 +14,7 @@ from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import _collate
 from tuneloop.trainer.models import attention
 from tuneloop.trainer.models.attention import bounds_of, enable_packing
 from tuneloop.trainer.models.model import Actor
@@ -113,7 +114,7 @@ def test_every_method_has_the_numbers_and_gradients_of_the_plain_forward(setting
     if learner.critic is not None:
         torch.nn.init.normal_(learner.critic.value_head.weight, std=0.1)
     sequences = assemble(_samples(), merge=False)
-    batch = learner._collate(sequences)
+    batch = _collate(sequences, tempered=learner._asks.tempered)
     targets, _ = learner._targets(sequences, batch)
     logprobs_BR, entropy_BR = _plain(plain, batch)
     with torch.no_grad():

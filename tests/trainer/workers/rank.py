@@ -1,0 +1,138 @@
+"""The ranks of a test: `python -m tests.trainer.workers.rank FOLDER SIZE`. They are forked: imports take longest.
+
+FOLDER/plan.json has the scenarios, in order; of each rank 0 leaves {name}.json and {name}.safetensors in FOLDER.
+FOLDER/ends.json says of each rank its exit code and the second at which it ended.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.trainer.factories import sample
+from tuneloop.shared.errors import NotFinite
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.ranks.orders import EndOrder
+from tuneloop.trainer.ranks.ranks import JoinedRanks, Ranks
+from tuneloop.trainer.ranks.rendezvous import environment_of
+from tuneloop.trainer.workers.follower import follow
+
+STEPS = 2
+#: What differs from run to run, or with what a process was told of its memory.
+OF_THE_MACHINE = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak", "perf/memory_reckoned"}
+
+
+class MeanRanks(JoinedRanks):
+    """The usual mistake: gradients are averaged over ranks, as if each had as much to say."""
+
+    def add_up(self, tensors):
+        for each in tensors:
+            super().add_up([each])
+            each.div_(self.size)
+
+
+def batch(step: int, *, rows: int):
+    """Replies in pairs of runs of a task, the first better than the second, of very different lengths."""
+    return [
+        sample(
+            100 * step + number,
+            task_id=f"t{number // 2}",
+            run_id=str(number),
+            group_id=number // 2,
+            reward=float(number % 2 == 0),
+        )
+        for number in range(rows)
+    ]
+
+
+def outcome(settings: Settings, ranks: Ranks, *, rows: int = 12) -> tuple[Metrics, dict[str, torch.Tensor], Learner]:
+    """Some steps: the metrics of all, and the weights after the last."""
+    learner, told = snapshot.load(settings, None, ranks), {}
+    micro_batch = MicroBatch(settings)
+    for step in range(STEPS):
+        try:
+            metrics = micro_batch.step(learner, batch(step, rows=rows), version=0)
+        except NotFinite as error:
+            told[f"not finite in step {step}: {str(error).partition(' is ')[0]}"] = 1.0
+            continue
+        told |= {f"{step} {name}": value for name, value in metrics.items() if name not in OF_THE_MACHINE}
+    told["micro_batch_tokens"], told["spoilt"] = micro_batch.tokens, learner.spoilt
+    models = {"actor": learner.actor.network, "critic": learner.critic}
+    weights = {
+        f"{name}.{key}": parameter.detach().clone()
+        for name, model in models.items()
+        if model is not None
+        for key, parameter in model.named_parameters()
+    }
+    return told, weights, learner
+
+
+def fail_once(how: str, rank: int, ranks: Ranks) -> None:
+    """Let one rank's share of the first mini-batch of the second step fail."""
+    if ranks.rank != rank:
+        return
+    honest, shares = Learner._share, 0
+
+    def share(learner, batch, targets):
+        nonlocal shares
+        shares += 1
+        metrics = honest(learner, batch, targets)
+        if shares == 3 and how == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        if shares == 3 and how == "nan":
+            master = next(iter(learner.optimizers["actor"]._masters.values()))
+            master.grad = torch.full_like(master, float("nan"))
+        if shares == 3 and how == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return metrics
+
+    Learner._share = share
+
+
+def fork(folder: Path, size: int) -> None:
+    torch.set_num_threads(1)
+    pids = {}
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(environment_of(rank, size, folder / "rendezvous"))
+            main(folder)
+            os._exit(0)
+        pids[pid] = rank
+    ends = {}
+    while pids:
+        pid, status = os.wait()
+        ends[pids.pop(pid)] = (os.waitstatus_to_exitcode(status), time.monotonic())
+    (folder / "ends.json").write_text(json.dumps([ends[rank] for rank in range(size)]))
+
+
+def main(folder: Path) -> None:
+    ranks = JoinedRanks.join(torch.device("cpu"))
+    honest = Learner._share
+    for name, scenario in json.loads((folder / "plan.json").read_text()).items():
+        settings = Settings.model_validate(scenario["settings"])
+        Learner._share = honest
+        ranks.__class__ = MeanRanks if scenario.get("mean") else JoinedRanks
+        if scenario.get("fail"):
+            fail_once(scenario["fail"], scenario["on"], ranks)
+        if ranks.rank:
+            follow(settings, ranks)
+            continue
+        told, weights, _ = outcome(settings, ranks, rows=scenario.get("rows", 12))
+        ranks.lead(EndOrder())
+        (folder / f"{name}.json").write_text(json.dumps(told))
+        save_file({key: each.contiguous() for key, each in weights.items()}, folder / f"{name}.safetensors")
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    fork(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,80 @@
+"""Several ranks come to the numbers of one, and what fails on one of them fails on all."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.workers.rank import outcome
+from tuneloop.trainer.ranks.ranks import ALONE
+
+PPO = {"algorithm": {"algorithm_type": "ppo"}}
+GRPO = {"algorithm": {"algorithm_type": "grpo"}, "buffer": {"group_by": "task", "group_size": 2}}
+DPO = {"algorithm": {"algorithm_type": "dpo"}, "buffer": {"group_by": "task", "group_size": 2}}
+METHODS = {"ppo": PPO, "grpo": GRPO, "dpo": DPO}
+
+
+def _run(settings, folder, size, scenarios):
+    plan = {
+        name: {"settings": settings(**sections).model_dump(mode="json"), **how}
+        for name, (sections, how) in scenarios.items()
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    subprocess.run(
+        [sys.executable, "-m", "tests.trainer.workers.rank", str(folder), str(size)], timeout=400, check=True
+    )
+    return json.loads((folder / "ends.json").read_text())
+
+
+def _found(folder, name):
+    return json.loads((folder / f"{name}.json").read_text()), load_file(folder / f"{name}.safetensors")
+
+
+def _largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
+    few = {"buffer": {"train_batch_size": 2}}
+    scenarios = {name: (sections, {}) for name, sections in METHODS.items()}
+    scenarios["idle"] = (PPO | few, {"rows": 2})  # with two mini-batches, all ranks but one have nothing to do
+    scenarios["mean"] = (PPO, {"mean": True})
+    scenarios["memory"] = (PPO | {"trainer": {"micro_batch_tokens": 256}}, {"fail": "memory", "on": 1})
+    scenarios["nan"] = (PPO, {"fail": "nan", "on": 1})
+    ends = _run(settings, tmp_path, size, scenarios)
+    assert [code for code, _ in ends] == [0] * size
+    found = {name: _found(tmp_path, name) for name in scenarios}
+    for name in (*METHODS, "idle"):
+        metrics, weights, _ = outcome(settings(**scenarios[name][0]), ALONE, rows=2 if name == "idle" else 12)
+        assert found[name][0] == pytest.approx(metrics, rel=1e-5, abs=1e-5), name
+        assert _largest_difference(found[name][1], weights) < 1e-5, name
+    metrics, weights, _ = outcome(settings(**PPO), ALONE)
+    assert found["mean"][0]["0 actor/grad_norm"] < 0.9 * metrics["0 actor/grad_norm"]
+    _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found["memory"], metrics, weights)
+    _what_is_not_finite_on_one_rank_is_refused_by_all(found["nan"])
+
+
+def _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found, metrics, weights):
+    assert (found[0].pop("micro_batch_tokens"), found[0].pop("spoilt")) == (128, False)
+    assert found[0] == pytest.approx({name: each for name, each in metrics.items() if name in found[0]}, abs=1e-5)
+    assert _largest_difference(found[1], weights) < 1e-5
+
+
+def _what_is_not_finite_on_one_rank_is_refused_by_all(found):
+    assert [name for name in found[0] if name.startswith("not finite")] == [
+        "not finite in step 1: the actor's gradient norm"
+    ]
+    assert all(bool(torch.isfinite(each).all()) for each in found[1].values())
+    assert not found[0]["spoilt"]
+
+
+def test_the_death_of_one_rank_in_mid_step_ends_the_others(settings, tmp_path):
+    (one, at_one), (other, at_other) = _run(settings, tmp_path, 2, {"death": (PPO, {"fail": "death", "on": 1})})
+    assert (one, other) == (1, -9)
+    assert abs(at_one - at_other) < 30
+    assert not (tmp_path / "death.json").exists()

@@ -1,0 +1,203 @@
+"""The ranks that train together. Each has the whole of the models and of every batch, and a share of the work.
+
+Rank 0 leads: it alone knows the ledger, and orders what the others do with it (orders.py). Whatever may fail on one
+rank only is done within `agree`, so that all ranks go on, or all raise; one that raises anything else ends, and its
+death ends the others.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import accumulate
+from typing import Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tuneloop.shared.errors import NotFinite, RankFailed, TuneloopError
+from tuneloop.trainer.ranks.orders import Order, decode, encode
+from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+
+#: A rank that hangs ends the others after so long; one that dies does so at once.
+_STUCK = timedelta(minutes=30)
+#: Orders are waited for as long as there is no batch.
+_QUIET = timedelta(days=3650)
+
+#: Gradients are added up in pieces of so many numbers: few enough to have room for, enough to be fast.
+_PIECE = 1 << 24
+
+
+class Ranks:
+    """A rank alone: nobody follows it, and what it has is the sum of all."""
+
+    rank, size = 0, 1
+
+    def lead(self, order: Order) -> None:
+        """Tell the others what to do; rank 0 does it itself besides. What the others say is not heard."""
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Make each tensor, in its place, the sum of all ranks'."""
+
+    def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """By name the sum over those ranks that have it, which is the same to the bit on all of them."""
+        return dict(numbers)
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """Leave the block together: if it raises one of our errors, or finds no memory, on one rank, it does on all."""
+        yield
+
+    def decide(self, decide: Callable[[], int]) -> int:
+        """What rank 0 decides."""
+        return decide()
+
+    def from_rank_0(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, in the place of this one of the same shape."""
+        return tensor
+
+
+ALONE = Ranks()
+
+
+class JoinedRanks(Ranks):
+    """One of several ranks, once torch.distributed has been initialised. `device` is where its gradients are."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
+        # Kept, like what the first sum makes NCCL allocate: later there may be no room on one rank.
+        self._piece = torch.zeros(_PIECE, device=device)
+        dist.all_reduce(self._piece[:1])
+
+    @classmethod
+    def join(cls, device: torch.device) -> Self:
+        """The rank that the environment names, once all are there."""
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{os.environ[RENDEZVOUS_VARIABLE]}",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=_STUCK,
+        )
+        return cls(device)
+
+    def lead(self, order: Order) -> None:
+        """See Ranks."""
+        if self.rank == 0:
+            self._broadcast(encode(order))
+
+    def follow(self) -> Order:
+        """The next order of rank 0. Raises RankFailed if it has ended without one."""
+        try:
+            return decode(self._broadcast(None))
+        except RuntimeError as error:
+            raise RankFailed(f"rank 0 has ended: {error}") from None
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """See Ranks."""
+        for together in _pieces(tensors, self._piece.device):
+            if len(together) == 1:
+                dist.all_reduce(together[0])
+                continue
+            ends = list(accumulate(each.numel() for each in together))
+            parts = [self._piece[end - each.numel() : end] for end, each in zip(ends, together, strict=True)]
+            for part, each in zip(parts, together, strict=True):
+                part.copy_(each.flatten())
+            dist.all_reduce(self._piece[: ends[-1]])
+            for part, each in zip(parts, together, strict=True):
+                each.copy_(part.view_as(each))
+
+    def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """See Ranks."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for said in self._gather(msgspec.msgpack.encode(numbers)):
+            for name, value in msgspec.msgpack.decode(said, type=dict[str, float]).items():
+                sums[name] += value
+        return dict(sums)
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """See Ranks."""
+        failed: Exception | None = None
+        try:
+            yield
+        except (torch.OutOfMemoryError, TuneloopError) as error:
+            failed = error
+        said = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in self._gather(_failure(failed))]
+        worst, reason = max(said, key=lambda each: each[0])
+        if worst == _NO_FAILURE:
+            return
+        if failed is not None and _kind(failed) == worst:
+            raise failed
+        raise _KINDS[worst](f"on another rank: {reason}")
+
+    def decide(self, decide: Callable[[], int]) -> int:
+        """See Ranks."""
+        number = torch.tensor([decide() if self.rank == 0 else 0])
+        dist.broadcast(number, src=0)
+        return int(number)
+
+    def from_rank_0(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def leave(self) -> None:
+        """End what `join` began, without an error of any rank."""
+        dist.destroy_process_group()
+
+    def _broadcast(self, sent: bytes | None) -> bytes:
+        length = torch.tensor([len(sent or b"")])
+        dist.broadcast(length, src=0, group=self._orders)
+        data = torch.empty(int(length), dtype=torch.uint8) if sent is None else _tensor(sent)
+        dist.broadcast(data, src=0, group=self._orders)
+        return data.numpy().tobytes()
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """What each rank says, in their order."""
+        lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(own)]))
+        longest = max(int(each) for each in lengths)
+        heard = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(heard, _tensor(own.ljust(longest, b"\0")))
+        return [each.numpy().tobytes()[: int(length)] for each, length in zip(heard, lengths, strict=True)]
+
+
+#: Of what ranks may raise together, the worst is raised where they fail differently.
+_NO_FAILURE = 0
+_KINDS: Mapping[int, type[Exception]] = {1: torch.OutOfMemoryError, 2: NotFinite, 3: RankFailed}
+
+
+def _kind(failed: Exception | None) -> int:
+    if failed is None:
+        return _NO_FAILURE
+    return next((number for number, kind in _KINDS.items() if isinstance(failed, kind)), 3)
+
+
+def _failure(failed: Exception | None) -> bytes:
+    return msgspec.msgpack.encode((_kind(failed), str(failed or "")))
+
+
+def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Sequence[Tensor]]:
+    """The tensors in order, small ones that are on the device together."""
+    together: list[Tensor] = []
+    for each in tensors:
+        if each.device != device or each.numel() > _PIECE or each.dtype != torch.float32:
+            yield [each]
+            continue
+        if sum(one.numel() for one in together) + each.numel() > _PIECE:
+            yield together
+            together = []
+        together.append(each)
+    if together:
+        yield together
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""The trainer as several processes, one for each GPU."""

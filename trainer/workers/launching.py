@@ -1,0 +1,112 @@
+"""Starts the ranks of a trainer on this machine, and all of them again when one dies.
+
+What a rank does is in the last version or still waiting in the ledger, so that nothing but the new epoch of rank 0 is
+needed to go on.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from tuneloop.trainer.ranks.rendezvous import environment_of
+from tuneloop.trainer.stop import Stop
+
+_log = structlog.get_logger()
+
+#: Seconds before ranks are started again: so many at first, twice as many each time, at most so many. Ranks that have
+#: run for long begin at the first again.
+_PAUSE_S, _LONGEST_PAUSE_S, _LONG_S = 1.0, 60.0, 300.0
+
+#: Seconds that the others get to end by themselves once one has. On GPUs they may hang on what it does not send.
+_GRACE_S = 15.0
+_LOOK_S = 0.5
+
+#: Codes after which starting again changes nothing: settings, the machine, another trainer that has taken over.
+_FOR_GOOD = {2, 3, 4}
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(command: Sequence[str], size: int, stop: Stop) -> int:
+    """Run the command as ranks until they have ended for good; the code of the one that says why."""
+    pause_s = _PAUSE_S
+    while True:
+        started = time.monotonic()
+        code = _run(command, size, stop)
+        if code == 0 or code in _FOR_GOOD or stop.is_set():
+            return code
+        if time.monotonic() - started > _LONG_S:
+            pause_s = _PAUSE_S
+        _log.warning("ranks_start_again", code=code, seconds=pause_s)
+        if stop.wait(pause_s):
+            return 0
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _run(command: Sequence[str], size: int, stop: Stop) -> int:
+    """Run the ranks until all have ended: by themselves, or because one has."""
+    with tempfile.TemporaryDirectory(prefix="tuneloop-ranks-", ignore_cleanup_errors=True) as folder:
+        ranks = [_start(command, rank, size, Path(folder) / "rendezvous") for rank in range(size)]
+        _log.info("ranks_started", pids=[rank.pid for rank in ranks])
+        try:
+            return _watch(ranks, stop)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
+    told, deadline = False, float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        if stop.is_set() and not told:
+            ranks[0].send_signal(signal.SIGTERM)  # It ends the others.
+            told = True
+        if deadline == float("inf") and any(rank.poll() is not None for rank in ranks):
+            deadline = time.monotonic() + _GRACE_S
+        _until_one_ends(ranks, _LOOK_S)
+    codes = [rank.poll() for rank in ranks]
+    for number, code in enumerate(codes):
+        if code:
+            _log.warning("rank_ended", rank=number, code=code)
+    if codes[0] == 0 or (told and codes[0] == -signal.SIGTERM):  # before it knew how to stop
+        return 0
+    return next((code for code in codes if code in _FOR_GOOD), 1)
+
+
+def _until_one_ends(ranks: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> None:
+    """Wait until one of those that run has ended, or so long."""
+    ends: list[int] = []
+    try:
+        for rank in ranks:
+            if rank.poll() is None:
+                ends.append(os.pidfd_open(rank.pid))
+        select.select(ends, [], [], timeout_s)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _start(command: Sequence[str], rank: int, size: int, rendezvous: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment_of(rank, size, rendezvous)},
+        preexec_fn=partial(_end_with_parent, os.getpid()) if rank == 0 else None,
+    )
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel tell this process to stop when its parent is gone. The other ranks end with rank 0."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    with suppress(ProcessLookupError):
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)

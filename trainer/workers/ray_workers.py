@@ -1,0 +1,158 @@
+"""The ranks as workers of Ray Train, on whichever machines of a cluster have room.
+
+Ray starts all of them again when one dies. What they and their driver tell each other goes through an actor: the driver
+says when to stop, and a rank why it refuses to start, which starting again would not change.
+"""
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import structlog
+
+from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError
+from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.settings.hardware import trainer_on_gpu
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import umask_of
+from tuneloop.trainer.stop import Stop
+
+_log = structlog.get_logger()
+
+_LOOK_S = 0.5
+_NAMESPACE = "tuneloop"
+
+
+class NoticeBoard:
+    """The Ray actor. `refusal` is an exit code and its sentence."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._refusal: tuple[int, str] | None = None
+
+    def stop(self) -> None:
+        """Tell rank 0 to stop."""
+        self._stopped = True
+
+    def is_stopped(self) -> bool:
+        """Whether it is to stop."""
+        return self._stopped
+
+    def refuse(self, code: int, sentence: str) -> None:
+        """Say why a rank ended for good; the first says it."""
+        self._refusal = self._refusal or (code, sentence)
+
+    def refusal(self) -> tuple[int, str] | None:
+        """What was said."""
+        return self._refusal
+
+
+class NoticedStop:
+    """What the board says, for the training loop."""
+
+    def __init__(self, board: Any) -> None:
+        self._board, self._set = board, False
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        import ray
+
+        self._set = self._set or bool(ray.get(self._board.is_stopped.remote()))
+        return self._set
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep for so many seconds, or until told to stop; whether to stop."""
+        deadline = time.monotonic() + timeout
+        while not self.is_set() and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
+        return self._set
+
+    def set(self) -> None:
+        """Stop, from another thread."""
+        self._set = True
+
+
+def train_on_ray(settings: Settings, stop: Stop) -> int:
+    """Train on the Ray cluster of the settings until all is done or `stop` is set; the exit code.
+
+    Raises EnvironmentRefused without Ray.
+    """
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        raise EnvironmentRefused(
+            f"cluster: workers on several machines need Ray Train ({error}): in a clone, pip install ./runner "
+            '".[trainer,ray]"'
+        ) from None
+    folder = os.getcwd()
+    try:
+        ray.init(address=settings.cluster.ray_address, namespace=_NAMESPACE)
+    except ConnectionError as error:
+        raise EnvironmentRefused(f"cluster.ray_address: {settings.cluster.ray_address}: {error}") from None
+    on_gpu = trainer_on_gpu(settings)
+    try:
+        board: Any = ray.remote(NoticeBoard).options(num_cpus=0).remote()
+        trainer = TorchTrainer(
+            work,
+            train_loop_config={"settings": settings, "board": board, "folder": folder},
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+            scaling_config=ScalingConfig(num_workers=settings.trainer_workers, use_gpu=on_gpu),
+            run_config=RunConfig(
+                name="trainer",
+                storage_path=str(settings.job_dir / "ray"),
+                failure_config=FailureConfig(max_failures=-1),
+            ),
+        )
+        return _watch(trainer, board, stop)
+    finally:
+        ray.shutdown()  # ends the actors
+
+
+def _watch(trainer: Any, board: Any, stop: Stop) -> int:
+    import ray
+
+    failed: list[Exception] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            failed.append(error)
+
+    # A thread of its own, which does not keep this process from ending: `fit` knows no end but its own.
+    job, told = threading.Thread(target=fit, daemon=True), False
+    job.start()
+    while job.is_alive():
+        if stop.is_set() and not told:
+            board.stop.remote()
+            told = True
+        if (refusal := ray.get(board.refusal.remote())) is not None:
+            sys.stderr.write(f"trainer: {refusal[1]}\n")
+            return int(refusal[0])
+        job.join(_LOOK_S)
+    if failed:
+        _log.error("ray_train_failed", reason=str(failed[0]))
+    return 1 if failed else 0
+
+
+def work(given: dict[str, Any]) -> None:
+    """What a worker of Ray Train does, within the process group that Ray has made."""
+    import ray
+
+    from tuneloop.trainer.models.model import device_of
+    from tuneloop.trainer.ranks.ranks import JoinedRanks
+    from tuneloop.trainer.workers.rank import serve
+
+    settings, board = given["settings"], given["board"]
+    os.chdir(given["folder"])  # The settings' paths may be relative.
+    os.umask(umask_of(settings.trainer.checkpoint_mode))
+    configure_logging()
+    try:
+        serve(settings, JoinedRanks(device_of(settings)), NoticedStop(board))
+    except (StartupError, StaleEpoch) as error:
+        ray.get(board.refuse.remote(error.exit_code, clean_error(error)))
+        raise

@@ -42,6 +42,12 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.captured = Counter(
+            "tuneloop_replies_captured",
+            "Requests, by who makes the log-probabilities of their replies: the engine, or later the trainer",
+            ["by"],
+            registry=registry,
+        )
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
@@ -87,6 +93,10 @@ class Metrics:
     def count_recorded(self, reason: str) -> None:
         """Count an experience that is on disk; `reason` is why it is not a sample of the policy, else empty."""
         self._recorded_counters(reason).inc()
+
+    def count_captured(self, *, by_engine: bool) -> None:
+        """Count a request whose reply is stored, with the log-probabilities of its engine or without."""
+        self.captured.labels("engine" if by_engine else "trainer").inc()
 
     def forget_engine(self, number: int) -> None:
         """Say no more of an engine that has been ended: nobody is to be told that it was not proven for long."""

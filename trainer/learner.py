@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.errors import NotFinite, TuneloopError
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
@@ -121,6 +121,13 @@ class Learner:
         return [float(value) for value in self.actor.logprobs(_all_but_first(ids))[0]]
 
     @torch.no_grad()
+    def recompute(self, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
+        """The log-probabilities of the samples' replies as the actor samples them, each at its temperature."""
+        batch = collate(assemble(samples, merge=False))
+        all_BR = self._score(actor, batch)
+        return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
+
+    @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
         """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it."""
         batch = self._collate(assemble(samples, merge=False))
@@ -197,7 +204,8 @@ class Learner:
             targets = replace(targets, teacher_BR=require(self.teacher).score(sequences))
         if self._asks.mismatched:
             targets = replace(targets, divergence=self._divergence(sequences))
-        fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
+        replies = [each for sequence in sequences for each in sequence.calls]
+        fresh = [each.version_min == each.version_max == version and not each.recomputed for each in replies]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))

@@ -44,6 +44,7 @@ from tuneloop.trainer.batches.allowed_tokens import find_missing_library
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
@@ -146,6 +147,7 @@ class TrainingLoop:
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
         self._finite = FiniteSteps(settings, ledger.alarms)
+        self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away = False
 
     def run(self) -> None:
@@ -243,10 +245,13 @@ class TrainingLoop:
         return batch
 
     def _lease(self, missing: int) -> None:
+        version = None if self._unpublished_steps else self._version
         leased = self._ledger.training.lease(self._epoch, missing, BatchPolicy.of(self._settings))
-        kept, refused = select(leased, self._settings, vocabulary=self._learner.actor.vocabulary)
-        self._held += kept
-        for reason, samples in refused.items():
+        there, lost = self._recomputation.without_lost(leased, version=version)
+        kept, refused = select(there, self._settings, vocabulary=self._learner.actor.vocabulary)
+        filled, damaged = self._recomputation.fill(kept, self._learner, version=version)
+        self._held += filled
+        for reason, samples in [*lost.items(), *refused.items(), *damaged.items()]:
             self._drop(samples, reason)
 
     def _drop(self, samples: list[Sample], reason: str) -> None:
@@ -272,7 +277,11 @@ class TrainingLoop:
         self._unpublished_steps += 1
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
-        learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
+        learnt |= (
+            metrics.of_samples(batch, version=self._version)
+            | self._recomputation.take_figures()
+            | {"time/batch_wait": waited}
+        )
         if learnt.get("critic/advantages/zero") == 1:
             reason = "every advantage of the batch is 0, or its token masked"
             _log.warning("nothing_to_learn", step=self._learner.steps, reason=reason)

@@ -12,10 +12,11 @@ import structlog
 import torch
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.models.model import Actor
 
 _log = structlog.get_logger()
 
@@ -48,6 +49,16 @@ class MicroBatch:
                 return learner.step(samples, version=version)
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
+            self._halve()
+
+    def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
+        """`learner.recompute`, in the same way."""
+        while True:
+            learner.micro_batch_tokens = self.tokens
+            try:
+                return learner.recompute(actor, samples)
+            except torch.OutOfMemoryError:
+                pass
             self._halve()
 
     def _halve(self) -> int:

@@ -104,6 +104,7 @@ class Proxy:
         explorer = settings.explorer
         self._fleet = fleet
         self._parser = RequestParser(settings, signer)
+        self.capture = self._parser.capture
         self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars = Grammars(settings)
@@ -124,6 +125,7 @@ class Proxy:
             request = await self._parser.parse(dialect, raw, started)
             if request.store:
                 self._recorder.admit()
+                self._metrics.count_captured(by_engine=request.writer.transcript.captured)
             await self.admission.acquire(request.caller.identity)
             try:
                 await self._answer_in_time(request, raw, outcome)

@@ -26,6 +26,9 @@ from tuneloop.trainer.learner import Learner
 
 _log = structlog.get_logger()
 
+#: Versions that are kept only because replies wait that they sampled. Those of older ones cannot be recomputed.
+_WAITED_FOR = 8
+
 
 class Publisher:
     """Publishes under one epoch. Where a checkpoint does not fit, that is an alarm, and another try later.
@@ -52,6 +55,7 @@ class Publisher:
             self._ledger.versions,
             keep=keeps.max_checkpoints_to_keep,
             keep_interval=keeps.keep_interval,
+            still_sampled=None if self._settings.explorer.capture.logprobs == "all" else training.versions_waiting,
         )
         try:
             version = Publication(self._settings, self._store, learner, epoch=self._epoch, parent=parent).register(
@@ -147,11 +151,19 @@ class Publication:
         )
 
 
-def prune(store: CheckpointStore, versions: Versions, *, keep: int, keep_interval: int | None = None) -> None:
+def prune(
+    store: CheckpointStore,
+    versions: Versions,
+    *,
+    keep: int,
+    keep_interval: int | None = None,
+    still_sampled: Callable[[Collection[int]], list[int]] | None = None,
+) -> None:
     """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
 
     `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
-    if there is such a version. All but the one that is gone on from keep their weights alone. A disk that refuses is no
+    if there is such a version, and the newest _WAITED_FOR of those that `still_sampled` says replies wait of, which may
+    have to be recomputed. All but the one that is gone on from keep their weights alone. A disk that refuses is no
     reason to stop training.
     """
     registered = versions.all()
@@ -162,6 +174,9 @@ def prune(store: CheckpointStore, versions: Versions, *, keep: int, keep_interva
     gone_on_from = versions.newest().version
     milestones = {each.version for each in registered if keep_interval and each.step % keep_interval == 0}
     spared = {*last, *needed, *milestones, gone_on_from, versions.champion_before() or 0}
+    if still_sampled is not None:
+        others = [each.version for each in registered if each.version not in spared and each.path.exists()]
+        spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
     places = {each.version: each.path for each in registered if each.version in spared}
     try:
         gone = store.prune(places.values(), newest=numbers[-1])

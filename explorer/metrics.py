@@ -185,6 +185,8 @@ class Metrics:
             "tuneloop_no_step", "1 for each reason why no training step is happening", ["reason"], registry=registry
         )
         self.trainer_up = Gauge("tuneloop_trainer_up", "1 if a trainer was seen in the last minute", registry=registry)
+        committed = "Experiences committed for each that is trained on, in the last ten minutes; 0 if none is"
+        self.training_lag = Gauge("tuneloop_training_lag", committed, registry=registry)
         self.feedback_pending = Gauge(
             "tuneloop_feedback_pending",
             "Feedback in the ledger whose reply has not been recorded yet",

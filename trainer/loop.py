@@ -52,6 +52,7 @@ from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.monitoring.pace_log import PaceLog
 from tuneloop.trainer.monitoring.step_spans import StepSpans
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
@@ -142,6 +143,7 @@ class TrainingLoop:
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
         self._monitors = Monitors(settings, ledger)
+        self._pace = PaceLog(settings, ledger)
         self._examination = Examination(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
@@ -288,6 +290,7 @@ class TrainingLoop:
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
+        self._pace.add_step(learnt["time/train_step"])
         reward, seconds = learnt["critic/rewards/mean"], round(learnt["time/train_step"], 3)
         _log.info("step", step=self._learner.steps, version=self._version, reward=reward, seconds=seconds)
         self._spans.send_step(self._learner.steps, batch, started=started)
@@ -319,11 +322,12 @@ class TrainingLoop:
         if version is None:
             self._stop.wait(self._settings.trainer.poll_interval)
             return
-        self._version = version
+        self._version, consumed = version, len(self._unpublished)
         self._unpublished.clear()
         self._unpublished_steps = 0
         self._spans.send_version(version, step=self._learner.steps, started=started)
         self._curves.add(self._learner.steps, {"time/save_checkpoint": self._publisher.took_s})
+        self._pace.end_version(self._epoch, consumed, publish_s=self._publisher.took_s)
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
 

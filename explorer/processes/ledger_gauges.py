@@ -10,6 +10,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.clock_alarm import ClockAlarm
 from tuneloop.explorer.processes.spool_alarms import SpoolAlarms
 from tuneloop.shared import steady_time
+from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
@@ -103,6 +104,8 @@ class LedgerGauges:
             oldest = ledger.count(state).oldest
             metrics.waiting_seconds.labels(state.value).set(0.0 if oldest is None else max(0.0, now - oldest))
         metrics.trainer_up.set(ledger.trainer is not None and ledger.trainer.up(now))
+        pace = find_pace(self._settings.job_dir, now)
+        metrics.training_lag.set(0.0 if pace is None else pace.lag)
         metrics.feedback_pending.set(ledger.pending)
         open_ = {alarm.name for alarm in ledger.alarms}
         self._alarmed |= open_

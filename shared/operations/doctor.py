@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from tuneloop.shared.capacity.pace import TrainerPace, find_pace
 from tuneloop.shared.checkpoints.layout import size_without_weights
 from tuneloop.shared.checkpoints.manifest import read_manifest, size_of
 from tuneloop.shared.disk_space import DiskSpace, measure_space
@@ -40,7 +41,7 @@ class DoctorReport(NamedTuple):
 
     `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than the
     ledger, `restoring` that a restore has not come to its end. `engines` are those of the explorer that answers where
-    the settings say, None without one.
+    the settings say, None without one; `pace` is that of the last minutes, None without two versions in them.
     """
 
     facts: Facts
@@ -51,6 +52,7 @@ class DoctorReport(NamedTuple):
     restoring: str = ""
     engines: list[EngineSummary] | None = None
     clock: ClockSkew | None = None
+    pace: TrainerPace | None = None
 
 
 class _LedgerReading(NamedTuple):
@@ -92,8 +94,9 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
     restoring, engines = _restoring(settings), read_engines(settings)
     if found is None:
         return DoctorReport(facts, [], diagnose(facts), (), restoring=restoring, engines=engines)
+    pace = find_pace(settings.job_dir, facts.now)
     return DoctorReport(
-        facts, found.imbalance, diagnose(facts), found.open_versions, found.older, restoring, engines, skew
+        facts, found.imbalance, diagnose(facts), found.open_versions, found.older, restoring, engines, skew, pace
     )
 
 
@@ -159,7 +162,8 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         wrong = [f"does NOT hold: {sentence}" for sentence in report.imbalance]
         sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"]), *report.older]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
-        sections["Trainer"] = [_trainer(facts.ledger, facts.now)]
+        pace = [report.pace.sentence] if report.pace else []
+        sections["Trainer"] = [_trainer(facts.ledger, facts.now), *pace]
         open_versions = (_open_version(each, facts.now) for each in report.open_versions)
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
         sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
@@ -249,6 +253,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
         "engines": report.engines and [each._asdict() for each in report.engines],
+        "pace": report.pace and report.pace._asdict() | {"lag": report.pace.lag},
     }
     if ledger is not None:
         found |= {

@@ -54,6 +54,7 @@ class BufferSettings(Section):
     group_size: AtLeastTwo = 8
     group_timeout: Seconds = 3600.0
     batch_timeout: Seconds | None = None
+    max_backlog: Positive | None = 8
     trainer_input: TrainerInputSettings = TrainerInputSettings()
 
 

@@ -13,6 +13,8 @@ from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
+from tuneloop.shared import steady_time
+from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
@@ -435,3 +437,30 @@ def test_steps_link_to_their_replies_and_versions_to_their_steps(settings, ledge
     assert version.links == [first.id, second.id]
     assert version.id == span_of_version(f"{chosen.project}/{chosen.name}", 1)
     assert first.started_ns <= first.ended_ns <= second.started_ns
+
+
+def test_what_waits_beyond_the_backlog_expires_with_each_version_and_the_pace_is_noted(settings, ledger):
+    commit(ledger, [sample(i) for i in range(24)])
+    chosen = settings(trainer={"total_steps": 2}, buffer={"train_batch_size": 4, "max_backlog": 2})
+    with capture_logs() as logs:
+        run(chosen, Event())
+    trained, others = {State.TRAINED: 8}, {State.COMMITTED: 4, State.EXPIRED: 12}
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | trained | others
+    assert [(log["set_aside"], log["waiting"]) for log in logs if log["event"] == "trainer_lags"] == [(12, 8)]
+    pace = find_pace(chosen.job_dir, steady_time.now())
+    assert pace is not None
+    assert pace.lag == 0  # nothing was committed between the two
+    assert 0 < pace.steps + pace.publishing <= 1
+
+
+def test_nothing_expires_between_versions_so_that_a_restart_makes_the_same_steps(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    chosen = settings(trainer={"save_interval": 3}, buffer={"train_batch_size": 4, "max_backlog": 1})
+    _run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 2)
+    commit(ledger, [sample(i) for i in range(8, 24)])
+    run(settings(trainer={"save_interval": 3, "total_steps": 3}, buffer={"max_backlog": 1}), Event())
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {
+        State.TRAINED: 12,
+        State.COMMITTED: 4,
+        State.EXPIRED: 8,
+    }

@@ -10,6 +10,7 @@ class BatchPolicy(NamedTuple):
 
     `any_reply`: also of replies that are no samples of the policy. `by_result`: a run's last call says how it went, so
     those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
+    `max_backlog`: so many committed experiences stay when a version is registered.
     """
 
     order: str = "oldest"
@@ -23,6 +24,7 @@ class BatchPolicy(NamedTuple):
     any_reply: bool = False
     by_result: bool = False
     max_rater_share: float = 1.0
+    max_backlog: int | None = None
     trusted_raters: frozenset[str] = frozenset()
 
     @classmethod
@@ -41,5 +43,6 @@ class BatchPolicy(NamedTuple):
             any_reply=settings.algorithm.of_any_reply,
             by_result=settings.algorithm.by_result,
             max_rater_share=settings.feedback.max_rater_share,
+            max_backlog=buffer.max_backlog and buffer.max_backlog * buffer.train_batch_size,
             trusted_raters=settings.feedback.all_trusted(settings.judge),
         )

@@ -74,6 +74,13 @@ def within_shares(connection: Connection, units: Sequence[Unit], policy: BatchPo
     return taken
 
 
+def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> dict[int, Rater | None]:
+    """By the number of each unit, the rater whose word it is most of all; None where it is nobody's who is limited."""
+    words = _words(connection, [row for unit in units for row in unit.rows])
+    parts = ((unit.number, _parts(words, unit, policy.trusted_raters)) for unit in units)
+    return {number: max(found, key=lambda rater: found[rater], default=None) for number, found in parts}
+
+
 def _parts(words: Mapping[int, Collection[Rater]], unit: Unit, trusted: Collection[str]) -> dict[Rater, float]:
     """How much of a unit is each rater's word, in rows."""
     parts: dict[Rater, float] = defaultdict(float)

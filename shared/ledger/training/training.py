@@ -15,6 +15,7 @@ from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.rows import sample
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.ledger.training.backlog import Backlog, trim
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import claim, expire
 from tuneloop.shared.ledger.training.demonstrations import demonstrations
@@ -69,6 +70,12 @@ class Training(LedgerPart):
                 rows += connection.execute(_samples(portion))
             edited = demonstrations(connection, rows)
             return [sample(row, demonstration=edited.get(row.id)) for row in rows]
+
+    def trim(self, epoch: int, policy: BatchPolicy) -> Backlog:
+        """Let what waits beyond the policy's bound expire. To be called when the epoch holds nothing unpublished."""
+        with self._write() as connection:
+            _fence(connection, epoch)
+            return trim(connection, policy)
 
     def extend(self, epoch: int) -> None:
         """Say that the trainer is alive, and keep its leases for another LEASE_S.

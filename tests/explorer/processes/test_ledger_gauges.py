@@ -10,6 +10,7 @@ from tests.explorer.running import RunningExplorer, eventually, open_ledger, set
 from tests.factories import committed, exchange, feedback
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
+from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
@@ -119,3 +120,12 @@ def test_the_newest_versions_that_were_rewarded_say_what_they_earn(tmp_path: Pat
     assert {int(each.labels["version"]): each.value for each in family.samples} == {
         version: version / 4 for version in range(2, 10)
     }
+
+
+def test_the_lag_of_the_trainer_is_a_gauge(explorer: RunningExplorer) -> None:
+    assert explorer.metrics()["tuneloop_training_lag"] == 0
+    now = explorer.ledger.transactions.time()
+    for at in (now - 10, now):
+        version = VersionPace(at=at, consumed=10, waiting=0, set_aside=90, step_s=1.0, publish_s=8.0)
+        note_version(explorer.settings.job_dir, version)
+    eventually(lambda: explorer.metrics()["tuneloop_training_lag"] == 10)

@@ -13,6 +13,7 @@ from tests.conftest import Place
 from tests.doubles.warm import Ended, run_tuneloop
 from tests.factories import committed, exchange, experience, feedback, rewarded, trained
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.experience import encode
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage import revisions
@@ -239,3 +240,15 @@ def test_a_clock_that_is_wrong_is_told_and_ages_are_the_ledgers(settings: Settin
     (line,) = page(settings)["Clocks"]
     assert line.startswith("by the ledger's time this machine's is 86400 s ahead, the database's 86400 s ahead: ")
     assert re.search(r"epoch 1: up, last seen \d+ s ago", page(settings)["Trainer"][0])
+
+
+def test_how_far_the_trainer_lags_is_told(settings: Settings, made: Ledger) -> None:
+    trained(made, 2)
+    now = made.transactions.time()
+    for at, set_aside in ((now - 20, 0), (now - 10, 90)):
+        figures = {"consumed": 10, "waiting": 0, "set_aside": set_aside, "step_s": 1.0, "publish_s": 8.0}
+        note_version(settings.job_dir, VersionPace(at=at, **figures))
+    said = "10 replies a second are committed, 1 trained: the trainer lags 10 times behind"
+    assert page(settings)["Trainer"][1] == f"{said}; publishing takes 80% of its time: raise trainer.save_interval"
+    found = as_json(examine_experiment(settings))["pace"]
+    assert found == {"committed": 10.0, "trained": 1.0, "steps": 0.1, "publishing": 0.8, "lag": 10.0}

@@ -301,17 +301,22 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         "group_timeout": 7.0,
         "batch_timeout": 2.0,
     }
+    backlog = {"train_batch_size": 16, "max_backlog": 3}
     bounds = {"max_staleness": 5, "max_age": 9.0}
     raters = {"max_rater_share": 0.25, "trusted_raters": frozenset({"ann", "judge:m"})}
     settings = Settings(
         model={"model_path": tmp_path},
-        buffer=chosen,
+        buffer=chosen | backlog,
         trainer=bounds,
         feedback={"max_rater_share": 0.25, "trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | {"any_reply": False, "by_result": False}
-    assert BatchPolicy.of(Settings(model={"model_path": tmp_path})) == BatchPolicy(max_rater_share=0.1)
+    others = {"any_reply": False, "by_result": False, "max_backlog": 48}
+    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
+    unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
+    assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)
+    unbounded = Settings(model={"model_path": tmp_path}, buffer={"max_backlog": None})
+    assert BatchPolicy.of(unbounded).max_backlog is None
 
 
 @pytest.mark.parametrize(("method", "any_reply"), [("ppo", False), ("sft", True), ("raft", True), ("kto", True)])

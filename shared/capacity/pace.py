@@ -1,0 +1,107 @@
+"""Whether the trainer keeps up with what is committed: from what it notes of each version, and what would mend it.
+
+{job_dir}/monitor/pace.json  the versions of the last minutes, written by the trainer
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+#: So many seconds are looked back.
+WINDOW_S = 600.0
+
+_BEHIND = 1.2
+
+
+class VersionPace(msgspec.Struct, frozen=True, kw_only=True):
+    """A version, registered `at` the ledger's time: of how many experiences; how many were left waiting, and set aside.
+
+    Of the time since the version before it, `step_s` went into steps and `publish_s` into publishing it.
+    """
+
+    at: float
+    consumed: int
+    waiting: int
+    set_aside: int
+    step_s: float
+    publish_s: float
+
+
+class TrainerPace(NamedTuple):
+    """Experiences a second, and the shares of the trainer's time."""
+
+    committed: float
+    trained: float
+    steps: float
+    publishing: float
+
+    @property
+    def lag(self) -> float:
+        """How many are committed for each that is trained on; 1 keeps up."""
+        return self.committed / self.trained
+
+    @property
+    def sentence(self) -> str:
+        """It for people, with the cure."""
+        said = f"{self.committed:.3g} replies a second are committed, {self.trained:.3g} trained"
+        if self.lag < _BEHIND:
+            return f"{said}: the trainer keeps up"
+        return f"{said}: the trainer lags {self.lag:.2g} times behind; {self._cure}"
+
+    @property
+    def _cure(self) -> str:
+        other = max(0.0, 1 - self.steps - self.publishing)
+        if self.publishing >= max(self.steps, other):
+            return f"publishing takes {self.publishing:.0%} of its time: raise trainer.save_interval"
+        if self.steps >= other:
+            cure = "more or faster GPUs, an adapter (model.lora.rank), or a method without a critic"
+            return f"steps take {self.steps:.0%} of its time: {cure}"
+        return f"{other:.0%} of its time is neither steps nor publishing: evaluate less often, or see what it waits for"
+
+
+def note_version(job_dir: Path, version: VersionPace) -> None:
+    """Write a version down, and forget those that are too old. Raises OSError."""
+    file = _file(job_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".tmp")
+    draft.write_bytes(msgspec.json.encode(_recent([*_read(file), version])))
+    draft.replace(file)
+
+
+def find_pace(job_dir: Path, now: float) -> TrainerPace | None:
+    """The pace of the last minutes; None before two versions, or if there was none for much longer than usual."""
+    versions = _read(_file(job_dir))
+    if len(versions) < 2 or now - versions[-1].at > max(WINDOW_S, 2 * (versions[-1].at - versions[-2].at)):
+        return None
+    first, *since = versions
+    seconds, trained = since[-1].at - first.at, sum(each.consumed for each in since)
+    if seconds <= 0 or not trained:
+        return None
+    committed = trained + sum(each.set_aside for each in since) + since[-1].waiting - first.waiting
+    return TrainerPace(
+        committed=max(0, committed) / seconds,
+        trained=trained / seconds,
+        steps=sum(each.step_s for each in since) / seconds,
+        publishing=sum(each.publish_s for each in since) / seconds,
+    )
+
+
+def _file(job_dir: Path) -> Path:
+    return job_dir / "monitor" / "pace.json"
+
+
+def _recent(versions: Sequence[VersionPace]) -> Sequence[VersionPace]:
+    """Those of the last minutes and one before them, two at least."""
+    *earlier, newest = versions
+    before = [at for at, each in enumerate(earlier) if newest.at - each.at >= WINDOW_S]
+    return versions[before[-1] if before else 0 :]
+
+
+def _read(file: Path) -> list[VersionPace]:
+    """What was written; nothing if there is none, or none that can be read: the figures begin anew then."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[VersionPace])
+    except (OSError, msgspec.MsgspecError):
+        return []

@@ -26,15 +26,18 @@ from tests.doubles import postgres
 from tests.doubles.serving import serving
 from tests.explorer.running import settings_for
 from tests.factories import experience
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.ui.page import add_routes
 from tuneloop.shared.experience import DEFAULT_TENANT
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage.codec import pack_text, to_blob
 from tuneloop.shared.ledger.storage.database import connect, upgrade
 from tuneloop.shared.ledger.storage.schema import reward_rules
 from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.settings.settings import Settings
 
 VERSIONS = 40
 _REQUEST = b'{"model": "t", "messages": [{"role": "user", "content": "Where is my parcel? It should have been here."}]}'
@@ -105,7 +108,7 @@ def pages(rows: int) -> dict[str, str]:
     since = time.strftime("%Y-%m-%dT%H:%M", time.gmtime(time.time() - 5 * 86400))
     return {
         "overview": "/ui",
-        "what waits (counts the ledger)": "/ui/waiting",
+        "what waits": "/ui/waiting",
         "exchanges, newest": "/ui/exchanges",
         "a deep page": search(after=f"{time.time() - 5 * 86400!r}_{middle}"),
         "state recorded": search(state="recorded"),
@@ -140,13 +143,28 @@ def measure(databases: Databases, rows: int, rounds: int) -> Iterator[tuple[str,
         began = time.monotonic()
         put_rows(engine, rows)
         print(f"\n{databases.name}: {rows} rows in {time.monotonic() - began:.0f} s", flush=True)
-        app = FastAPI()
-        app.state.services = SimpleNamespace(fleet=SimpleNamespace(engines=[]))
-        add_routes(app, settings, ledger, Gatekeeper(settings))
-        with serving(app) as server, httpx.Client(base_url=server, timeout=120) as http:
+        with serving(page_app(settings, ledger)) as server, httpx.Client(base_url=server, timeout=120) as http:
             for what, path in pages(rows).items():
                 yield what, _ask(http, path, rounds)
+                if path == "/ui/waiting":
+                    yield "(the count itself, which no page waits for)", [_wait_for_count(http, path)]
         ledger.close()
+
+
+def page_app(settings: Settings, ledger: Ledger) -> FastAPI:
+    """The routes of the page, without the rest of an explorer."""
+    app = FastAPI()
+    app.state.services = SimpleNamespace(fleet=SimpleNamespace(engines=[]))
+    add_routes(app, settings, ledger, Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY))))
+    return app
+
+
+def _wait_for_count(http: httpx.Client, path: str) -> float:
+    """Milliseconds from now until the ledger is counted, about as long as that takes."""
+    began = time.perf_counter()
+    while "ounting" in http.get(path).text:
+        time.sleep(0.02)
+    return 1000 * (time.perf_counter() - began)
 
 
 def _ask(http: httpx.Client, path: str, rounds: int) -> list[float]:

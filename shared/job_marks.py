@@ -3,24 +3,29 @@
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
+{job_dir}/told.json      the newest decision about a version that was told: one explorer of several tells it, once
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
 
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from tuneloop.shared.checkpoints.sealing import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import read_unlinked
+from tuneloop.shared.held_files import append_unlinked, read_unlinked
 
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
+_TOLD, _TELLING = "told.json", ".told.lock"
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -35,6 +40,12 @@ class Restoring(msgspec.Struct, frozen=True):
 
     backup: str
     since: float
+
+
+class Told(msgspec.Struct, frozen=True):
+    """The number of the newest event about versions that was told."""
+
+    event: int
 
 
 def registered_in(job_dir: Path) -> Registered:
@@ -81,6 +92,31 @@ def require_restored(job_dir: Path) -> None:
             f"checkpoint_root_dir: {job_dir} is half restored: let `tuneloop restore {restoring.backup}` end, or give "
             "it again if it was interrupted"
         )
+
+
+def told_in(job_dir: Path) -> int | None:
+    """The newest event that was told by explorers that share this folder; None before the first of them started.
+
+    A damaged file says nothing.
+    """
+    try:
+        return msgspec.json.decode(read_unlinked(job_dir / _TOLD), type=Told).event
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def note_told(job_dir: Path, event: int) -> None:
+    """Write down what was told. Raises OSError."""
+    _write(job_dir / _TOLD, Told(event))
+
+
+@contextmanager
+def telling(job_dir: Path) -> Iterator[None]:
+    """Only one explorer that shares this folder is in such a block. Raises OSError."""
+    job_dir.mkdir(parents=True, exist_ok=True)
+    with append_unlinked(job_dir / _TELLING) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def load_key(path: Path) -> bytes:

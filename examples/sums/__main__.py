@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.sums.drive import Agent, reward_by
-from examples.sums.folder import MODEL_NAME, Folder, FolderRefused
+from examples.sums.folder import MODEL_NAME, Folder, FolderRefused, way_to_page
 from examples.sums.loop import DemoFailed, Loop, url_of
 from examples.sums.services import ServiceFailed, Services
 from examples.sums.summary import Summary
@@ -31,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Folder(options.dir.absolute())
     try:
         with folder.start_afresh(), view_on(console) as view:
-            settings = _prepare(folder, options.seed, view)
-            folder.make_key(settings)
+            settings = folder.write_settings(seed=options.seed)
+            folder.make_keys(settings)
+            _say(console, f"The page: {way_to_page(url_of(settings), folder.settings)}, once vLLM serves")
+            _prepare(folder, options.seed, view)
             logs = {name: folder.log(name) for name in ("explorer", "trainer")}
             with Services(("explorer", "trainer"), config=folder.settings, logs=logs) as services:
                 agent = _agent(options, settings, folder.key.read_text())
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("Stopped.")
         return 130
     folder.summary.write_text(summary.to_json())
-    console.print(summary.page(settings, folder.settings), highlight=False, markup=False, soft_wrap=True)
+    _say(console, summary.page(settings, folder.settings))
     return 0 if summary.as_hoped else 1
 
 
@@ -67,7 +69,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _prepare(folder: Folder, seed: int, view: View) -> Settings:
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _prepare(folder: Folder, seed: int, view: View) -> None:
     view.phase("building a model of 0.36 M parameters")
     # Imported here: torch takes seconds, in which one would see nothing.
     from examples.sums.model import build, save
@@ -78,7 +84,6 @@ def _prepare(folder: Folder, seed: int, view: View) -> Settings:
     share = warm_up(model, words, seed, lambda done, most: view.phase(text, f"step {done} of at most {most}"))
     view.phase(f"saving it, {share:.0%} right")
     save(model, words, folder.model)
-    return folder.write_settings(seed=seed)
 
 
 if __name__ == "__main__":

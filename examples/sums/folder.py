@@ -22,7 +22,7 @@ from tuneloop.shared.settings.settings import Settings
 BATCH = 64
 MODEL_NAME = "sums"
 _MARK = ".tuneloop-demo"
-_OURS = ("model", "logs", "checkpoints", "tuneloop.yaml", "summary.json", "key")
+_OURS = ("model", "logs", "checkpoints", "tuneloop.yaml", "summary.json", "key", "page_key")
 
 
 class FolderRefused(Exception):
@@ -54,6 +54,11 @@ class Folder:
     def key(self) -> Path:
         """The key of the agent."""
         return self.root / "key"
+
+    @property
+    def page_key(self) -> Path:
+        """The key with which a person logs in to the page."""
+        return self.root / "page_key"
 
     def log(self, service: str) -> Path:
         """Where a service's log goes."""
@@ -92,14 +97,20 @@ class Folder:
         )
         return load_settings(self.settings)
 
-    def make_key(self, settings: Settings) -> None:
-        """Make a key for the agent, as `tuneloop keys create` does, and keep it beside the settings."""
+    def make_keys(self, settings: Settings) -> None:
+        """Make keys for the agent and the page, as `tuneloop keys create` does, and keep them beside the settings."""
         upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
-        scopes = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
+        agent, person = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT), (Scope.ADMIN,)
         with closing(Ledger.of(settings)) as ledger:
-            _, key = ledger.keys.create(KeyGrant(name="agent", scopes=scopes), actor="demo")
-        self.key.touch(0o600)
-        self.key.write_text(key)
+            for file, name, scopes in ((self.key, "agent", agent), (self.page_key, "page", person)):
+                _, key = ledger.keys.create(KeyGrant(name=name, scopes=scopes), actor="demo")
+                file.touch(0o600)
+                file.write_text(key)
+
+
+def way_to_page(url: str, config: Path) -> str:
+    """Where the page of a demo is, and how to log in; `config` is the demo's settings file."""
+    return f"{url}/ui   log in with the key in {config.with_name('page_key')}"
 
 
 def _free_port() -> int:

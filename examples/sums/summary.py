@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from examples.sums.folder import MODEL_NAME
+from examples.sums.folder import MODEL_NAME, way_to_page
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
 
@@ -71,6 +71,7 @@ measured the reward.
 Try next:
   .venv/bin/tensorboard --logdir {settings.tensorboard_dir}
   .venv/bin/tuneloop run --config {config}
+  {way_to_page(url, config)}
   curl {url}/v1/chat/completions -H "{key}" -H 'content-type: application/json' \\
     -d '{question}'
 """

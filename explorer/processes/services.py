@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,6 @@ from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.versions.events import VersionEvent
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
 from tuneloop.shared.spool_format import spool_status
@@ -146,7 +145,7 @@ async def open_control_services(
     judging = [_judging(services, ledger, own).run(interval_s)] if own else []
     return services, [
         watch.run(),
-        VersionLog(ledger, metrics, interval_s=interval_s, tell=_version_spans(settings, stack)).run(),
+        _version_log(settings, ledger, metrics, stack, interval_s=interval_s).run(),
         forgetting.run(),
         reloader.run(),
         examination.run(),
@@ -159,14 +158,17 @@ async def open_control_services(
     ]
 
 
-def _version_spans(settings: Settings, stack: AsyncExitStack) -> Callable[[VersionEvent], None]:
-    """What sends a span of each decision about a version, if traces are wanted."""
+def _version_log(
+    settings: Settings, ledger: Ledger, metrics: Metrics, stack: AsyncExitStack, *, interval_s: float
+) -> VersionLog:
+    """What tells decisions about versions: to the log, to the metrics, and as spans if traces are wanted."""
+    told = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
     tracing = open_tracing(settings, "explorer")
-    if tracing is None:
-        return lambda event: None
-    stack.callback(tracing.close)
-    experiment, send = f"{settings.project}/{settings.name}", tracing.send
-    return lambda event: send(decision_span(event, experiment))
+    if tracing is not None:
+        stack.callback(tracing.close)
+        experiment, send = f"{settings.project}/{settings.name}", tracing.send
+        told.tell = lambda event: send(decision_span(event, experiment))
+    return told
 
 
 def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:

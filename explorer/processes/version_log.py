@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -9,6 +10,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import VersionAction
+from tuneloop.shared.job_marks import note_told, telling, told_in
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.events import VersionEvent
 from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
@@ -31,20 +33,25 @@ _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 
 
 class VersionLog:
-    """Follows the decisions in the table `version_events`, from its first turn on."""
+    """Follows the decisions in the table `version_events`, from where the last explorer of the experiment stopped.
+
+    Of several explorers that share the job's folder one tells each decision. One that dies between telling and writing
+    that down leaves the decision to be told again.
+    """
 
     def __init__(
         self,
         ledger: Ledger,
         metrics: Metrics,
         *,
+        job_dir: Path,
         interval_s: float,
-        tell: Callable[[VersionEvent], None] = lambda event: None,
     ) -> None:
-        """`tell` is called with each decision, too."""
-        self._tell_others = tell
+        #: Called with each decision that is told, too.
+        self.tell: Callable[[VersionEvent], None] = lambda event: None
         self._versions = ledger.versions
         self._metrics = metrics
+        self._job_dir = job_dir
         self._interval_s = interval_s
         self._seen: int | None = None
         self._champion = 0
@@ -57,21 +64,40 @@ class VersionLog:
         await asyncio.to_thread(self.update)
 
     def update(self) -> None:
-        """Tell the decisions since the last time; the first time only take note of where they are."""
+        """Tell the decisions since the last time; what was made before the experiment's first explorer never is."""
         if self._seen is None:
-            self._champion = self._versions.champion().version
-            self._seen = self._versions.last_event(DECISIONS)
-            return
-        for event in self._versions.events_since(self._seen, DECISIONS):
-            self._tell(event)
-            self._seen = event.id
+            self._seen = self._begin()
+            self._champion = self._champion_at(self._seen)
+        if events := self._versions.events_since(self._seen, DECISIONS):
+            with telling(self._job_dir):
+                told = told_in(self._job_dir) or 0
+                for event in events:
+                    self._seen = event.id  # whatever happens next: a full disk must not have it told every second
+                    self._tell(event, anew=event.id > told)
+                note_told(self._job_dir, max(told, events[-1].id))
 
-    def _tell(self, event: VersionEvent) -> None:
-        fields: dict[str, Any] = {"version": event.version, "from_version": self._champion}
-        say = log.warning if event.action in _AGAINST else log.info
-        say(f"version_{event.action}", **fields, by=event.actor, reason=event.reason or "", event_id=event.id)
-        self._metrics.version_decisions.labels(event.action.value, event.actor.partition(":")[0]).inc()
-        self._tell_others(event)
+    def _begin(self) -> int:
+        """The newest decision that was told. A ledger that was restored may have none of that number."""
+        with telling(self._job_dir):
+            told = told_in(self._job_dir)
+            newest = self._versions.last_event(DECISIONS)
+            if told is None or told > newest:
+                note_told(self._job_dir, newest)
+                return newest
+            return told
+
+    def _champion_at(self, number: int) -> int:
+        """The champion after the event of that number."""
+        promoted = self._versions.events_since(0, (VersionAction.PROMOTED,))
+        return next((each.version for each in reversed(promoted) if each.id <= number), 0)
+
+    def _tell(self, event: VersionEvent, *, anew: bool) -> None:
+        if anew:
+            fields: dict[str, Any] = {"version": event.version, "from_version": self._champion}
+            say = log.warning if event.action in _AGAINST else log.info
+            say(f"version_{event.action}", **fields, by=event.actor, reason=event.reason or "", event_id=event.id)
+            self._metrics.version_decisions.labels(event.action.value, event.actor.partition(":")[0]).inc()
+            self.tell(event)
         if event.action is VersionAction.PROMOTED:
             self._champion = event.version
 

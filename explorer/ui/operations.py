@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tuneloop.explorer.ui.overview import LedgerCounts
+from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.reading.curves import Curve, CurveReader
 from tuneloop.explorer.ui.site import Site, in_thread
 from tuneloop.shared.errors import LedgerError, RequestRefused
@@ -41,7 +41,7 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
     @router.get("/trainer/status")
     async def status(request: Request) -> Response:
         site.guard.admit(request)
-        return site.show(request, "_trainer.html", facts=await in_thread(counts.get))
+        return site.show(request, "_trainer.html", counted=await in_thread(counts.get))
 
     @router.get("/doctor")
     async def doctor(request: Request) -> Response:

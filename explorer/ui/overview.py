@@ -1,29 +1,22 @@
 """The first page: is it training, did it help, what waits where and why."""
 
 import statistics
-import threading
-import time
 from typing import Any, NamedTuple
 
+from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.reading.verdict import RewardVerdict, compare_rewards
-from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState
-from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
+from tuneloop.shared.ledger.facts import LedgerFacts
+from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.operations.diagnosis import Reason, diagnose
-from tuneloop.shared.operations.doctor import MAX_DROP_REASONS, WAITS_FOR
-from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spool_status
+from tuneloop.shared.operations.doctor import WAITS_FOR
 
 #: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
 SHOWN, AMONG = 20, 500
 
 #: The newest replies of each of the two versions that the verdict is about.
 AMONG_OF_TWO = 2_000
-
-#: Counting the ledger takes longer the larger it is: so old may counts be.
-_COUNTS_S = 5.0
 
 #: Half of a 95 % interval, in standard errors.
 _HALF = 1.96
@@ -49,44 +42,28 @@ class Wait(NamedTuple):
     oldest: float | None
 
 
-class LedgerCounts:
-    """The ledger's counts, made anew when they are asked for and older than a few seconds."""
-
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
-        self._settings, self._ledger = settings, ledger
-        self._lock = threading.Lock()
-        self._counted_at, self._facts = 0.0, LedgerFacts(states={})
-
-    def get(self) -> Facts:
-        """The facts, in a thread of one's own."""
-        with self._lock:
-            if time.monotonic() - self._counted_at > _COUNTS_S or not self._counted_at:
-                policy = BatchPolicy.of(self._settings)
-                self._facts = self._ledger.reports.facts(policy, drops=MAX_DROP_REASONS)
-                self._counted_at = time.monotonic()
-            facts = self._facts
-        spool = spool_status(self._settings.spool_dir)
-        return Facts(now=steady_time.now(), rules=Rules.of(self._settings), spool=spool, ledger=facts)
-
-
 class WaitingRows(NamedTuple):
-    """What waits where, and why no step is happening."""
+    """What waits where, and why no step is happening; `counting`: newer counts are being made."""
 
     waits: list[Wait]
     counts: dict[str, int]
     reasons: list[Reason]
     facts: LedgerFacts
+    counted_at: float
+    counting: bool
 
 
-def find_waiting(counts: LedgerCounts) -> WaitingRows:
-    """What waits now."""
-    facts = counts.get()
+def find_waiting(counts: LedgerCounts) -> WaitingRows | None:
+    """What waits; None while that is counted for the first time."""
+    facts, counted_at, counting = counts.get()
+    if facts is None:
+        return None
     ledger = facts.ledger or LedgerFacts(states={})
     waits = [
         Wait(state, *ledger.count(state)[:1], what, ledger.count(state).oldest) for state, what in WAITS_FOR.items()
     ]
     states = {state.value: ledger.count(state).rows for state in State}
-    return WaitingRows(waits, states, diagnose(facts), ledger)
+    return WaitingRows(waits, states, diagnose(facts), ledger, counted_at, counting)
 
 
 def build_overview(ledger: Ledger) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from fastapi import APIRouter, FastAPI
 
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.ui.front_door import add_front_door
+from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.operations import add_changes, add_operations
-from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.pages import add_exchanges, add_overview
 from tuneloop.explorer.ui.rating import add_rating
 from tuneloop.explorer.ui.site import Site, add_site

@@ -5,7 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, find_waiting
+from tuneloop.explorer.ui.ledger_counts import LedgerCounts
+from tuneloop.explorer.ui.overview import build_overview, find_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter
 from tuneloop.explorer.ui.reading.tokens import list_tokens

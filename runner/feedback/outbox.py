@@ -53,7 +53,7 @@ class Outbox:
         self.folder, self._max_bytes = folder, max_bytes
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.sent = self.refused = 0
-        self._refused_keys: set[str] = set()
+        self._set_aside: set[str] = set()
         self._own: Segment | None = None
         self._older: list[Segment] = []
         self._forget()
@@ -72,12 +72,12 @@ class Outbox:
                 raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
             try:
                 segment = self._own_segment()
-                end = segment.write(entries)
+                written = segment.write(entries)
             except OSError as error:
                 if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                     raise OutboxFull(f"{self.folder}: {error.strerror}") from error
                 raise
-        segment.sync(end)
+        segment.sync(written)
 
     def next_batch(self) -> Waiting | None:
         """What is to be sent next, some hundred entries of one file, if anything waits."""
@@ -85,7 +85,7 @@ class Outbox:
             for segment in self._segments():
                 if segment.waiting:
                     return _first_lines(segment)
-                if segment is not self._own:
+                if segment is not self._own and segment.is_done:
                     self._older.remove(segment)
                     segment.close(remove=True)
         return None
@@ -97,10 +97,9 @@ class Outbox:
 
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Keep an entry that the service will never take, to be looked at: on disk before this returns."""
-        key = str(entry.get("idempotency_key"))
-        if key in self._refused_keys:
+        if (said := _what(entry)) in self._set_aside:
             return
-        self._refused_keys.add(key)
+        self._set_aside.add(said)
         path = self.folder / _REFUSED
         if path.exists() and path.stat().st_size > self._max_bytes:
             path.replace(path.with_suffix(".old.jsonl"))
@@ -115,7 +114,7 @@ class Outbox:
         """What was set aside, by whichever process, oldest first."""
         path = self.folder / _REFUSED
         lines = path.read_bytes().splitlines() if path.exists() else []
-        found = {str(each["entry"].get("idempotency_key")): each for each in _objects(lines)}
+        found = {_what(each["entry"]): each for each in _objects(lines)}
         return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
 
     def adopt(self) -> None:
@@ -136,7 +135,7 @@ class Outbox:
         """Leave what waits to whoever opens the folder next."""
         with self._lock:
             for segment in self._segments():
-                segment.close(remove=not segment.waiting)
+                segment.close(remove=segment.is_done)
             self._older, self._own = [], None
 
     def forget_parents_files(self) -> None:
@@ -161,6 +160,11 @@ class Outbox:
             self._own = Segment.create(self.folder)
             sync_folder(self.folder.parent)
         return self._own
+
+
+def _what(entry: Entry) -> str:
+    """The same for an entry that is set aside again; the parts of a score share one idempotency key."""
+    return json.dumps(entry, sort_keys=True)
 
 
 def _first_lines(segment: Segment) -> Waiting:

@@ -6,6 +6,7 @@ line that was not sent yet. It is not synced: what is sent again is known to the
 The process that writes a file holds its lock. Whoever gets the lock of one later sends what was left in it.
 """
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,8 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tuneloop.runner.feedback.verbs import Entry
@@ -37,6 +40,14 @@ def lock(descriptor: int) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A line that was written: where it ends, and how often lines had been taken back before."""
+
+    end: int
+    takings_back: int
+
+
 class Segment:
     """One file, open and locked. `end` is where its lines end, `sent` where those begin that were not sent."""
 
@@ -46,6 +57,7 @@ class Segment:
         self._writing, self._syncing = threading.Lock(), threading.Lock()
         self._closed = False
         self.end = self._synced = os.fstat(descriptor).st_size
+        self._unsynced = self._takings_back = 0
         self.sent = self._read_cursor()
         self.waiting = sum(len(entries) for entries, _ in self.read(self.sent))
 
@@ -78,28 +90,51 @@ class Segment:
         """The size of what waits."""
         return self.end - self.sent
 
-    def write(self, entries: Sequence[Entry]) -> int:
-        """Append a line, and return where it ends. Raises OSError, and has written nothing then."""
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing waits to be sent, nor to be brought to disk."""
+        return not self.waiting and not self._unsynced
+
+    def write(self, entries: Sequence[Entry]) -> Written:
+        """Append a line. It is read, and sent, once it is on disk. Raises OSError, and has written nothing then."""
         payload = json.dumps(entries, allow_nan=False).encode()
         with self._writing:
             self._write(b"%08x %s\n" % (zlib.crc32(payload), payload))
-            self.waiting += len(entries)
-            return self.end
+            self._unsynced += len(entries)
+            return Written(self.end, self._takings_back)
 
-    def sync(self, end: int) -> None:
-        """Return when everything up to there is on disk; one sync serves all who wait for it. Raises OSError."""
+    def sync(self, written: Written) -> None:
+        """Return when a line is on disk; one sync serves all who wait for it.
+
+        Raises OSError if it cannot be brought there: then it is not in the file any more.
+        """
         with self._syncing:
-            # It is closed when all of it was sent.
-            if not self._closed and self._synced < end:
-                everything = self.end
-                os.fsync(self._descriptor)
-                self._synced = everything
+            if written.takings_back != self._takings_back:
+                raise OSError(errno.EIO, "the disk refused what was written before, and this with it")
+            if self._synced < written.end:
+                self._sync_all()
+
+    def _sync_all(self) -> None:
+        with self._writing:
+            end, entries = self.end, self._unsynced
+        try:
+            os.fsync(self._descriptor)
+        except OSError:
+            with self._writing:  # what was written since is taken back too: its writer waits for the next sync
+                os.ftruncate(self._descriptor, self._synced)
+                self.end, self._unsynced = self._synced, 0
+                self._takings_back += 1
+            raise
+        with self._writing:
+            self._synced = end
+            self._unsynced -= entries
+            self.waiting += entries
 
     def read(self, offset: int) -> Iterator[tuple[list[Entry], int]]:
         """The lines from an offset on, and where each ends. What is damaged is skipped, and logged."""
         with open(self.path, "rb") as file:
             file.seek(offset)
-            while offset < self.end and (line := file.readline()).endswith(b"\n"):
+            while offset < self._synced and (line := file.readline()).endswith(b"\n"):
                 offset += len(line)
                 yield self._entries(line, offset), offset
 
@@ -112,6 +147,9 @@ class Segment:
 
     def close(self, *, remove: bool = False) -> None:
         """Leave it to others, or remove it: then all of it was sent."""
+        with self._syncing, suppress(OSError):  # which whoever wrote it hears of
+            if self._unsynced:
+                self._sync_all()
         if remove:
             self.path.unlink(missing_ok=True)
             Path(f"{self.path}.sent").unlink(missing_ok=True)

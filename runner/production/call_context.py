@@ -14,7 +14,7 @@ class RecordedToolCall:
     name: str
     arguments: str
     result: Any = None
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)

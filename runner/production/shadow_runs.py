@@ -5,22 +5,26 @@ import contextvars
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuneloop.runner.models.bound_model import CallDefaults, ClientKind, make_model
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.production.call_context import RecordedToolCall, in_context
-from tuneloop.runner.production.shadow_tools import Replay, ShadowToolCall, copy_or_same
+from tuneloop.runner.production.shadow_tools import Replay, RunTools, ShadowToolCall, ShadowTools, copy_or_same
 from tuneloop.runner.production.strategies import ProductionCall
 from tuneloop.runner.rewards.composite import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRun(Run):
-    """What a shadow agent is made with: a run, `base_url` and `api_key` bind any client to it, and the model's name."""
+    """What a shadow agent is made with: a run, `base_url` and `api_key` bind any client to it, and the model's name.
+
+    `tools` are the app's, bound to it: in whatever thread they are called, they write nothing.
+    """
 
     model: str
+    tools: RunTools = field(default_factory=lambda: RunTools({}, Replay(())), compare=False, repr=False)
 
     def chat_model(self, client: ClientKind = "auto", **defaults: Any) -> Any:
         """An AgentScope chat model where AgentScope is installed, else an AsyncOpenAI client; `client` chooses.
@@ -66,9 +70,10 @@ class ShadowJob:
     select: Callable[[ProductionCall], bool] | None = None
 
 
-async def rehearse(job: ShadowJob, run: ShadowRun) -> ShadowResult:
+async def rehearse(job: ShadowJob, run: ShadowRun, tools: ShadowTools) -> ShadowResult:
     """Do it once more. Raises what the agent raises."""
     replay = Replay(job.recorded)
+    run = replace(run, tools=tools.bound_to(replay))
 
     def act() -> Any:
         # Of their own for each run: agents change what they are given.

@@ -6,11 +6,12 @@ import inspect
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
-from tuneloop.runner.production.call_context import RecordedToolCall, current, current_trace
+from tuneloop.runner.production.call_context import RecordedToolCall, current, current_trace, in_context
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 
@@ -60,6 +61,12 @@ class ShadowTools:
 
     def __init__(self, refusal: Callable[[str, str], Any] = refuse_as_json) -> None:
         self._refusal = refusal
+        #: By name; None where several functions were given the same.
+        self._tools: dict[str, _Tool | None] = {}
+
+    def bound_to(self, replay: Replay) -> "RunTools":
+        """The tools of one shadow run."""
+        return RunTools(self._tools, replay, self._refusal)
 
     @overload
     def tool(self, function: Tool) -> Tool: ...
@@ -83,23 +90,53 @@ class ShadowTools:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"{name}: a tool that yields cannot be recorded; let it return its result")
         tool = _Tool(function, name, read_only, self._refusal)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return tool.call(args, kwargs)
-
-        @functools.wraps(function)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
-            return await tool.call_async(args, kwargs)
-
-        return call_async if inspect.iscoroutinefunction(function) else call
+        known = self._tools.setdefault(name, tool)
+        if known is not tool and (known is None or known.function != function):
+            self._tools[name] = None
+        return tool.within(None)
 
 
-@dataclass(frozen=True, slots=True)
+class RunTools(Mapping[str, Callable[..., Any]]):
+    """The tools of one shadow run by name, bound to it in whatever thread they are called.
+
+    A name that no tool has, or several have, is answered too: by a function that refuses.
+    """
+
+    def __init__(
+        self, tools: Mapping[str, "_Tool | None"], replay: Replay, refusal: Callable[[str, str], Any] = refuse_as_json
+    ) -> None:
+        self._tools, self._replay, self._refusal = tools, replay, refusal
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        if (tool := self._tools.get(name)) is not None:
+            return tool.within(self._replay)
+        return functools.partial(self._refuse, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, tool in list(self._tools.items()) if tool is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What a model's call gives; of an async tool, what is to be awaited."""
+        return self[name](**arguments)
+
+    def _refuse(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        arguments = json.dumps({**kwargs, **({"args": args} if args else {})}, sort_keys=True, default=repr)
+        self._replay.calls.append(ShadowToolCall(name, arguments, "refused"))
+        return self._refusal(name, arguments)
+
+
+@dataclass(slots=True)
 class _Run:
     """The tool itself is to be run."""
 
     arguments: str | None
+    result: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,37 +148,36 @@ class _Tool:
     def __init__(
         self, function: Callable[..., Any], name: str, read_only: bool, refusal: Callable[[str, str], Any]
     ) -> None:
-        self._function, self._name = function, name
+        self.function, self._name = function, name
         self._read_only, self._refusal = read_only, refusal
         self._signature = inspect.signature(function)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        todo = self._decide(args, kwargs)
-        if isinstance(todo, _Answer):
-            return todo.result
-        try:
-            result = self._function(*args, **kwargs)
-        except Exception as error:
-            self._record(todo, error=error)
-            raise
-        self._record(todo, result)
-        return result
+    def within(self, replay: Replay | None) -> Callable[..., Any]:
+        """The tool in one shadow run; with None, wherever it is called."""
 
-    async def call_async(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        todo = self._decide(args, kwargs)
-        if isinstance(todo, _Answer):
+        @functools.wraps(self.function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            todo = self._decide(replay, args, kwargs)
+            if isinstance(todo, _Answer):
+                return todo.result
+            with self._recording(todo), in_context(replay or current()):
+                todo.result = self.function(*args, **kwargs)
             return todo.result
-        try:
-            result = await self._function(*args, **kwargs)
-        except Exception as error:
-            self._record(todo, error=error)
-            raise
-        self._record(todo, result)
-        return result
 
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run | _Answer:
+        @functools.wraps(self.function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            todo = self._decide(replay, args, kwargs)
+            if isinstance(todo, _Answer):
+                return todo.result
+            with self._recording(todo), in_context(replay or current()):
+                todo.result = await self.function(*args, **kwargs)
+            return todo.result
+
+        return call_async if inspect.iscoroutinefunction(self.function) else call
+
+    def _decide(self, bound: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Run | _Answer":
         """What is to be done. Raises what the recorded call raised."""
-        replay, trace = current(), current_trace()
+        replay, trace = bound or current(), current_trace()
         if not isinstance(replay, Replay):
             return _Run(self._arguments(args, kwargs) if trace is not None and trace.recorded else None)
         if (arguments := self._arguments(args, kwargs)) is None:
@@ -149,15 +185,25 @@ class _Tool:
         if (found := replay.next_recorded(self._name, arguments)) is not None:
             replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
             if found.error is not None:
-                raise found.error.with_traceback(None)
+                raise _copy_of(found.error)
             return _Answer(copy_or_same(found.result))
         replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if self._read_only else "refused"))
         return _Run(None) if self._read_only else _Answer(self._refusal(self._name, arguments))
 
-    def _record(self, todo: _Run, result: Any = None, error: Exception | None = None) -> None:
+    @contextmanager
+    def _recording(self, run: "_Run") -> Iterator[None]:
+        """Record what comes of it, if it is a call of production's that is recorded."""
+        try:
+            yield
+        except Exception as error:
+            self._record(run, error=_copy_of(error))
+            raise
+        self._record(run)
+
+    def _record(self, run: "_Run", error: Exception | None = None) -> None:
         trace = current_trace()
-        if trace is not None and todo.arguments is not None:
-            trace.tool_calls.append(RecordedToolCall(self._name, todo.arguments, copy_or_same(result), error))
+        if trace is not None and run.arguments is not None:
+            trace.tool_calls.append(RecordedToolCall(self._name, run.arguments, copy_or_same(run.result), error))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The arguments as JSON, each under its name; None where they do not fit the function."""
@@ -171,6 +217,15 @@ class _Tool:
             return json.dumps(named, sort_keys=True, default=repr)
         except (TypeError, ValueError, RecursionError):
             return json.dumps({"arguments": repr(named)})
+
+
+def _copy_of(error: Exception) -> Exception:
+    """The same error, but another object: production's keeps its traceback to itself."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
+        copied = None
+    return copied if type(copied) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def copy_or_same(thing: Any) -> Any:

@@ -20,6 +20,7 @@ from tuneloop.runner.production.shadow_runs import (
     in_thread,
     rehearse,
 )
+from tuneloop.runner.production.shadow_tools import ShadowTools
 from tuneloop.runner.rewards.composite import Score
 
 #: Seconds between two looks for what was offered.
@@ -41,6 +42,7 @@ class ShadowPlan:
     concurrency: int
     queue_size: int
     timeout_s: float
+    tools: ShadowTools
 
 
 class ShadowWorker:
@@ -152,7 +154,7 @@ class ShadowWorker:
                 service=plan.service, task_id=task_id, run_id=str(number), api_key=plan.api_key, model=plan.model
             )
             self._counts.add("runs")
-            result = await self._within_time("shadow", rehearse(job, run))
+            result = await self._within_time("shadow", rehearse(job, run, plan.tools))
             if result is not None:
                 self._counts.add("completed")
                 await self._reward(result)

@@ -24,6 +24,7 @@ from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculato
 from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, copy_or_same
 from tuneloop.runner.production.shadow_worker import ShadowPlan, ShadowWorker
 from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
+from tuneloop.runner.production.thread_context import carry_into_threads
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
@@ -74,13 +75,13 @@ class TrainingRunner:
     outbox: str | os.PathLike[str] | None = None
     api_key: str | None = field(default=None, repr=False)
     capture: Capture = deep_copies
+    tools: ShadowTools = field(default_factory=ShadowTools)
 
     def __post_init__(self) -> None:
         """Raises ValueError for what makes no sense."""
         if min(self.repeat_time, self.concurrency, self.queue_size) < 1 or not self.timeout_seconds > 0:
             raise ValueError("repeat_time, concurrency and queue_size must be at least 1, timeout_seconds above 0")
         Feedback(self.service).close()  # which says what is wrong with a URL
-        self.tools = ShadowTools()
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
         self._feedback: Feedback | None = None
@@ -107,7 +108,9 @@ class TrainingRunner:
             concurrency=self.concurrency,
             queue_size=self.queue_size,
             timeout_s=self.timeout_seconds,
+            tools=self.tools,
         )
+        carry_into_threads(lambda what: isinstance(what, Replay))
         self._worker = ShadowWorker(plan, self._counts, self._feedback)
         return self
 

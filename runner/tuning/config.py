@@ -39,8 +39,8 @@ WorkflowType = Callable[..., Awaitable[WorkflowOutput] | WorkflowOutput]
 JudgeType = Callable[..., Awaitable[JudgeOutput] | JudgeOutput]
 
 
-#: What `monitor_type` may name: curves are TensorBoard files.
-MONITORS = ("tensorboard",)
+#: What `monitor_type` may name: the curves are TensorBoard files always, and the last two get the trainer's as well.
+MONITORS = ("tensorboard", "wandb", "mlflow")
 
 #: The algorithms that learn from rewards, by our names; those that compare the runs of a task with each other.
 ALGORITHMS = ("multi_step_grpo", "grpo", "rloo", "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")
@@ -71,7 +71,7 @@ class TinkerConfig:
 
     def __post_init__(self) -> None:
         """Raise TuneRefused for a value that makes no sense."""
-        _require_whole(self, "rank", least=1)
+        require_whole(self, "rank", least=1)
         if not (self.train_mlp or self.train_attn):
             raise TuneRefused("TinkerConfig: train_mlp and train_attn are both False: nothing would be trained")
 
@@ -101,11 +101,11 @@ class TunerModelConfig:
         if not self.model_path:
             raise TuneRefused("TunerModelConfig: model_path is empty: name the folder of the model")
         for name in ("tensor_parallel_size", "inference_engine_num", "max_tokens"):
-            _require_whole(self, name, least=1)
+            require_whole(self, name, least=1)
         if self.max_model_len is not None:
-            _require_whole(self, "max_model_len", least=1)
-        _require_number(self, "temperature", 0, 2)
-        _require_number(self, "top_p", 0, 1)
+            require_whole(self, "max_model_len", least=1)
+        require_number(self, "temperature", 0, 2)
+        require_number(self, "top_p", 0, 1)
         if self.top_p == 0:
             raise TuneRefused("TunerModelConfig: top_p must be above 0")
 
@@ -146,24 +146,30 @@ class AlgorithmConfig:
                 f"algorithm_type: there is no {self.algorithm_type!r} here; there are {', '.join(ALGORITHMS)}.{hint}"
             )
         for name in ("group_size", "batch_size", "save_interval_steps", "eval_interval_steps"):
-            _require_whole(self, name, least=1)
+            require_whole(self, name, least=1)
         if self.algorithm_type in OF_GROUPS and self.group_size < 2:
             raise TuneRefused(
                 f"group_size: {self.algorithm_type} compares the runs of a task with each other and needs at least 2; "
                 "with 1 use ppo, reinforce or reinforce++"
             )
-        _require_number(self, "learning_rate", 0, 1)
+        require_number(self, "learning_rate", 0, 1)
         if self.learning_rate == 0:
             raise TuneRefused("learning_rate must be above 0")
 
 
-def _require_whole(config: Any, name: str, *, least: int) -> None:
+def require_whole(config: Any, name: str, *, least: int) -> None:
+    """Raise TuneRefused unless the field of that name is a whole number of at least `least`."""
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise TuneRefused(f"{type(config).__name__}: {name} must be a whole number of at least {least}, not {value!r}")
+        raise TuneRefused(f"{_owner(config)}{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def _require_number(config: Any, name: str, least: float, most: float) -> None:
+def require_number(config: Any, name: str, least: float, most: float) -> None:
+    """Raise TuneRefused unless the field of that name is a number in this range."""
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise TuneRefused(f"{type(config).__name__}: {name} must be a number from {least} to {most}, not {value!r}")
+        raise TuneRefused(f"{_owner(config)}{name} must be a number from {least} to {most}, not {value!r}")
+
+
+def _owner(config: Any) -> str:
+    return f"{type(config).__name__}: " if type(config).__name__.endswith("Config") else ""

@@ -105,7 +105,7 @@ class _FileReader:
         self._drop("buffer.explorer_input")
         monitor = self._take("monitor.monitor_type")
         if monitor is not None and monitor not in MONITORS:
-            self._ignored.append(f"monitor.monitor_type: {monitor} (curves are TensorBoard files)")
+            self._ignored.append(f"monitor.monitor_type: {monitor} (curves go to {', '.join(MONITORS)})")
             monitor = None
         made = TuneFile(
             path=self._path,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.feedback.segments import lock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +42,17 @@ class RunResult:
 
 @dataclass(slots=True)
 class JournalState:
-    """What a journal says: the runs by position and member, and what became of them."""
+    """What a journal says: the runs by position and member, and what became of them.
+
+    `committed` has how many tasks a step had, if the line says so; `committing`, by model, the versions before that.
+    """
 
     header: dict[str, Any] | None = None
     lives: int = 0
     results: dict[tuple[int, int], RunResult] = field(default_factory=dict)
     unacknowledged: dict[str, RunResult] = field(default_factory=dict)
-    committed: set[int] = field(default_factory=set)
+    committing: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)
+    committed: dict[int, int | None] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
@@ -65,14 +70,30 @@ class JournalState:
             case "acknowledged":
                 for name in line["runs"]:
                     self.unacknowledged.pop(name, None)
-            case "committed":
-                self.committed.add(line["step"])
-            case "step":
-                self.steps[line["step"]] = dict(line)
+            case "committing" | "committed" | "step":
+                self._apply_to_step(line["step"], line)
             case "evaluated":
                 self.evaluations.append(dict(line))
             case "end":
                 self.ended = True
+
+    def _apply_to_step(self, step: int, line: Mapping[str, Any]) -> None:
+        match line["event"]:
+            case "committing":
+                self.committing[step] = line["before"]
+                self.steps.pop(step, None)
+            case "committed":
+                self.committed[step] = line.get("tasks")
+            case "step":
+                self.steps[step] = dict(line)
+                self.committing.pop(step, None)
+
+    def is_committed(self, step: int, tasks: int) -> bool:
+        """Whether all of a step is, which has so many tasks: the last one of fewer epochs may have had fewer."""
+        if step not in self.committed:
+            return False
+        known = self.committed[step]
+        return known is None or known >= tasks
 
     def results_of(self, step: int) -> list[RunResult]:
         """The runs of a step that have ended, however they did."""
@@ -86,10 +107,16 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.state = JournalState()
-        _cut_off_unfinished(path)
-        for line in _lines(path):
-            self.state.apply(line)
         self._file = path.open("ab", buffering=0)
+        try:
+            if not lock(self._file.fileno()):
+                raise TuneRefused(f"{path} is in use: another call of tune() goes on with this experiment")
+            _cut_off_unfinished(path)
+            for line in _lines(path):
+                self.state.apply(line)
+        except BaseException:
+            self._file.close()
+            raise
         self._turn = asyncio.Lock()
 
     def close(self) -> None:

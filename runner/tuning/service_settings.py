@@ -43,7 +43,7 @@ def service_settings(
     A version is published after each step, as on-policy training wants it. Raises TuneRefused.
     """
     if monitor_type is not None and monitor_type not in MONITORS:
-        raise TuneRefused(f"monitor_type: there is no {monitor_type!r} here; there is {', '.join(MONITORS)}")
+        raise TuneRefused(f"monitor_type: there is no {monitor_type!r} here; there are {', '.join(MONITORS)}")
     if model.temperature == 0:
         raise TuneRefused(
             "TunerModelConfig: temperature 0 gives the same reply every time, so that there is nothing to compare: "

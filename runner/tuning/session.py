@@ -1,15 +1,24 @@
 """One call of tune(), from what it was told to its result."""
 
 import asyncio
+import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
-from tuneloop.runner.tuning.config import AlgorithmConfig, JudgeType, TunerModelConfig, WorkflowType
+from tuneloop.runner.tuning.config import (
+    AlgorithmConfig,
+    JudgeType,
+    TunerModelConfig,
+    WorkflowType,
+    require_number,
+    require_whole,
+)
 from tuneloop.runner.tuning.experiment import ExperimentFolder
 from tuneloop.runner.tuning.journal import Journal, JournalState
 from tuneloop.runner.tuning.plan import TaskPlan, require_tasks
@@ -17,6 +26,7 @@ from tuneloop.runner.tuning.rollouts.attempts import Attempts, Binding, Limits
 from tuneloop.runner.tuning.rollouts.failures import FailureLog
 from tuneloop.runner.tuning.rollouts.model_factory import ModelFactory, call_defaults
 from tuneloop.runner.tuning.service_settings import ServicePlace, service_settings
+from tuneloop.runner.tuning.services.absorption import StepPatience
 from tuneloop.runner.tuning.services.service_process import find_command
 from tuneloop.runner.tuning.services.service_set import MAIN, ServiceOpener, ServiceOptions
 from tuneloop.runner.tuning.steps import Pace, StepLoop, evaluation_report, step_report
@@ -59,8 +69,26 @@ class Call:
     evaluate_after: bool
     service_timeout: float
     start_timeout: float
+    join_timeout: float
+    step_timeout: float
     view: View | None
     warning: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise TuneRefused for a value that makes no sense."""
+        for name in ("concurrency", "retries", "max_staleness"):
+            if getattr(self, name) is not None:
+                require_whole(self, name, least=int(name == "concurrency"))
+        for name in ("run_timeout", "service_timeout", "start_timeout", "join_timeout", "step_timeout"):
+            if getattr(self, name) is not None:
+                require_number(self, name, 0, math.inf)
+                if getattr(self, name) == 0:
+                    raise TuneRefused(f"{name} must be above 0")
+        require_number(self, "max_failures", 0, 1)
+        if self.eval_temperature is not None:
+            require_number(self, "eval_temperature", 0, 2)
+        if self.model is not None and self.models:
+            raise TuneRefused("model= and models= are both given: models= names all models that are trained")
 
 
 @dataclass(slots=True)
@@ -142,6 +170,7 @@ class Session:
             evaluation_interval=interval,
             evaluate_before=call.evaluate_before,
             evaluate_after=call.evaluate_after,
+            patience=StepPatience(step_s=call.step_timeout, trainer_s=call.service_timeout),
         )
         training = StepLoop(plan, pace, attempts=attempts, services=binding.trained, journal=journal, view=view)
         try:
@@ -171,6 +200,7 @@ class Session:
             api_key=call.api_key,
             timeout_s=call.service_timeout,
             start_timeout_s=call.start_timeout,
+            join_timeout_s=call.join_timeout,
             over=call.settings or {},
             monitor_type=call.monitor_type,
         )
@@ -195,7 +225,9 @@ async def _begin(journal: Journal, plan: TaskPlan) -> bool:
             f"{journal.path} was begun with other tasks, batch_size, group_size, shuffle or seed: resume with those, "
             "or start anew without resume=True"
         )
-    if journal.state.ended and len(journal.state.committed) >= plan.total_steps:
+    if journal.state.ended and all(
+        journal.state.is_committed(step, len(plan.positions(step))) for step in range(plan.total_steps)
+    ):
         return True
     await journal.append({"event": "begin", "fingerprint": fingerprint, "name": plan.name, "steps": plan.total_steps})
     return False
@@ -252,19 +284,34 @@ def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(run())
-    results: list[TuneResult] = []
-    errors: list[BaseException] = []
+        is_running = False
+    else:
+        is_running = True
+    return _in_thread(run) if is_running else asyncio.run(run())
+
+
+def _in_thread(main: Callable[[], Coroutine[Any, Any, TuneResult]]) -> TuneResult:
+    """What interrupts the caller, as a notebook's stop button does, ends it too."""
+    under_way: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+    future: Future[TuneResult] = Future()
+
+    async def run() -> TuneResult:
+        under_way.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await main()
 
     def work() -> None:
         try:
-            results.append(asyncio.run(run()))
+            future.set_result(asyncio.run(run()))
         except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, name="tuneloop-tune", daemon=True)
     thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        for loop, task in under_way:
+            if task is not None and not future.done():
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise

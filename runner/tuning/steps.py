@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuneloop.runner.errors import TuneFailed
@@ -11,12 +11,10 @@ from tuneloop.runner.tuning.journal import Journal, JournalState, RunResult
 from tuneloop.runner.tuning.plan import TaskPlan
 from tuneloop.runner.tuning.rollouts.attempts import Attempts, Member
 from tuneloop.runner.tuning.rollouts.reward_outbox import RewardOutbox
-from tuneloop.runner.tuning.services.service_client import ServiceClient, TrainingStatus
+from tuneloop.runner.tuning.services.absorption import Absorption, StepPatience
+from tuneloop.runner.tuning.services.service_client import ServiceClient
 from tuneloop.runner.tuning.summary import EvaluationReport, StepReport, interval_of
 from tuneloop.runner.tuning.views.view import View
-
-#: Seconds between two looks at what the services are doing.
-_LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +22,7 @@ class Pace:
     """How far rollouts may run ahead, and when it is evaluated, and stopped.
 
     `max_staleness`: steps whose rollouts may have begun before the version of an earlier one is served; 0 is on-policy.
-    `max_failures`: the share of a step's runs that may fail. `patience_s`: how long a step may make no progress.
+    `max_failures`: the share of a step's runs that may fail.
     """
 
     concurrency: int = 64
@@ -33,7 +31,7 @@ class Pace:
     evaluation_interval: int = 100
     evaluate_before: bool = True
     evaluate_after: bool = True
-    patience_s: float = 3600.0
+    patience: StepPatience = field(default_factory=StepPatience)
 
 
 class StepLoop:
@@ -51,12 +49,11 @@ class StepLoop:
     ) -> None:
         self._plan, self._pace, self._attempts = plan, pace, attempts
         self._services, self._journal, self._view = services, journal, view
-        self._outbox = RewardOutbox(journal, services)
+        self._outbox = RewardOutbox(journal, services, view.say)
         self._room = asyncio.Semaphore(pace.concurrency)
         self._absorbed = self._first_step()
         self._moved = asyncio.Condition()
-        self._expected: dict[str, int] = {}
-        self._version = 0
+        self._absorptions = {name: Absorption(each, pace.patience, view.say) for name, each in services.items()}
 
     async def run(self) -> None:
         """Make all steps. Raises TuneFailed."""
@@ -79,19 +76,30 @@ class StepLoop:
         """Go on where the journal ends: with rewards that may not have been given, and a step that may not be made."""
         state = self._journal.state
         await self._outbox.send_again(list(state.unacknowledged.values()))
+        unended = sorted(state.committed.keys() - state.steps.keys())
         for name, service in self._services.items():
             status = await service.status()
-            if state.committed - state.steps.keys():
-                await self._until_served(name, status, settled=True)
-            self._version = max(self._version, status.served)
-        for step in sorted(state.committed - state.steps.keys()):
-            await self._end_step(step, began=time.monotonic(), published=True)
+            if unended:
+                await self._absorptions[name].until_served(status, settled=True)
+            self._absorptions[name].served = max(self._absorptions[name].served, status.served)
+        for step in unended:
+            before = state.committing.get(step, {})
+            published = any(each.served > before.get(name, {}).get("served", -1) for name, each in self._absorbing())
+            await self._end_step(step, began=time.monotonic(), published=published)
         if first:
             self._view.say(f"going on after step {first} of {self._plan.total_steps}")
 
+    def _absorbing(self) -> Iterable[tuple[str, Absorption]]:
+        return self._absorptions.items()
+
+    @property
+    def _version(self) -> int:
+        return max(each.served for each in self._absorptions.values())
+
     def _first_step(self) -> int:
-        committed = self._journal.state.committed
-        return next(step for step in range(self._plan.total_steps + 1) if step not in committed)
+        is_committed, plan = self._journal.state.is_committed, self._plan
+        steps = range(plan.total_steps)
+        return next((step for step in steps if not is_committed(step, len(plan.positions(step)))), plan.total_steps)
 
     async def _until_absorbed(self, steps: int) -> None:
         async with self._moved:
@@ -116,7 +124,8 @@ class StepLoop:
         self._view.step(step_report(self._journal.state, step))
 
     async def _roll_out(self, step: int) -> None:
-        done = {(result.position, result.member): result for result in self._journal.state.results_of(step)}
+        # What failed is made again: where it was too much, resuming would otherwise end at once.
+        done = {(each.position, each.member): each for each in self._journal.state.results_of(step) if each.rewards}
         members = [
             Member(
                 step=step,
@@ -129,8 +138,6 @@ class StepLoop:
             for member in range(self._plan.group_size)
         ]
         tally = _Tally(len(members), self._pace.max_failures, step + 1)
-        for result in done.values():
-            tally.add(result)
 
         async def make(member: Member) -> None:
             async with self._room:
@@ -145,38 +152,30 @@ class StepLoop:
                     group.create_task(make(member))
 
     async def _train_on(self, step: int) -> bool:
-        """Commit the step and wait until the services have made of it what they make; whether that is a version."""
+        """Commit the step and wait until the services have made of it what they make; whether that is a version.
+
+        A commit of which the answer was lost counts nothing the second time: what the services did before the first is
+        in the journal, and they are waited for whatever the count.
+        """
         before = {name: await service.status() for name, service in self._services.items()}
+        known = self._journal.state.committing.get(step)
+        if known is None:
+            known = {name: {"newest": each.newest, "served": each.served} for name, each in before.items()}
+            await self._journal.append({"event": "committing", "step": step, "before": known})
         tasks = [self._plan.task_id(position) for position in self._plan.positions(step)]
-        committed = {name: await service.commit(tasks) for name, service in self._services.items()}
-        await self._journal.append({"event": "committed", "step": step, "experiences": sum(committed.values())})
-        published = [await self._until_served(name, before[name]) for name, count in committed.items() if count]
-        if not any(published):
-            why = (
-                "nothing of it could be committed" if not any(committed.values()) else "nothing in it was to be learnt"
+        committed = [await service.commit(tasks) for service in self._services.values()]
+        line = {"event": "committed", "step": step, "tasks": len(tasks), "experiences": sum(committed)}
+        await self._journal.append(line)
+        published = [
+            await self._absorptions[name].until_served(
+                replace(status, newest=known[name]["newest"], served=known[name]["served"])
             )
+            for name, status in before.items()
+        ]
+        if not any(published):
+            why = "nothing in it was to be learnt" if any(committed) else "nothing of it could be committed"
             self._view.say(f"step {step + 1} made no new version: {why}")
         return any(published)
-
-    async def _until_served(self, name: str, before: TrainingStatus, *, settled: bool = False) -> bool:
-        """Wait for the version of what was committed last; False if none came of it. `settled`: for all there is."""
-        expected = self._expected[name] = max(self._expected.get(name, 0), before.newest) + 1
-        since, last = time.monotonic(), before
-        while True:
-            status = await self._services[name].status()
-            if (status.served >= expected and not settled) or status.settled:
-                self._expected[name] = max(status.served, before.newest)
-                self._version = max(self._version, status.served)
-                return status.served > before.served
-            if (status.newest, status.served, status.states) != (last.newest, last.served, last.states):
-                since, last = time.monotonic(), status
-            if time.monotonic() - since > self._pace.patience_s:
-                why = "; ".join(status.sentences)
-                raise TuneFailed(
-                    f"the service at {self._services[name].url} has made nothing for "
-                    f"{self._pace.patience_s:g} s of what was committed: {why}"
-                )
-            await asyncio.sleep(_LOOK_S)
 
     # Evaluation.
 

@@ -46,6 +46,8 @@ def tune(  # noqa: PLR0913 - the first eleven are AgentScope's, and options are 
     evaluate_after: bool = True,
     service_timeout: float = 300.0,
     start_timeout: float = 1800.0,
+    join_timeout: float = 60.0,
+    step_timeout: float = 3600.0,
     view: View | None = None,
 ) -> TuneResult:
     """Train the model that `workflow_func` calls, on the rewards of `judge_func` or of the workflow itself.

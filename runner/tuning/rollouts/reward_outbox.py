@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from tuneloop.runner.tuning.journal import Journal, RunResult, acknowledged_line, name_of, result_line
@@ -17,12 +18,22 @@ METRIC_PREFIX = "metrics/"
 _MAX_NAME = 256
 _MOST_AT_ONCE = 256
 
+#: A service takes 100 events of a run in one call, and keeps 250 of one source; other feedback may come later.
+_MOST_OF_A_RUN, _MOST_METRICS = 100, 200
+
+#: Entries in a call, so that it stays well below the largest body that a service takes.
+_MOST_OF_A_CALL = 5000
+
+#: What became of feedback that a service does not keep.
+_FULL = "full"
+
 
 class RewardOutbox:
     """Takes results; each is on disk, and its reward at its services, when `send` returns."""
 
-    def __init__(self, journal: Journal, services: Mapping[str, ServiceClient]) -> None:
-        self._journal, self._services = journal, services
+    def __init__(self, journal: Journal, services: Mapping[str, ServiceClient], say: Callable[[str], None]) -> None:
+        self._journal, self._services, self._say = journal, services, say
+        self._has_said_cut = False
         self._waiting: list[tuple[RunResult, asyncio.Future[None]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -64,21 +75,42 @@ class RewardOutbox:
                     future.set_result(None)
 
     async def _give(self, results: Sequence[RunResult]) -> None:
+        """Rewards first, in a call of their own: what is said of a run's reward must not be hidden by its metrics."""
         if not results:
             return
-        by_service = {
-            name: [entry for result in results if name in result.rewards for entry in _entries(result, name)]
-            for name in self._services
-        }
-        await asyncio.gather(*(self._services[name].feedback(sent) for name, sent in by_service.items() if sent))
+        await asyncio.gather(*(self._give_to(name, results) for name in self._services))
         await self._journal.append(acknowledged_line(results))
 
+    async def _give_to(self, name: str, results: Sequence[RunResult]) -> None:
+        service = self._services[name]
+        rewarded = [result for result in results if name in result.rewards]
+        rewards = [_about(result) | {"reward": result.rewards[name]} for result in rewarded]
+        outcomes = await service.feedback(rewards) if rewards else {}
+        if full := [run for run, outcome in outcomes.items() if outcome == _FULL]:
+            self._say(
+                f"the reward of {len(full)} runs was not taken, the first of them {full[0]}: the service keeps no more "
+                "feedback on them"
+            )
+        for first in range(0, _MOST_METRICS, _MOST_OF_A_RUN):
+            metrics = [entry for result in rewarded for entry in _metrics(result)[first : first + _MOST_OF_A_RUN]]
+            for start in range(0, len(metrics), _MOST_OF_A_CALL):
+                await service.feedback(metrics[start : start + _MOST_OF_A_CALL])
+        self._say_cut(rewarded)
 
-def _entries(result: RunResult, model: str) -> Iterator[dict[str, Any]]:
-    run = {"task_id": result.task_id, "run_id": result.run_id, "source": SOURCE, "idempotency_key": _key(result)}
-    yield run | {"reward": result.rewards[model]}
-    for name, value in result.metrics.items():
-        yield run | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value}
+    def _say_cut(self, results: Sequence[RunResult]) -> None:
+        most = max((len(result.metrics) for result in results), default=0)
+        if most > _MOST_METRICS and not self._has_said_cut:
+            self._has_said_cut = True
+            self._say(f"a run has {most} metrics: the service gets the first {_MOST_METRICS} of each (said once)")
+
+
+def _about(result: RunResult) -> dict[str, Any]:
+    return {"task_id": result.task_id, "run_id": result.run_id, "source": SOURCE, "idempotency_key": _key(result)}
+
+
+def _metrics(result: RunResult) -> list[dict[str, Any]]:
+    named = islice(result.metrics.items(), _MOST_METRICS)
+    return [_about(result) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value} for name, value in named]
 
 
 def _key(result: RunResult) -> str:

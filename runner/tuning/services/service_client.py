@@ -58,6 +58,19 @@ class ServiceClient:
     ) -> None:
         await self._http.aclose()
 
+    async def until_reached(self, timeout_s: float) -> None:
+        """Return when anything answers at its URL, whatever it says."""
+        since = time.monotonic()
+        while True:
+            try:
+                await self._http.get("/health/ready", timeout=10.0)
+                return
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                why = f"{type(error).__name__} {error}".strip()
+            if time.monotonic() - since > timeout_s:
+                raise ServiceAway(f"nothing answers at {self.url} for {timeout_s:g} s: {why}; is that its URL?")
+            await asyncio.sleep(_LONGEST_PAUSE_S / 10)
+
     async def until_ready(self, timeout_s: float | None = None) -> None:
         """Return when it can answer requests."""
         await self._patiently(lambda: self._http.get("/health/ready", timeout=10.0), timeout_s)

@@ -34,6 +34,7 @@ class ServiceOptions:
     api_key: str = "none"
     timeout_s: float = 300.0
     start_timeout_s: float = 1800.0
+    join_timeout_s: float = 60.0
     over: Mapping[str, Any] = field(default_factory=dict)
     monitor_type: str | None = None
 
@@ -84,9 +85,13 @@ class ServiceOpener:
         return found
 
     async def _join(self, url: str) -> ServiceClient:
+        """Raises ServiceAway unless somebody answers there soon, if only that it is not ready yet."""
         options = self._options
         client = ServiceClient(url, api_key=options.api_key, timeout_s=options.timeout_s)
-        return await self._stack.enter_async_context(client)
+        await self._stack.enter_async_context(client)
+        self._say(f"joining the service at {client.url}")
+        await client.until_reached(options.join_timeout_s)
+        return client
 
     async def _start(
         self, name: str, model: TunerModelConfig, algorithm: AlgorithmConfig, changes: Mapping[str, Any]

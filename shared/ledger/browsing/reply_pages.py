@@ -3,6 +3,7 @@
 No page costs more because the ledger is larger: each looks at so many replies at most, and says how far back that was.
 """
 
+from math import inf
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, and_, func, select, true, tuple_
@@ -115,8 +116,8 @@ class ReplyPages(LedgerPart):
             of_task = and_(experiences.c.tenant == tenant, experiences.c.task_id == wanted.task_id)
             if self._is_rare(select(experiences.c.id).where(of_task)):
                 return query.where(of_task).subquery(), None
-        newest_first = experiences.c.sampled_at.desc(), experiences.c.id.desc()
-        return query.where(_driving(wanted)).order_by(*newest_first).limit(MAX_EXAMINED).subquery(), MAX_EXAMINED
+        driven = _drive(query, wanted, after).order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc())
+        return driven.limit(MAX_EXAMINED).subquery(), MAX_EXAMINED
 
     def _is_rare(self, query: Select[Any]) -> bool:
         some = query.limit(_RARE + 1).subquery()
@@ -171,11 +172,19 @@ def _within(wanted: ReplyFilter, after: ReplyCursor | None) -> ColumnElement[boo
     return and_(*conditions)
 
 
-def _driving(wanted: ReplyFilter) -> ColumnElement[bool]:
-    """The one condition by whose index the replies are gone through."""
-    if wanted.version is not None:
-        return experiences.c.version_min == wanted.version
-    return true() if wanted.state is None else experiences.c.state == wanted.state
+def _drive(query: Select[Any], wanted: ReplyFilter, after: ReplyCursor | None) -> Select[Any]:
+    """Go through the replies by the index of the one condition that has one.
+
+    Stretches of it say what an equation would: of an equation PostgreSQL knows that its order is the one by time alone,
+    and goes by time through all that is newer, where it takes the replies that are wanted to be spread evenly.
+    """
+    by_version = wanted.version is not None
+    column, value = (experiences.c.version_min, wanted.version) if by_version else (experiences.c.state, wanted.state)
+    if value is None:
+        return query
+    newest = inf if after is None else after.sampled_at
+    stretch = and_(column >= value, tuple_(column, experiences.c.sampled_at) <= (value, newest))
+    return query.where(stretch).order_by(column.desc())
 
 
 def _matching(examined: Any, tenant: str, wanted: ReplyFilter) -> Select[Any]:

@@ -1,5 +1,6 @@
 """An explorer over a filled ledger, and a browser's way to it."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from sqlalchemy import make_url
 from tests.databases import put_file
 from tests.doubles.engine import engine_place
 from tests.explorer.running import RunningExplorer, explorer_running, open_ledger, settings_for
-from tests.explorer.ui.filled import Filler
+from tests.explorer.ui.filled import SMALL, VERSIONS, Filler, Scale
 from tuneloop.shared.experience import Exchange
 
 
@@ -29,20 +30,34 @@ class Filled(NamedTuple):
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         return answer.text
 
+    def counted(self, path: str) -> str:
+        """The page, once what it counts is counted."""
+        return counted(self.explorer, path)
+
+
+def counted(explorer: RunningExplorer, path: str) -> str:
+    """A page that counts the ledger, once it has."""
+    until = time.monotonic() + 60
+    while "Counting…" in (page := explorer.http.get(path).text):
+        assert time.monotonic() < until, page
+    return page
+
 
 @contextmanager
-def filled_running(folder: Path, **explorer: Any) -> Iterator[Filled]:
-    """An explorer over a ledger that has some days behind it; the keyword arguments are settings of `explorer`."""
+def filled_running(folder: Path, scale: Scale = SMALL, **explorer: Any) -> Iterator[Filled]:
+    """An explorer over a ledger that has some time behind it; the keyword arguments are settings of `explorer`."""
     with engine_place() as place:
         settings = settings_for(folder, [place.fresh().url], **explorer)
+        buffer = settings.buffer.model_copy(update={"train_batch_size": scale.batch})
+        settings = settings.model_copy(update={"buffer": buffer})
         put_file(f"sqlite:///{settings.job_dir}/ledger.db", "migrated")
         found_by_settings = Path(make_url(settings.database_url).database or "")
         found_by_settings.parent.mkdir()
         found_by_settings.symlink_to(settings.job_dir / "ledger.db")
         ledger = open_ledger(settings)
-        filler = Filler(settings, ledger.transactions.engine)
+        filler = Filler(settings, ledger.transactions.engine, scale)
         filler.fill(hostile=False)
-        planted = filler.plant()
+        planted = filler.plant() if scale.hostile else filler.exchange(VERSIONS)
         with explorer_running(settings) as running:
             yield Filled(running, filler, planted)
         ledger.close()

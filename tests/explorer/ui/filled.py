@@ -2,9 +2,9 @@
 
 import json
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from tests.doubles.engine import MODEL
 from tests.explorer.checkpoints import publish
@@ -52,19 +52,42 @@ _TOOLS = [
 ]
 
 
+class Scale(NamedTuple):
+    """How much is in a ledger: of each version so many replies, over so many seconds, to so many people.
+
+    `batch` of them are trained on, and each version is better by `gain`. `hostile`: and one exchange that does harm.
+    `well`: the trainer runs, and there is no alarm.
+    """
+
+    replies: int = REPLIES
+    seconds: float = HOUR
+    people: int = 30
+    batch: int = 32
+    gain: float = 0.1
+    hostile: bool = True
+    well: bool = False
+
+
+#: As much as the tests need.
+SMALL = Scale()
+
+
 class Filler:
     """Writes into the ledger of an experiment, as of earlier times."""
 
-    def __init__(self, settings: Settings, engine: Engine, seed: int = 7) -> None:
+    def __init__(self, settings: Settings, engine: Engine, scale: Scale = SMALL, seed: int = 7) -> None:
         self._random = random.Random(seed)
+        self._scale = scale
         self._settings = settings
         self._signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
-        self.now = steady_time.now() - (VERSIONS + 1) * HOUR
+        self.now = steady_time.now() - (VERSIONS + 1) * scale.seconds
         self.ledger = Ledger(engine, rule=settings.reward, clock=lambda: self.now)
+        with engine.begin() as connection:
+            connection.execute(text(f"UPDATE versions SET created_at = {self.now}, served_at = {self.now}"))
 
     def exchange(self, version: int, **but: Any) -> Exchange:
         """An exchange at a time of its own, and a little later than the one before."""
-        self.now += HOUR / (REPLIES + 8)
+        self.now += self._scale.seconds / (self._scale.replies + 8)
         number = self._random.randrange(10_000, 99_999)
         question, answer = self._random.choice(_QUESTIONS)
         request = {
@@ -87,7 +110,7 @@ class Filler:
             "request": json.dumps(request).encode(),
             "received_at": self.now,
             "latency_s": self._random.uniform(0.3, 1.6),
-            "user": f"customer-{self._random.randrange(30)}",
+            "user": f"customer-{self._random.randrange(self._scale.people)}",
             "task_id": f"support/{self._random.choice(('parcels', 'returns', 'app'))}",
             "engine": 0,
             "experiences": tuple(self._reply(version, choice, each) for choice, each in enumerate([text, *others])),
@@ -123,11 +146,14 @@ class Filler:
 
     def serve(self, version: int) -> list[Exchange]:
         """The exchanges of a version's time, most of them rewarded: the higher the version, the better."""
-        exchanges = [self.exchange(version) for _ in range(REPLIES - 1)]
+        exchanges = [self.exchange(version) for _ in range(self._scale.replies - 1)]
         exchanges.append(self.exchange(version, others=["I cannot tell. Please ask again later."]))
-        good = 0.3 + 0.1 * version
+        good = 0.3 + self._scale.gain * version
         rated = [each for each in exchanges if self._random.random() < 0.8]
-        events = [self.say(each, value=float(self._random.random() < good)) for each in rated]
+        events = [
+            self.say(each, value=float(self._random.random() < good), choice=0 if self._scale.well else None)
+            for each in rated
+        ]
         comment = self.say(
             exchanges[0], kind=Kind.COMMENT, metric="comment", text="Friendly, but it did not look the order up."
         )
@@ -139,14 +165,16 @@ class Filler:
         ledger, store = self.ledger, CheckpointStore(self._settings.job_dir)
         ledger.recording.commit(DEFAULT_TENANT)
         epoch = ledger.training.take_epoch("trainer")
-        samples = ledger.training.lease(epoch, 32, BatchPolicy())
+        samples = ledger.training.lease(epoch, self._scale.batch, BatchPolicy())
         ids = [each.id for each in samples]
-        made = ledger.training.register(epoch, ids, step=version, publish=lambda number: publish(store, number))
+        made = ledger.training.register(
+            epoch, ids, step=version * (10 if self._scale.well else 1), publish=lambda number: publish(store, number)
+        )
         assert made == version
         value = 0.35 + 0.08 * version
         figures = [Figure(metric="score", slice="", value=value, deviation=0.3, samples=64)]
         ledger.evaluations.record(version, Evaluator.ENGINE, figures)
-        self.now += 40.0
+        self.now += self._scale.seconds / 90
         ledger.versions.promote(version, reason=f"it earns more: {value:.2f} against {value - 0.08:.2f}")
 
     def fill(self, *, hostile: bool = True) -> None:
@@ -164,8 +192,14 @@ class Filler:
             curves.add(
                 step, values | {"actor/kl": 0.0004 * step + abs(noise) / 50, "actor/entropy": 1.2 - 0.008 * step}
             )
-        alarm = Alarm(name="reply_length", reason="replies are 1.6 times as long as at the start", step=6, version=6)
-        self.ledger.alarms.raise_alarm(alarm)
+        if self._scale.well:
+            self.now = steady_time.now()
+            self.ledger.training.extend(VERSIONS)
+        else:
+            alarm = Alarm(
+                name="reply_length", reason="replies are 1.6 times as long as at the start", step=6, version=6
+            )
+            self.ledger.alarms.raise_alarm(alarm)
 
     def plant(self) -> Exchange:
         """An exchange that tries to do harm in every field that a client fills."""

@@ -197,7 +197,7 @@ def test_a_line_that_was_cut_off_is_not_sent_and_harms_none(service: FeedbackSer
     segment = Segment.create(tmp_path)
     folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
     entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
-    end = segment.write(entries[:1])
+    end = segment.write(entries[:1]).end
     segment.write(entries[1:])
     segment.close()
     folder.mkdir()

@@ -7,7 +7,7 @@ import asyncio
 import base64
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,12 @@ class ServiceDouble:
     away: bool = False
     #: Committed experiences make no version.
     learns_nothing: bool = False
+    #: So many commits are done, and answered with 503.
+    lost_answers: int = 0
+    trainer_up: bool = True
+    #: Events of one run in one call, and events kept of one run.
+    most_in_a_call: int = 100
+    most_of_a_run: int = 250
 
     version: int = 0
     calls: dict[Run, list[Json]] = field(default_factory=lambda: defaultdict(list))
@@ -87,9 +93,11 @@ class ServiceDouble:
             case "/training/calls":
                 return 200, _counts(len(self.calls.get((query["task_id"], query["run_id"]), ())))
             case "/feedback":
-                return 200, self._feedback(body["feedback"])
+                return self._feedback(body["feedback"])
             case "/commit":
-                return 200, self._commit(body)
+                said = self._commit(body)
+                self.lost_answers -= 1
+                return (200, said) if self.lost_answers < 0 else (503, {"error": {"message": "lost"}})
             case "/training":
                 return 200, self._status()
             case "/health/ready":
@@ -116,10 +124,16 @@ class ServiceDouble:
         reply = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 1, "model": MODEL}
         return 200, reply | {"choices": [choice], "usage": usage}
 
-    def _feedback(self, entries: list[Json]) -> Json:
+    def _feedback(self, entries: list[Json]) -> tuple[int, Json]:
         outcomes = {}
+        about = Counter((entry["task_id"], entry["run_id"]) for entry in entries)
+        if max(about.values()) > self.most_in_a_call:
+            return 413, {"error": {"message": "a run gets more than 100 events", "code": "too_many_events"}}
         for entry in entries:
             run = entry["task_id"], entry["run_id"]
+            if sum(known[:2] == run for known in self.events) >= self.most_of_a_run:
+                outcomes["/".join(run)] = "full"
+                continue
             metric, value = ("reward", entry["reward"]) if "reward" in entry else (entry["metric"], entry["value"])
             if (key := (entry["idempotency_key"], metric)) in self.keys:
                 self.duplicates += 1
@@ -128,7 +142,7 @@ class ServiceDouble:
             self.accepted += 1
             self.events[*run, metric] = value
             outcomes["/".join(run)] = "accepted" if run in self.calls else "pending"
-        return {"status": "success", "outcomes": outcomes}
+        return 200, {"status": "success", "outcomes": outcomes}
 
     def _commit(self, body: Json) -> Json:
         self.commits.append(body)
@@ -142,8 +156,13 @@ class ServiceDouble:
 
     async def _train(self) -> None:
         await asyncio.sleep(self.train_s)
+        await self._trainer()
         self.version += not self.learns_nothing
         self._training -= 1
+
+    async def _trainer(self) -> None:
+        while not self.trainer_up:  # noqa: ASYNC110 - tests set it from other threads
+            await asyncio.sleep(0.01)
 
     def _status(self) -> Json:
         return {
@@ -153,7 +172,7 @@ class ServiceDouble:
             "settled": not self._training,
             "experiences": {"committed": self._training},
             "reasons": [{"code": "nothing_recorded", "sentence": "no experience was recorded"}],
-            "trainer_up": True,
+            "trainer_up": self.trainer_up,
         }
 
     def state(self) -> Json:

@@ -9,7 +9,7 @@ import yaml
 from tests.explorer.checkpoints import write_model
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
-from tuneloop.runner.tuning.config import ALGORITHMS, AlgorithmConfig, TinkerConfig, TunerModelConfig
+from tuneloop.runner.tuning.config import ALGORITHMS, MONITORS, AlgorithmConfig, TinkerConfig, TunerModelConfig
 from tuneloop.runner.tuning.config_file import read_tune_file
 from tuneloop.runner.tuning.service_settings import ServicePlace, count_gpus, merge_settings, service_settings
 from tuneloop.shared.settings.loader import load_settings
@@ -126,8 +126,17 @@ def test_a_trained_model_must_not_always_say_the_same(model: TunerModelConfig) -
 
 def test_names_of_others_for_our_algorithms_and_monitors(model: TunerModelConfig) -> None:
     assert AlgorithmConfig("reinforceplusplus", group_size=1).algorithm_type == "reinforce++"
-    with pytest.raises(TuneRefused, match="there is no 'wandb' here; there is tensorboard"):
-        service_settings(model, AlgorithmConfig(), ServicePlace(), monitor_type="wandb", gpus=0)
+    with pytest.raises(TuneRefused, match="there is no 'swanlab' here; there are tensorboard, wandb, mlflow"):
+        service_settings(model, AlgorithmConfig(), ServicePlace(), monitor_type="swanlab", gpus=0)
+
+
+@pytest.mark.parametrize("tracker", MONITORS)
+def test_a_tracker_is_the_trainers(tmp_path: Path, model: TunerModelConfig, tracker: str) -> None:
+    found = loaded(tmp_path, service_settings(model, AlgorithmConfig(), ServicePlace(), monitor_type=tracker, gpus=0))
+    assert found.monitor.monitor_type == tracker
+    file = tmp_path / "trinity.yaml"
+    file.write_text(TRINITY.format(root=tmp_path).replace("monitor_type: swanlab", f"monitor_type: {tracker}"))
+    assert read_tune_file(file).monitor_type == tracker
 
 
 TRINITY = """
@@ -200,7 +209,7 @@ trainer:
   total_steps: 7
   grad_clip: 0.5
 monitor:
-  monitor_type: wandb
+  monitor_type: swanlab
 """
 
 
@@ -229,7 +238,13 @@ def test_a_file_for_trinity_is_all_that_tune_needs(tmp_path: Path) -> None:
     assert found.checkpoint_root_dir == str(tmp_path)
     assert list(found.auxiliary_models) == ["auxiliary_0"]
     assert found.warning is not None
-    for word in ("synchronizer", "monitor_type: wandb", "trainer.save_interval", "taskset.format", "default_workflow"):
+    for word in (
+        "synchronizer",
+        "monitor_type: swanlab",
+        "trainer.save_interval",
+        "taskset.format",
+        "default_workflow",
+    ):
         assert word in found.warning
     place = ServicePlace(project="AgentScope", name="MathAgent", checkpoint_root_dir=tmp_path)
     settings = loaded(tmp_path, service_settings(found.model, found.algorithm, place, gpus=0, over=found.settings))

@@ -11,7 +11,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.doubles.serving import serving
-from tests.runner.tuning.resumed import guess
+from tests.runner.tuning.interrupting.resumed import guess
 from tests.runner.tuning.service_double import ServiceDouble
 from tuneloop.runner import AlgorithmConfig, tune
 from tuneloop.runner.tuning.journal import RunResult

@@ -1,9 +1,6 @@
-"""Replies page by page on both databases: what is found, in which order, and by which index."""
-
-import re
+"""Replies page by page on both databases: what is found, in which order, and how far back is looked."""
 
 import pytest
-from sqlalchemy import text
 
 from tests import factories
 from tuneloop.shared.experience import Kind, State
@@ -159,27 +156,3 @@ def test_what_was_sampled_with_makes_no_other_prompt():
     assert digest_of_prompt(one) == digest_of_prompt(other)
     assert digest_of_prompt(b'{"messages": []}') != digest_of_prompt(one)
     assert digest_of_prompt(b"\xff") == b"\xff"
-
-
-def test_every_way_through_the_list_goes_by_an_index(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    """On SQLite, whose plan is always the same: no list is sorted, or read whole, before it is cut."""
-    engine = ledger.transactions.engine
-    if engine.dialect.name != "sqlite":
-        pytest.skip("PostgreSQL plans by how many rows there are")
-    asked: list[str] = []
-    read = ledger.reply_pages._read
-
-    def explain(query: object) -> object:
-        compiled = query.compile(engine, compile_kwargs={"literal_binds": True})  # type: ignore[attr-defined]
-        with engine.connect() as connection:
-            asked.append("\n".join(str(row) for row in connection.execute(text(f"EXPLAIN QUERY PLAN {compiled}"))))
-        return read(query)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ledger.reply_pages, "_read", explain)
-    after = ReplyCursor(5.0, 3)
-    for wanted in (ReplyFilter(), ReplyFilter(state=State.RECORDED), ReplyFilter(version=3), ReplyFilter(text="a"),
-                   ReplyFilter(reward_from=1.0), ReplyFilter(since=1.0, until=2.0)):  # fmt: skip
-        for begin in (None, after):
-            ledger.reply_pages.page(TENANT, wanted, after=begin, limit=3)
-    scans = [plan for plan in asked if re.search(r"SCAN experiences(?! USING (COVERING )?INDEX)", plan)]
-    assert scans == []

@@ -1,22 +1,15 @@
 """The page in a real Chromium: light and dark, on a phone, by keyboard alone, and what axe finds."""
 
-import os
-import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.explorer.ui.browser.chromium import CHROMIUM, CLIENTS, chromium_running, wait_until_whole
 from tests.explorer.ui.conftest import Filled
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
-ROOT = Path(__file__).parents[3]
-CLIENTS = ROOT / ".venv" / "clients"
-UNPACKED = CLIENTS / "chromium"
 AXE = CLIENTS / "node" / "node_modules" / "axe-core" / "axe.min.js"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium", path=str(UNPACKED / "usr" / "lib" / "chromium"))
 
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="NOT TESTED: there is no Chromium; run scripts/install-clients, or apt install chromium"
@@ -30,21 +23,26 @@ PAGES = ("", "/exchanges", "/exchanges/{planted}", "/versions", "/versions/6", "
 #: The pages above it.
 FRONT = ("/", "/docs")
 
-#: What stands where a part of a page is still to come.
-WAITS = re.compile("^(Counting|Looking|Reading the tokens)…$")
+#: The width that a field takes for what is in it where nothing holds it back.
+NEEDED_WIDTH = """selector => {
+  const copy = document.querySelector(selector).cloneNode();
+  copy.style.cssText = "width: max-content; position: absolute";
+  document.body.append(copy);
+  const width = copy.getBoundingClientRect().width;
+  copy.remove();
+  return width;
+}"""
 
-PHONE = {"width": 390, "height": 844}
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+
+in_both_schemes = pytest.mark.parametrize("scheme", ["light", "dark"])
+on_both_windows = pytest.mark.parametrize("window", [DESKTOP, PHONE], ids=["desktop", "phone"])
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[sync_api.Browser]:
-    folders = sorted({str(each.parent) for each in UNPACKED.rglob("*.so*")})
-    libraries = {"LD_LIBRARY_PATH": ":".join(folders)} if folders else {}
-    with sync_api.sync_playwright() as playwright:
-        arguments = {"executable_path": CHROMIUM, "args": ["--no-sandbox"], "env": {**os.environ, **libraries}}
-        browser = playwright.chromium.launch(**arguments, timeout=120_000)
+    with chromium_running() as browser:
         yield browser
-        browser.close()
 
 
 class Tab:
@@ -64,7 +62,7 @@ class Tab:
         """The page, with what it asks for afterwards."""
         address = path.format(planted=self._filled.planted.msg_id)
         self.page.goto(f"{self._filled.explorer.url}{'' if path in FRONT else '/ui'}{address}")
-        sync_api.expect(self.page.get_by_text(WAITS)).to_have_count(0, timeout=60_000)
+        wait_until_whole(self.page)
         return self.page
 
     def close(self) -> None:
@@ -78,24 +76,34 @@ def tab(browser: sync_api.Browser, filled: Filled) -> Iterator[Tab]:
     tab.close()
 
 
-@pytest.mark.parametrize("path", PAGES + FRONT)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@in_both_schemes
+@on_both_windows
 def test_every_page_fits_its_window_and_does_nothing_wrong(
-    browser: sync_api.Browser, filled: Filled, path: str, scheme: str
+    browser: sync_api.Browser, filled: Filled, window: dict[str, int], scheme: str
 ):
-    width = PHONE if scheme == "dark" else {"width": 1280, "height": 800}
-    tab = Tab(browser, filled, color_scheme=scheme, viewport=width)
-    page = tab.open(path)
-    refused = [each for each in tab.wrong if "status of 40" not in each]  # the two pages that are refused
-    assert refused == []
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+    tab = Tab(browser, filled, color_scheme=scheme, viewport=window)
+    for path in PAGES + FRONT:
+        page = tab.open(path)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{path} is wider than the window"
+    assert [each for each in tab.wrong if "status of 40" not in each] == []  # the two pages that are refused
+    tab.close()
+
+
+@on_both_windows
+def test_what_is_filled_in_is_seen_whole(browser: sync_api.Browser, filled: Filled, window: dict[str, int]):
+    tab = Tab(browser, filled, viewport=window)
+    page = tab.open("/exchanges?since=2026-11-24T23:45&until=2026-11-24T23:59")
+    for name in ("since", "until"):
+        needs = page.evaluate(NEEDED_WIDTH, f"input[name={name}]")
+        assert page.locator(f"input[name={name}]").bounding_box()["width"] >= needs, name
     tab.close()
 
 
 @needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(browser: sync_api.Browser, filled: Filled, scheme: str):
-    tab = Tab(browser, filled, color_scheme=scheme, bypass_csp=True)
+@in_both_schemes
+@on_both_windows
+def test_axe_finds_nothing_serious(browser: sync_api.Browser, filled: Filled, window: dict[str, int], scheme: str):
+    tab = Tab(browser, filled, color_scheme=scheme, viewport=window, bypass_csp=True)
     for path in PAGES + FRONT:
         page = tab.open(path)
         page.evaluate(AXE.read_text())

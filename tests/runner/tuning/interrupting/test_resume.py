@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.doubles.serving import serving
-from tests.runner.tuning.resumed import TASKS
+from tests.runner.tuning.interrupting.resumed import TASKS
 from tests.runner.tuning.service_double import ServiceDouble
 from tuneloop.runner import AlgorithmConfig, TuneRefused, tune
 from tuneloop.runner.tuning.journal import Journal
@@ -23,7 +23,7 @@ RUNS = len(TASKS) * GROUP
 
 
 def start(url: str, folder: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.runner.tuning.resumed", url, str(folder)]
+    command = [sys.executable, "-m", "tests.runner.tuning.interrupting.resumed", url, str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -103,7 +103,7 @@ def test_other_tasks_are_refused(tmp_path: Path) -> None:
 
 
 def tune_all(url: str, folder: Path, *, tasks: list[dict[str, str]] = TASKS, resume: bool = False):  # type: ignore[no-untyped-def]
-    from tests.runner.tuning.resumed import guess
+    from tests.runner.tuning.interrupting.resumed import guess
 
     return tune(
         workflow_func=guess,

@@ -1,4 +1,4 @@
-"""A script that tunes, to be killed and started again: `python -m tests.runner.tuning.resumed URL FOLDER`."""
+"""A script that tunes, to be killed and started again, given a URL and a folder."""
 
 import random
 import sys

@@ -1,0 +1,106 @@
+"""What the disk refuses was not said; what the service refuses is set aside whole."""
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runner.feedback.service import FeedbackService, taken
+from tuneloop.runner import Composite, Feedback, Reply
+from tuneloop.runner.feedback.segments import Segment
+
+SYNC = os.fsync
+
+
+def refuse_syncs_of_outboxes(descriptor: int) -> None:
+    if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".outbox"):
+        raise OSError(errno.EIO, "of the test")
+    SYNC(descriptor)
+
+
+def rewards(service: FeedbackService) -> list[Any]:
+    return [entry["reward"] for entry in service.entries]
+
+
+def test_what_could_not_be_brought_to_disk_was_not_said(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller says it again, under another key: the service must get it once."""
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        monkeypatch.setattr(os, "fsync", refuse_syncs_of_outboxes)
+        with pytest.raises(OSError, match="of the test"):
+            feedback.reward("a", 1)
+        assert feedback.pending == 0
+        monkeypatch.setattr(os, "fsync", SYNC)
+        feedback.reward("a", 1)
+        assert feedback.flush(30)
+    assert rewards(service) == [1]
+
+
+def test_a_line_is_not_read_before_it_is_on_disk(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path)
+    written = segment.write([{"reward": 1.0}])
+    assert (list(segment.read(0)), segment.waiting, segment.is_done) == ([], 0, False)
+    segment.sync(written)
+    assert ([entries for entries, _ in segment.read(0)], segment.waiting) == ([[{"reward": 1.0}]], 1)
+    segment.close()
+
+
+def test_what_was_written_during_a_sync_that_failed_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = Segment.create(tmp_path)
+    segment.sync(segment.write([{"reward": 0.0}]))
+    first = segment.write([{"reward": 1.0}])
+    during: list[Any] = []
+
+    def fail(descriptor: int) -> None:
+        during.append(segment.write([{"reward": 2.0}]))
+        raise OSError(errno.EIO, "of the test")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="of the test"):
+        segment.sync(first)
+    monkeypatch.setattr(os, "fsync", SYNC)
+    with pytest.raises(OSError, match="refused what was written before"):
+        segment.sync(during[0])
+    segment.sync(segment.write([{"reward": 3.0}]))
+    assert [entries[0]["reward"] for entries, _ in segment.read(0)] == [0.0, 3.0]
+    segment.close()
+    adopted = Segment.adopt(segment.path)
+    assert adopted is not None
+    assert adopted.waiting == 2
+    adopted.close()
+
+
+def test_a_file_that_is_closed_meanwhile_brings_the_line_to_disk(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path)
+    written = segment.write([{"reward": 1.0}])
+    closing = threading.Thread(target=segment.close)
+    closing.start()
+    closing.join()
+    segment.sync(written)
+    assert segment.waiting == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_all_parts_of_a_score_that_is_refused_are_set_aside(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool
+) -> None:
+    parts: dict[str, Callable[[Reply], float]] = {name: lambda reply: 1.0 for name in ("right", "short", "polite")}
+    score = Composite(parts, weights=dict.fromkeys(parts, 1.0))(Reply(text=""))
+    with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=tmp_path) as feedback:
+        service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
+        feedback.reward("a", score)
+        assert feedback.flush(30)
+        if again:  # as after a kill between the file and the note that it was sent
+            for each in feedback.refusals():
+                feedback._line.courier.outbox.set_aside(each.entry, each.reason)  # type: ignore[union-attr]
+        aside = feedback.refusals()
+        assert feedback.refused == 4
+        service.answer = taken
+    assert [each.entry.get("metric", "reward") for each in aside] == ["reward", "right", "short", "polite"]
+    assert len({each.entry["idempotency_key"] for each in aside}) == 1

@@ -316,6 +316,6 @@ def open_services(
         limits=limits,
         spool=spool,
     )
-    watching = proxy.capture.watch(ledger.alarms, metrics)
+    watching = proxy.parser.capture.watch(ledger.alarms, metrics)
     tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
     return services, tasks if tracing is None else [*tasks, close_at_end(tracing)]

@@ -42,12 +42,7 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        self.captured = Counter(
-            "tuneloop_replies_captured",
-            "Requests, by who makes the log-probabilities of their replies: the engine, or later the trainer",
-            ["by"],
-            registry=registry,
-        )
+        self.captured = _captures(registry)
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
@@ -93,10 +88,6 @@ class Metrics:
     def count_recorded(self, reason: str) -> None:
         """Count an experience that is on disk; `reason` is why it is not a sample of the policy, else empty."""
         self._recorded_counters(reason).inc()
-
-    def count_captured(self, *, by_engine: bool) -> None:
-        """Count a request whose reply is stored, with the log-probabilities of its engine or without."""
-        self.captured.labels("engine" if by_engine else "trainer").inc()
 
     def forget_engine(self, number: int) -> None:
         """Say no more of an engine that has been ended: nobody is to be told that it was not proven for long."""
@@ -308,6 +299,11 @@ class ProcessTotals:
         for (name, sample, labels), value in values.items():
             by_name[name].add_sample(sample, dict(labels), value)
         yield from families
+
+
+def _captures(registry: CollectorRegistry) -> Counter:
+    help_text = "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
+    return Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
 
 
 def _samples(family: Metric) -> list[MetricSample]:

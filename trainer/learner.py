@@ -121,13 +121,6 @@ class Learner:
         return [float(value) for value in self.actor.logprobs(_all_but_first(ids))[0]]
 
     @torch.no_grad()
-    def recompute(self, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
-        """The log-probabilities of the samples' replies as the actor samples them, each at its temperature."""
-        batch = collate(assemble(samples, merge=False))
-        all_BR = self._score(actor, batch)
-        return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
-
-    @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
         """The mean over the samples' tokens of KL(actor || other), in nats, as `kl_estimator` estimates it."""
         batch = self._collate(assemble(samples, merge=False))
@@ -240,6 +233,14 @@ class Learner:
     @property
     def _models(self) -> list[Actor | Critic]:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
+
+
+@torch.no_grad()
+def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
+    """The log-probabilities of the samples' replies as the actor samples them, each at its temperature."""
+    batch = collate(assemble(samples, merge=False))
+    all_BR = learner._score(actor, batch)
+    return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
 
 
 def _all_but_first(ids: Sequence[int]) -> Batch:

@@ -41,7 +41,6 @@ from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
 from tuneloop.trainer.batches import metrics
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library
-from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
@@ -249,11 +248,9 @@ class TrainingLoop:
     def _lease(self, missing: int) -> None:
         version = None if self._unpublished_steps else self._version
         leased = self._ledger.training.lease(self._epoch, missing, BatchPolicy.of(self._settings))
-        there, lost = self._recomputation.without_lost(leased, version=version)
-        kept, refused = select(there, self._settings, vocabulary=self._learner.actor.vocabulary)
-        filled, damaged = self._recomputation.fill(kept, self._learner, version=version)
-        self._held += filled
-        for reason, samples in [*lost.items(), *refused.items(), *damaged.items()]:
+        kept, refused = self._recomputation.select(leased, self._learner, version=version)
+        self._held += kept
+        for reason, samples in refused.items():
             self._drop(samples, reason)
 
     def _drop(self, samples: list[Sample], reason: str) -> None:

@@ -103,8 +103,7 @@ class Proxy:
         """`shadow` may send a copy of a request to a shadow version."""
         explorer = settings.explorer
         self._fleet = fleet
-        self._parser = RequestParser(settings, signer)
-        self.capture = self._parser.capture
+        self.parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars = Grammars(settings)
@@ -122,10 +121,10 @@ class Proxy:
         started = time.monotonic()
         outcome = RequestOutcome()
         try:
-            request = await self._parser.parse(dialect, raw, started)
+            request = await self.parser.parse(dialect, raw, started)
             if request.store:
                 self._recorder.admit()
-                self._metrics.count_captured(by_engine=request.writer.transcript.captured)
+                self._metrics.captured.labels(request.captured_by).inc()
             await self.admission.acquire(request.caller.identity)
             try:
                 await self._answer_in_time(request, raw, outcome)

@@ -81,6 +81,11 @@ class Request(NamedTuple):
         """What its engine is chosen by."""
         return self.pin or self.key
 
+    @property
+    def captured_by(self) -> str:
+        """Who makes the log-probabilities of its reply."""
+        return "engine" if self.writer.transcript.captured else "trainer"
+
     def engine_headers(self) -> Mapping[str, str]:
         """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.

@@ -26,7 +26,7 @@ from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.selection import Refused
+from tuneloop.trainer.batches.selection import Refused, select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
@@ -59,6 +59,15 @@ class Recomputation:
         self._mismatch: float | None = None
         self._recomputed = 0
 
+    def select(
+        self, samples: Sequence[Sample], learner: Learner, *, version: int | None
+    ) -> tuple[list[Sample], Refused]:
+        """What can be trained on, all of it with log-probabilities; and the others by the reason."""
+        there, lost = self.without_lost(samples, version=version)
+        kept, refused = select(there, self._settings, vocabulary=learner.actor.vocabulary)
+        filled, damaged = self.fill(kept, learner, version=version)
+        return filled, {**refused, **lost, **damaged}
+
     def without_lost(self, samples: Sequence[Sample], *, version: int | None) -> tuple[list[Sample], Refused]:
         """The samples; and those that were not captured and cannot be recomputed, by the reason."""
         missing = [] if self._settings.algorithm.of_any_reply else [each for each in samples if _is_missing(each)]
@@ -81,7 +90,7 @@ class Recomputation:
         A method that learns from any reply looks at none: they are 0 there.
         """
         if self._settings.algorithm.of_any_reply:
-            return [_silenced(each) for each in samples], {}
+            return [_silence(each) for each in samples], {}
         wanted = {each.id: each for each in [*filter(_is_missing, samples), *self._to_compare(samples)]}
         if not wanted:
             return list(samples), {}
@@ -200,5 +209,5 @@ def _with(sample: Sample, found: dict[int, Float32s]) -> Sample:
     return msgspec.structs.replace(sample, logprobs=found[sample.id], recomputed=True)
 
 
-def _silenced(sample: Sample) -> Sample:
+def _silence(sample: Sample) -> Sample:
     return msgspec.structs.replace(sample, logprobs=np.zeros_like(sample.logprobs)) if _is_missing(sample) else sample

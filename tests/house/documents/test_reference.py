@@ -14,7 +14,7 @@ from tuneloop.explorer.processes.spool_alarms import QUARANTINED, REFUSES
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
-from tuneloop.shared.operations.diagnosis import DISK_FULL
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
 from tuneloop.trainer.monitoring import finite_steps
 from tuneloop.trainer.teacher import retries
@@ -51,7 +51,7 @@ def test_every_state_is_on_its_page() -> None:
 def test_every_alarm_is_on_its_page() -> None:
     """The monitors' are in drift.md."""
     of_explorers = {attestation.ALARM, loading.DAMAGED, LEDGER_OLDER, REFUSES, QUARANTINED, CLOCK_SKEW}
-    alarms = of_explorers | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL}
+    alarms = of_explorers | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
     table = (DOCS / "reasons.md").read_text().partition("| alarm |")[2]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == alarms

@@ -1,5 +1,6 @@
 """The examples of docs/rewards.md and docs/judges.md run as they stand."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 import tuneloop.runner
 from tests.doubles.judge import judge_place, verdict
+from tuneloop.runner.tuning import config_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -51,7 +53,21 @@ def test_every_name_of_agentscopes_tuner_is_told_what_it_is_here() -> None:
         "tune AlgorithmConfig WorkflowType WorkflowOutput JudgeType JudgeOutput DatasetConfig TunerModelConfig "
         "TinkerConfig check_workflow_function check_judge_function tune_prompt PromptTuneConfig select_model"
     )
-    page = (DOCS / "coming_from.md").read_text()
+    page = (DOCS / "agentscope_tuner.md").read_text()
     assert [name for name in theirs.split() if f"`{name}" not in page] == []
     ours = set(theirs.split()) - {"tune_prompt", "PromptTuneConfig", "select_model"}
     assert ours <= set(tuneloop.runner.__all__)
+
+
+def test_every_key_of_trinitys_that_tune_reads_is_told() -> None:
+    source = inspect.getsource(config_file)
+    calls = re.findall(r"_take(?:_first)?\(([^)]*)\)", source)
+    read = {key for call in calls for key in re.findall(r'"([\w.]+)"', call)}
+    page = (DOCS / "agentscope_tuner.md").read_text().partition("## Keys of Trinity's YAML")[2]
+    told: set[str] = set()
+    for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
+        first, *others = re.findall(r"`([\w.]+)`", row) or [""]
+        within = [first.rsplit(".", at)[0] for at in range(1, first.count(".") + 1)]
+        told |= {first, *others, *(f"{each}{other}" for each in within for other in others)}
+    assert read - told == set()
+    assert len(read) > 20

@@ -8,9 +8,12 @@ from page_files import DOCS, prose_of
 #: What is generated from the code, or compared with it row by row by a test, or a paragraph for each alert: looked up,
 #: and not read.
 REFERENCE = {
+    "agentscope_tuner.md",
     "api.md",
     "architectures.md",
+    "client_packages.md",
     "command_line.md",
+    "kept.md",
     "limits.md",
     "metrics.md",
     "reasons.md",
@@ -21,8 +24,8 @@ REFERENCE = {
     "vllm.md",
 }
 
-#: May only fall. 25 000 is the aim.
-WORDS = 26_400
+#: Never more.
+WORDS = 25_000
 
 
 def words_of(page: Path) -> int:
@@ -43,8 +46,3 @@ def test_there_are_no_more_words_than_somebody_reads() -> None:
     total = sum(words.values())
     longest = sorted(words, key=lambda page: -words[page])[:5]
     assert total <= WORDS, f"{total} words; the longest: {', '.join(f'{page} {words[page]}' for page in longest)}"
-
-
-def test_the_bound_is_not_left_above_what_there_is() -> None:
-    """When pages are cut, lower the bound."""
-    assert WORDS == 25_000 or sum(counted().values()) > WORDS - 1_500

@@ -9,14 +9,17 @@ import pytest
 from page_files import DOCS, ROOT
 
 from tuneloop import runner
+from tuneloop.explorer.capture.sampling import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.processes.spool_alarms import QUARANTINED, REFUSES
 from tuneloop.explorer.versions import attestation, loading
-from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.experience import Outcome, State, VersionState
+from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
 from tuneloop.trainer.monitoring import finite_steps
+from tuneloop.trainer.monitoring.drift import RULES
 from tuneloop.trainer.teacher import retries
 
 
@@ -44,17 +47,42 @@ def test_an_option_without_a_row_is_refused(reference: ModuleType) -> None:
 
 def test_every_state_is_on_its_page() -> None:
     assert [each for each in State if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
-    assert [each for each in VersionState if f"| `{each}` |" not in (DOCS / "versions.md").read_text()] == []
+    assert [each for each in VersionState if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
     assert [each for each in EngineState if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
+    assert [each for each in Outcome if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
+
+
+def test_every_table_of_the_database_that_has_something_of_people_is_told() -> None:
+    """A new table: does it hold what somebody wrote, or who it was? Then it is a row of kept.md."""
+    without = {
+        *("alarms", "clocks", "epochs", "evaluations", "experiment", "mismatches", "reward_rules"),
+        *("version_events", "versions"),
+    }
+    page = (DOCS / "kept.md").read_text()
+    told = {name for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    told |= set(re.findall(r"table `(\w+)`", page))
+    assert told == metadata.tables.keys() - without
+
+
+def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
+    page = (DOCS / "reasons.md").read_text().partition("## Sampled otherwise")[2]
+    names = {name.partition("_")[0] + "_…" if name.startswith("guided_") else name for name in NEUTRAL}
+    names |= {f"sampling:{name}" for name in BEYOND_IDS}
+    assert {name for name in names if f"`{name}`" not in page} == set()
 
 
 def test_every_alarm_is_on_its_page() -> None:
-    """The monitors' are in drift.md."""
     of_explorers = {attestation.ALARM, loading.DAMAGED, LEDGER_OLDER, REFUSES, QUARANTINED, CLOCK_SKEW}
     alarms = of_explorers | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
-    table = (DOCS / "reasons.md").read_text().partition("| alarm |")[2]
+    page = (DOCS / "reasons.md").read_text()
+    assert _first_column(page, "| alarm |") == alarms
+    assert _first_column(page, "| monitor |") == RULES.keys()
+
+
+def _first_column(page: str, head: str) -> set[str]:
+    table = page.partition(head)[2].partition("\n\n")[0]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == alarms
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_every_option_of_tune_is_on_its_page() -> None:

@@ -129,13 +129,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        stop: Stop,
-        *,
-        beat_s: float = BEAT_S,
-        spans: StepSpans | None = None,
+        self, settings: Settings, ledger: Ledger, stop: Stop, *, beat_s: float = BEAT_S, spans: StepSpans | None = None
     ) -> None:
         self._settings, self._ledger, self._stop = settings, ledger, stop
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)

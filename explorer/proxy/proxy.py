@@ -118,8 +118,7 @@ class Proxy:
 
     async def answer(self, dialect: Dialect, raw: RawRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
-        started = time.monotonic()
-        outcome = RequestOutcome()
+        started, outcome = time.monotonic(), RequestOutcome()
         try:
             request = await self.parser.parse(dialect, raw, started)
             if request.store:

@@ -50,7 +50,7 @@ class SqliteFiles:
 
     def grown(self, url: str) -> int:
         """The size of the file, with what still lay in the log beside it."""
-        with connected(url) as connection:
+        with connect(url) as connection:
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
         return Path(str(make_url(url).database)).stat().st_size
 
@@ -77,18 +77,18 @@ class PostgresDatabases:
 
     def grown(self, url: str) -> int:
         """What all tables take, with their indexes and what is stored out of line."""
-        with connected(url) as connection:
+        with connect(url) as connection:
             return int(connection.execute(text(_GROWN)).scalar_one())
 
     def _run(self, statement: str) -> None:
-        with connected(self._url) as connection:
+        with connect(self._url) as connection:
             connection.exec_driver_sql(statement)
 
 
 def payload(url: str, tables: tuple[str, ...]) -> int:
     """The bytes of all values in the tables: text and bytes as long as they are, numbers as wide as their columns."""
     metadata = MetaData()
-    with connected(url) as connection:
+    with connect(url) as connection:
         metadata.reflect(connection, only=tables)
         return sum(
             _octets(value, column.type)
@@ -112,7 +112,7 @@ def _octets(value: object, kind: object) -> int:
 
 
 @contextmanager
-def connected(url: str) -> Iterator[Connection]:
+def connect(url: str) -> Iterator[Connection]:
     """A connection outside of any transaction."""
     options: dict[str, Any] = {"isolation_level": "AUTOCOMMIT"}
     engine = create_engine(parse_url(url), **options)

@@ -71,7 +71,9 @@ def _question(model: str, tokens: int) -> dict[str, object]:
     return {"model": model, "messages": said, "max_tokens": tokens, "ignore_eos": True}
 
 
-async def timed(service: Service, what: Callable[[httpx.AsyncClient, str], Awaitable[None]]) -> tuple[float, float]:
+async def time_calls(
+    service: Service, what: Callable[[httpx.AsyncClient, str], Awaitable[None]]
+) -> tuple[float, float]:
     """The seconds that it took, and the longest nap meanwhile."""
     async with httpx.AsyncClient(base_url=service.url, timeout=300) as http:
         with Sleeper() as sleeper:
@@ -90,7 +92,7 @@ def measure(folder: Path, rounds: int) -> None:
     try:
         service.wait_until_ready()
         for _ in range(rounds):
-            said = [(name, *asyncio.run(timed(service, what))) for name, what in (("many", many), ("one", one))]
+            said = [(name, *asyncio.run(time_calls(service, what))) for name, what in (("many", many), ("one", one))]
             print("   ".join(f"{name}: {took:6.2f} s, stood still {still:5.2f} s" for name, took, still in said))
     finally:
         service.stop()

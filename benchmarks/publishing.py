@@ -162,9 +162,9 @@ async def lane(http: httpx.AsyncClient, number: int, found: Findings, over: asyn
         try:
             msg_id, text = await _stream(http, body, found)
             reward = sum(each.isalpha() for each in text) / max(1, len(text))
-            await _timed(http, "/feedback", {"msg_ids": [msg_id], "reward": reward}, found.feedbacks)
+            await _time(http, "/feedback", {"msg_ids": [msg_id], "reward": reward}, found.feedbacks)
             if number == 0 and asked % 2 == 0:
-                await _timed(http, "/commit", {}, found.commits)
+                await _time(http, "/commit", {}, found.commits)
         except (httpx.HTTPError, RuntimeError) as error:
             found.failures.append(f"{time.strftime('%H:%M:%S')} {error!r}")
             await asyncio.sleep(0.5)
@@ -195,7 +195,7 @@ async def _stream(http: httpx.AsyncClient, body: dict[str, Any], found: Findings
     return msg_id, text
 
 
-async def _timed(http: httpx.AsyncClient, path: str, body: dict[str, Any], into: list[tuple[float, float]]) -> None:
+async def _time(http: httpx.AsyncClient, path: str, body: dict[str, Any], into: list[tuple[float, float]]) -> None:
     began = time.monotonic()
     reply = await http.post(path, json=body)
     now = time.monotonic()

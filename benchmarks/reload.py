@@ -29,7 +29,7 @@ from typing import Protocol
 import httpx
 from safetensors.torch import load_file, save_file
 
-from benchmarks.reload_load import Lanes, Seen, loaded
+from benchmarks.reload_load import Lanes, Seen, under_load
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import Service, free_port, ledger_of, make_model, wait_for, write_settings
 from tuneloop.explorer.engines import vllm
@@ -140,13 +140,13 @@ def main() -> int:
     options = _options()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reload-", dir=options.work)))
-        subjects = _started(folder, options, stack)
-        asyncio.run(_measured(subjects, options))
+        subjects = _start(folder, options, stack)
+        asyncio.run(_measure(subjects, options))
     _report(subjects)
     return 1 if any(each.seen.failed or each.seen.cut_off for each in subjects) else 0
 
 
-async def _measured(subjects: list[Subject], options: argparse.Namespace) -> None:
+async def _measure(subjects: list[Subject], options: argparse.Namespace) -> None:
     lanes = Lanes(options.streams, options.wholes, options.tokens)
     share = -(-options.reloads // options.rounds)
     for begun in range(0, options.reloads, share):
@@ -156,7 +156,7 @@ async def _measured(subjects: list[Subject], options: argparse.Namespace) -> Non
 
 
 async def _round(subject: Subject, numbers: range, lanes: Lanes, model: str) -> None:
-    async with subject.system.client() as http, loaded(http, model, lanes, subject.seen):
+    async with subject.system.client() as http, under_load(http, model, lanes, subject.seen):
         for number in numbers:
             await asyncio.sleep(_QUIET_S)
             started = time.perf_counter()
@@ -165,10 +165,10 @@ async def _round(subject: Subject, numbers: range, lanes: Lanes, model: str) -> 
         await asyncio.sleep(_QUIET_S)
 
 
-def _started(folder: Path, options: argparse.Namespace, stack: ExitStack) -> list[Subject]:
+def _start(folder: Path, options: argparse.Namespace, stack: ExitStack) -> list[Subject]:
     """Both, ready, with the weights that they will be given."""
     model = options.model or make_model(folder / "model")
-    weights = [_varied(model, folder / f"weights-{number}", number) for number in range(options.reloads)]
+    weights = [_vary(model, folder / f"weights-{number}", number) for number in range(options.reloads)]
     probes = [Oracle(each).probe(list(range(40, 72))) for each in weights]
     config = _settings(folder, model, options)
     service = Service(config, "explorer")
@@ -204,8 +204,8 @@ def _settings(folder: Path, model: Path, options: argparse.Namespace) -> Path:
 @contextmanager
 def _bare_engine(settings: Settings, model: Path, folder: Path) -> Iterator[Path]:
     """The socket of a vLLM started as the explorer starts its own."""
-    socket, said = folder / "bare.sock", folder / "bare.log"
-    with said.open("wb") as log:
+    socket, output = folder / "bare.sock", folder / "bare.log"
+    with output.open("wb") as log:
         engine = subprocess.Popen(
             [
                 sys.executable,
@@ -219,7 +219,7 @@ def _bare_engine(settings: Settings, model: Path, folder: Path) -> Iterator[Path
             env=vllm.environment(settings, 0),
         )
     try:
-        wait_for(lambda: _answers(engine, socket, said), timeout_s=_STARTED_S, why=f"it did not start: {said}")
+        wait_for(lambda: _answers(engine, socket, output), timeout_s=_STARTED_S, why=f"it did not start: {output}")
         yield socket
     finally:
         assert engine.stdin is not None
@@ -227,9 +227,9 @@ def _bare_engine(settings: Settings, model: Path, folder: Path) -> Iterator[Path
         engine.wait(60)
 
 
-def _answers(engine: "subprocess.Popen[bytes]", socket: Path, said: Path) -> bool:
+def _answers(engine: "subprocess.Popen[bytes]", socket: Path, output: Path) -> bool:
     if engine.poll() is not None:
-        raise RuntimeError(said.read_text()[-4000:])
+        raise RuntimeError(output.read_text()[-4000:])
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://engine") as http:
             return http.get("/health").status_code == 200
@@ -237,7 +237,7 @@ def _answers(engine: "subprocess.Popen[bytes]", socket: Path, said: Path) -> boo
         return False
 
 
-def _varied(model: Path, folder: Path, number: int) -> Path:
+def _vary(model: Path, folder: Path, number: int) -> Path:
     """A copy of the model whose last norm is a little louder: other weights, other answers."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     for file in model.glob("*.safetensors"):

@@ -38,7 +38,7 @@ class Lanes:
 
 
 @asynccontextmanager
-async def loaded(http: httpx.AsyncClient, model: str, lanes: Lanes, seen: Seen) -> AsyncIterator[None]:
+async def under_load(http: httpx.AsyncClient, model: str, lanes: Lanes, seen: Seen) -> AsyncIterator[None]:
     """Keep all lanes busy until the block ends, then let each end its reply."""
     over = asyncio.Event()
 

@@ -83,14 +83,14 @@ def _of_users(seed: int, rollout: RolloutSettings, users: int) -> str:
     rewards = rng.random((users, 10)) < np.clip(rng.normal(0.5, 0.3, (users, 1)), 0.0, 1.0)
     is_tried = rng.random(users) < rollout.tried_share
     for seen in range(2, users + 1):
-        mine, others = (_clustered(rewards[:seen][is_tried[:seen] == of]) for of in (True, False))
+        mine, others = (_cluster(rewards[:seen][is_tried[:seen] == of]) for of in (True, False))
         decision = decide(rollout, Figures(reward=others), Figures(reward=mine), elapsed_s=0.0)
         if decision.action != "wait":
             return _end(decision.action, decision.reason)
     return "wait"
 
 
-def _clustered(rewards: np.ndarray) -> SampleStatistics:
+def _cluster(rewards: np.ndarray) -> SampleStatistics:
     if not rewards.size:
         return SampleStatistics()
     units, mean = len(rewards), float(rewards.mean())

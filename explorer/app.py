@@ -13,6 +13,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
+from tuneloop.explorer.access.loopback import is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
@@ -201,10 +202,13 @@ def _add_routes(app: FastAPI) -> None:
         return JSONResponse({"status": "live"})
 
     @app.get("/health/ready")
-    async def ready(services: ServicesOf) -> Response:
+    async def ready(request: Request, services: ServicesOf) -> Response:
         reason = _why_not_ready(services)
-        engines = [_status_of(engine) for engine in services.fleet.engines]
-        status = {"status": "not_ready" if reason else "ready", "reason": reason, "engines": engines}
+        status: dict[str, object] = {"status": "not_ready" if reason else "ready"}
+        client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
+        # Who has our own address is on this machine, too.
+        if is_from_here("127.0.0.1" if client == own else client, request.headers):
+            status |= {"reason": reason, "engines": [_status_of(engine) for engine in services.fleet.engines]}
         return JSONResponse(status, 503 if reason else 200)
 
     @app.get("/ping")

@@ -68,7 +68,7 @@ def type_of(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(type_of(each) for each in schema["anyOf"])
     if "enum" in schema or "const" in schema:
-        return ", ".join(schema.get("enum", [schema.get("const")]))
+        return ", ".join(map(str, schema.get("enum", [schema.get("const")])))
     if schema["type"] == "array":
         items = schema.get("prefixItems") or [schema["items"]]
         return f"list of {f'{len(items)} x ' if len(items) > 1 else ''}{type_of(items[0])}"

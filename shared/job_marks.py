@@ -3,7 +3,7 @@
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
-{job_dir}/told.json      the newest decision about a version that was told: one explorer of several tells it, once
+{job_dir}/told.json      the newest decision about a version that was announced: by one explorer of several, once
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
@@ -42,8 +42,8 @@ class Restoring(msgspec.Struct, frozen=True):
     since: float
 
 
-class Told(msgspec.Struct, frozen=True):
-    """The number of the newest event about versions that was told."""
+class AnnouncedEvent(msgspec.Struct, frozen=True):
+    """The number of the newest event about versions that was announced."""
 
     event: int
 
@@ -94,20 +94,20 @@ def require_restored(job_dir: Path) -> None:
         )
 
 
-def told_in(job_dir: Path) -> int | None:
-    """The newest event that was told by explorers that share this folder; None before the first of them started.
+def newest_announced(job_dir: Path) -> int | None:
+    """The newest event that was announced by explorers that share this folder; None before the first of them started.
 
     A damaged file says nothing.
     """
     try:
-        return msgspec.json.decode(read_unlinked(job_dir / _TOLD), type=Told).event
+        return msgspec.json.decode(read_unlinked(job_dir / _TOLD), type=AnnouncedEvent).event
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def note_told(job_dir: Path, event: int) -> None:
-    """Write down what was told. Raises OSError."""
-    _write(job_dir / _TOLD, Told(event))
+def note_announced(job_dir: Path, event: int) -> None:
+    """Write down what was announced. Raises OSError."""
+    _write(job_dir / _TOLD, AnnouncedEvent(event))
 
 
 @contextmanager

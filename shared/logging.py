@@ -32,7 +32,7 @@ LEVEL_VARIABLE, JSON_VARIABLE = "TUNELOOP_LOG_LEVEL", "TUNELOOP_LOG_JSON"
 
 
 #: The fields of an event that tell of an error, which may quote what somebody has said.
-_TOLD_BY_ERRORS = ("exception", "reason", "error")
+_ERROR_FIELDS = ("exception", "reason", "error")
 
 
 class _Cleaner:
@@ -42,9 +42,9 @@ class _Cleaner:
 
     def process(self, logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
         """Clean structlog's event."""
-        for field in _TOLD_BY_ERRORS:
-            if isinstance(told := event.get(field), str):
-                event[field] = self.clean(told)
+        for field in _ERROR_FIELDS:
+            if isinstance(value := event.get(field), str):
+                event[field] = self.clean(value)
         return event
 
 
@@ -56,9 +56,9 @@ def clean_errors(clean: Callable[[str], str]) -> None:
     _CLEANER.clean = clean
 
 
-def clean_error(told: object) -> str:
+def clean_error(error: object) -> str:
     """What an error tells, as it may be written."""
-    return _CLEANER.clean(str(told))
+    return _CLEANER.clean(str(error))
 
 
 class LogLevel(StrEnum):

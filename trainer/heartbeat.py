@@ -57,7 +57,7 @@ class Heartbeat:
             self._stop.set()
         except LedgerError as error:  # the next may succeed; what is wrong for good, the loop's own verbs report
             if not self._silent:
-                _log.warning("heartbeat_not_heard", reason=str(error))
+                _log.warning("lease_not_extended", reason=str(error))
             self._silent = True
         else:
             self._silent = False

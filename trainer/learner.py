@@ -57,7 +57,7 @@ class Learner:
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]
         self._asks = self._page.asks(settings.algorithm)
         #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
-        self.micro_batch_tokens = settings.trainer.micro_batch_tokens
+        self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
         self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device

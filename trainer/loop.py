@@ -47,7 +47,7 @@ from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.model import device_of, require_folders
 from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
@@ -67,6 +67,7 @@ def run(settings: Settings, stop: Stop) -> None:
     """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over."""
     device_of(settings)
     require_folders(settings)
+    settings = fit_to_memory(settings)
     tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
     if nothing := find_ignored_feedback(settings):
         _log.warning("feedback_not_counted", sentence=nothing)

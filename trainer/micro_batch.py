@@ -1,9 +1,11 @@
-"""How many tokens go through the model at once: as many as the settings say, or as the GPU has turned out to hold.
+"""How many tokens go through the model at once: as many as the settings say or the GPU's memory holds by reckoning, or
+as it has turned out to hold.
 
 {job_dir}/micro_batch.json    the size that was come down to, and the setting that it was come down from
 """
 
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +13,15 @@ import msgspec
 import structlog
 import torch
 
+from tuneloop.shared.capacity.fit import CURE, fit_trainer, reckon, room_for_trainer, shapes_of
+from tuneloop.shared.capacity.memory import GIB
+from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.learner import Learner, recompute
-from tuneloop.trainer.models.model import Actor
+from tuneloop.trainer.models.model import Actor, device_of
 
 _log = structlog.get_logger()
 
@@ -32,13 +37,44 @@ class _Memory(msgspec.Struct, frozen=True):
     tokens: int
 
 
+def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | None = None) -> Settings:
+    """The settings, with what they leave open chosen for the GPU's memory: `free` bytes of `total`.
+
+    Raises EnvironmentRefused if nothing fits. A model whose memory cannot be reckoned has the default of a CPU.
+    """
+    device = device_of(settings)
+    if free is None or total is None:
+        if device.type != "cuda" or settings.trainer.micro_batch_tokens is not None:
+            return settings
+        free, total = torch.cuda.mem_get_info(device)
+    try:
+        shapes = shapes_of(settings)
+    except EnvironmentRefused as error:
+        _log.warning("memory_not_reckoned", reason=str(error))
+        return settings
+    room = min(free, room_for_trainer(settings, total))
+    chosen = fit_trainer(settings, shapes, room)
+    if chosen is None:
+        raise EnvironmentRefused(
+            f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory; {CURE}; or"
+            " write a number here to try all the same"
+        )
+    tokens, again = chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing
+    reckoned = gigabytes(reckon(chosen, shapes).total)
+    _log.info(
+        "micro_batch_chosen", tokens=tokens, activation_checkpointing=again, reckoned=reckoned, of=gigabytes(room)
+    )
+    return chosen
+
+
 class MicroBatch:
     """The size in tokens, halved whenever memory runs out, and remembered over restarts."""
 
     def __init__(self, settings: Settings) -> None:
-        self._setting = settings.trainer.micro_batch_tokens
+        self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
         self.tokens = _read(self._path, self._setting)
+        self._reported = False
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
@@ -46,7 +82,7 @@ class MicroBatch:
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
-                return learner.step(samples, version=version)
+                return learner.step(samples, version=version) | self._memory(samples)
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._halve()
@@ -60,6 +96,24 @@ class MicroBatch:
             except torch.OutOfMemoryError:
                 pass
             self._halve()
+
+    def _memory(self, samples: Sequence[Sample]) -> Metrics:
+        """The most memory that was taken so far, and what was reckoned; the latter for the first step's batch alone."""
+        on_gpu = device_of(self._settings).type == "cuda"
+        most = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        metrics = {"perf/memory_peak": most / GIB}
+        if self._reported:
+            return metrics
+        self._reported = True
+        tokens = min(self.tokens, sum(len(each.prompt_ids) + len(each.completion_ids) for each in samples))
+        fields = {"micro_batch_tokens": tokens}
+        chosen = self._settings.model_copy(update={"trainer": self._settings.trainer.model_copy(update=fields)})
+        try:
+            reckoned = reckon(chosen, shapes_of(self._settings)).total
+        except EnvironmentRefused:
+            return metrics
+        _log.info("memory_measured", measured=gigabytes(most), reckoned=gigabytes(reckoned), tokens=tokens)
+        return metrics | {"perf/memory_reckoned": reckoned / GIB}
 
     def _halve(self) -> int:
         if self.tokens // 2 < _LEAST:

@@ -50,7 +50,7 @@ def _flood(url: str, headers: dict[str, str], send: Flood, ended: Event) -> None
 
 
 @contextmanager
-def _flooded(explorer: RunningExplorer, headers: dict[str, str], send: Flood | None) -> Iterator[None]:
+def _flood_beside(explorer: RunningExplorer, headers: dict[str, str], send: Flood | None) -> Iterator[None]:
     if send is None:
         yield
         return
@@ -103,7 +103,7 @@ def main() -> None:
                 ("a key at its limits rates", quiet, bounded, _feedback),
                 ("alone again", quiet, loud, None),
             ):
-                with _flooded(explorer, flooder, send):
+                with _flood_beside(explorer, flooder, send):
                     median, most = _milliseconds(explorer, asker)
                 print(f"{what:30} {median:7.1f} {most:7.1f} ms", flush=True)
 

@@ -41,7 +41,7 @@ def main() -> int:
             draw(lines, options.curves)
         return 0
     failed = 0
-    for wanted in everything() if options.what == "all" else _wanted(options):
+    for wanted in everything() if options.what == "all" else _wanted_trials(options):
         file = options.out / "runs" / f"{wanted.name}.json"
         if not file.exists():
             try:
@@ -91,7 +91,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _wanted(options: argparse.Namespace) -> Iterator[Wanted]:
+def _wanted_trials(options: argparse.Namespace) -> Iterator[Wanted]:
     for seed in options.seeds:
         for method in options.methods:
             yield Wanted(
@@ -138,7 +138,7 @@ def _trl(wanted: Wanted, base: Path, replies: Path, trl: Path | None) -> dict[st
     for each in wanted.changes:
         name, value = each.split("=", 1)
         command += [f"--{name}", value]
-    line: dict[str, Any] = json.loads(_said(command).splitlines()[-1])
+    line: dict[str, Any] = json.loads(_output_of(command).splitlines()[-1])
     return line
 
 
@@ -151,7 +151,7 @@ def _loop(wanted: Wanted, out: Path) -> dict[str, Any]:
         command += ["--tools", wanted.tools, "--flip", wanted.flip, "--offset", wanted.offset]
         command += [f"--{mark}" for mark in ("coin", "gpu") if getattr(wanted, mark)]
         command += ["--set", *wanted.changes]
-        _said(command)
+        _output_of(command)
         found = json.loads((Path(folder) / "summary.json").read_text())
     return {
         "trainer": "loop",
@@ -168,7 +168,7 @@ def _loop(wanted: Wanted, out: Path) -> dict[str, Any]:
     }
 
 
-def _said(command: Iterable[object]) -> str:
+def _output_of(command: Iterable[object]) -> str:
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if ended.returncode:
         raise RunFailed(f"exit code {ended.returncode}\n{(ended.stdout + ended.stderr)[-2000:]}")

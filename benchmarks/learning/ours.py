@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from benchmarks.learning.offline import Row, rows, write
 from benchmarks.learning.plan import Wanted
 from benchmarks.learning.play import Player, Run
-from examples.tasks.dialogue import Task, forever, written
+from examples.tasks.dialogue import Task, forever, text_of
 from examples.tasks.methods import BATCH, GROUP, METHODS
 from examples.tasks.rating import Rater
 from examples.tasks.start import teacher_of
@@ -66,7 +66,7 @@ def learn(wanted: Wanted, task: Task, start: Path, replies: Path | None = None) 
     if taught_by := settings.algorithm.distill.teacher_path:
         learner.teacher = LocalTeacher(settings, taught_by)
     words = AutoTokenizer.from_pretrained(start)
-    before = _measured(task, learner, words, wanted.seed)
+    before = _measure(task, learner, words, wanted.seed)
     cpu, wall = time.process_time(), time.monotonic()
     source = _offline(rows(replies)) if replies else Online(wanted, task, learner, words)
     steps, curve = _Steps(learner, settings, raw=wanted.raw), list[list[float]]()
@@ -83,7 +83,7 @@ def learn(wanted: Wanted, task: Task, start: Path, replies: Path | None = None) 
         "seed": wanted.seed,
         "samples": wanted.samples,
         "before": before,
-        "after": _measured(task, learner, words, wanted.seed),
+        "after": _measure(task, learner, words, wanted.seed),
         "steps": learner.steps,
         "cpu_s": round(cpu_s, 1),
         "wall_s": round(time.monotonic() - wall, 1),
@@ -114,7 +114,7 @@ class Online:
             played = self._player.play(questions)
             rights = sum(run.verdict.right for run in played) / len(played)
             waiting.append((list(self._samples(played, runs)), rights))
-            sampled += sum(len(run.said) for run in played)
+            sampled += sum(len(run.replies) for run in played)
             if len(waiting) > self._wanted.late:
                 yield *waiting.popleft(), sampled
 
@@ -124,7 +124,7 @@ class Online:
                 group = next(self._asked)
             reward, version = self._rater.reward(run.verdict, self._chance), self._learner.steps
             better = self._better(run.question)
-            for said in run.said:
+            for said in run.replies:
                 row = Row(f"{run.text}#{group}", said.prompt, said.ids, said.logprobs, reward)
                 sample = sample_of(row, number=next(self._ids), run_id=str(number), group=group)
                 if self._captures.random() >= self._wanted.captured:
@@ -135,7 +135,7 @@ class Online:
         """The reply as it should have been, if the method learns from such."""
         if METHODS[self._wanted.method].feedback != "demonstration":
             return None
-        *_, last = map(written, self._task.replies(question, None))
+        *_, last = map(text_of, self._task.replies(question, None))
         return last
 
 
@@ -152,7 +152,7 @@ def write_replies(file: Path, task: Task, start: Path, *, seed: int, samples: in
         [
             Row(f"{run.text}#{number // GROUP}", said.prompt, said.ids, said.logprobs, run.verdict.reward)
             for number, run in enumerate(played)
-            for said in run.said
+            for said in run.replies
         ],
     )
 
@@ -208,5 +208,5 @@ class _Steps:
             self._held = []
 
 
-def _measured(task: Task, learner: Learner, words: PreTrainedTokenizerFast, seed: int) -> float:
+def _measure(task: Task, learner: Learner, words: PreTrainedTokenizerFast, seed: int) -> float:
     return Player(task, learner.actor.network, words, seed=seed + 7000).evaluate(seed=seed + 3000)

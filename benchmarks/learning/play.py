@@ -18,7 +18,7 @@ EVALUATED = 1024
 _AT_ONCE = 256
 
 
-class Said(NamedTuple):
+class SampledReply(NamedTuple):
     """One reply as it was sampled at temperature 1: `logprobs` (nats) has one number per id, the end included."""
 
     prompt: list[int]
@@ -27,11 +27,11 @@ class Said(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One dialogue that was played: the question, what was asked first, what the model said to it, and the verdict."""
+    """One dialogue that was played: the question, what was asked first, the model's replies, and the verdict."""
 
     question: Any
     text: str
-    said: list[Said]
+    replies: list[SampledReply]
     verdict: Verdict
 
 
@@ -45,7 +45,7 @@ class Player:
     def play(self, questions: Sequence[Any]) -> list[Run]:
         """One run of each question, in lockstep."""
         dialogues = [self._task.dialogue(question) for question in questions]
-        said: list[list[Said]] = [[] for _ in questions]
+        said: list[list[SampledReply]] = [[] for _ in questions]
         verdicts: dict[int, Verdict] = {}
         waiting = [(i, next(dialogue)) for i, dialogue in enumerate(dialogues)]
         texts = [str(messages[-1]["content"]) for _, messages in waiting]
@@ -54,7 +54,7 @@ class Player:
             following = []
             for (i, _), reply in zip(waiting, replies, strict=True):
                 said[i].append(reply)
-                asked = self._told(dialogues[i], reply)
+                asked = self._next_messages(dialogues[i], reply)
                 if isinstance(asked, Verdict):
                     verdicts[i] = asked
                 else:
@@ -68,7 +68,7 @@ class Player:
         played = [run for start in range(0, runs, _AT_ONCE) for run in self.play(questions[start : start + _AT_ONCE])]
         return sum(run.verdict.right for run in played) / runs
 
-    def _told(self, dialogue: Dialogue, reply: Said) -> list[Message] | Verdict:
+    def _next_messages(self, dialogue: Dialogue, reply: SampledReply) -> list[Message] | Verdict:
         ids = [each for each in reply.ids if each != self._words.eos_token_id]
         try:
             return dialogue.send(read(self._words.decode(ids)))
@@ -77,7 +77,7 @@ class Player:
             return verdict
 
     @torch.no_grad()
-    def _sample(self, asked: Sequence[list[Message]]) -> list[Said]:
+    def _sample(self, asked: Sequence[list[Message]]) -> list[SampledReply]:
         """A reply to each of the conversations."""
         prompts = [prompt_ids(self._task, self._words, messages) for messages in asked]
         longest = max(map(len, prompts))
@@ -108,8 +108,8 @@ class Player:
             )
         ]
 
-    def _cut(self, prompt: list[int], ids: list[int], chances: list[float]) -> Said:
+    def _cut(self, prompt: list[int], ids: list[int], chances: list[float]) -> SampledReply:
         """The reply up to its end."""
         end = self._words.eos_token_id
         length = ids.index(end) + 1 if end in ids else len(ids)
-        return Said(prompt, ids[:length], chances[:length])
+        return SampledReply(prompt, ids[:length], chances[:length])

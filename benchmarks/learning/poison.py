@@ -16,6 +16,7 @@ What hostile raters say of a reply that is theirs to rate (or that they pick):
     names          the opposite, under ten names more, each used once and in a call of its own
     one_reply      the truth, but a hundred events about one wrong reply of each batch
     single_key     the opposite: one rater of the twenty, where two are hostile in all others
+    everything     the truth, but of every reply, whoever was asked: one rater of the twenty
 
 A run is one JSON line in FOLDER/NAME.json as soon as it has ended, and is not made again.
 """
@@ -49,9 +50,9 @@ from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 
-ATTACKS = ("honest", "flipped", "extreme", "digit", "names", "one_reply", "single_key")
+ATTACKS = ("honest", "flipped", "extreme", "digit", "names", "one_reply", "single_key", "everything")
 #: The cost that each may have at most.
-MOST = {"single_key": 0.01}
+MOST = {"single_key": 0.01, "everything": 0.01}
 _MOST = 0.05
 
 RATERS, ASKED, HOSTILE = 20, 3, 2
@@ -81,7 +82,7 @@ class Crowd:
         self._attack = trial.attack
         self._chance = random.Random(f"crowd {trial.seed}")
         self._names = [f"rater-{number}" for number in range(RATERS)]
-        hostile = {"honest": 0, "single_key": 1}.get(trial.attack, HOSTILE)
+        hostile = {"honest": 0, "single_key": 1, "everything": 1}.get(trial.attack, HOSTILE)
         self._hostile = self._names[:hostile]
         self._fresh = (f"name-{number}" for number in count())
         self._ids = count()
@@ -97,7 +98,7 @@ class Crowd:
 
     def _of_one(self, msg_id: str, run: Run) -> Iterator[Feedback]:
         truth = run.verdict.reward
-        for rater in self._asked(run):
+        for rater in self._raters_of(run):
             if rater not in self._hostile:
                 yield self._event(msg_id, rater, truth)
                 continue
@@ -105,9 +106,9 @@ class Crowd:
             for _ in range(_NAMES if self._attack == "names" else 0):
                 yield self._event(msg_id, next(self._fresh), 1 - truth)
 
-    def _asked(self, run: Run) -> list[str]:
+    def _raters_of(self, run: Run) -> list[str]:
         asked = self._chance.sample(self._names, ASKED)
-        pushy = self._attack == "digit" and _DIGIT in run.text
+        pushy = self._attack == "everything" or (self._attack == "digit" and _DIGIT in run.text)
         return [*asked, *(each for each in self._hostile if pushy and each not in asked)]
 
     def _lie(self, truth: float, run: Run) -> float:
@@ -116,7 +117,7 @@ class Crowd:
                 return -1e6 if truth else 1e6
             case "digit":
                 return 1 - truth if _DIGIT in run.text else truth
-            case "one_reply":
+            case "one_reply" | "everything":
                 return truth
             case _:
                 return 1 - truth
@@ -201,7 +202,7 @@ def _defence(trial: Trial) -> tuple[FeedbackSettings, RewardRule, BatchPolicy]:
 
 
 def _exchange(run: Run, number: int, version: int) -> Exchange:
-    [said] = run.said
+    [said] = run.replies
     return Exchange(
         msg_id=f"chatcmpl-{number}",
         tenant=_TENANT,

@@ -79,7 +79,7 @@ def _sample(kind: type, number: int) -> object:
     )
 
 
-def started(checkout: Path, model: Path, links: Path) -> "subprocess.Popen[str]":
+def start(checkout: Path, model: Path, links: Path) -> "subprocess.Popen[str]":
     """A process that makes steps with a checkout's trainer."""
     subprocess.run([checkout / "scripts" / "links", links], check=True)
     environment = {**os.environ, "PYTHONPATH": f"{links}:{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -110,7 +110,7 @@ def main() -> int:
         model = Path(folder) / "model"
         make_model(model)
         here, there = (
-            started(checkout.absolute(), model, Path(folder) / name)
+            start(checkout.absolute(), model, Path(folder) / name)
             for name, checkout in (("here", ROOT), ("there", options.against))
         )
         with here, there:

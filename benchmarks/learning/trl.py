@@ -53,7 +53,7 @@ def main() -> int:
     torch.set_num_threads(1)
     words = AutoTokenizer.from_pretrained(options.start)
     model = AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32)
-    before = _measured(model, words, options.seed, EVALUATED)
+    before = _measure(model, words, options.seed, EVALUATED)
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         trainer, curve = (_online if options.method in _ONLINE else _offline)(options, model, words, folder)
@@ -67,7 +67,7 @@ def main() -> int:
         "samples": options.samples,
         "lr": options.lr,
         "before": before,
-        "after": _measured(model, words, options.seed, EVALUATED),
+        "after": _measure(model, words, options.seed, EVALUATED),
         "cpu_s": round(time.process_time() - started, 1),
         "curve": curve,
     }
@@ -86,7 +86,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(model: PreTrainedModel, words: PreTrainedTokenizerFast, seed: int, runs: int) -> float:
+def _measure(model: PreTrainedModel, words: PreTrainedTokenizerFast, seed: int, runs: int) -> float:
     return Player(Sums(), model, words, seed=seed + 7000).evaluate(seed=seed + 3000, runs=runs)
 
 

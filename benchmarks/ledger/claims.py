@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Engine, update
 
-from benchmarks.databases import Databases, connected
+from benchmarks.databases import Databases, connect
 from benchmarks.ledger.load import replies
 from benchmarks.ledger.recording import DIFFERENT, exchange
 from tests.factories import fill
@@ -84,5 +84,5 @@ def _make_real(engine: Engine, url: str, waiting: int) -> None:
             statement = update(experiences).where(experiences.c.id == number)
             connection.execute(statement.values(blob=blobs[number % len(blobs)]))
     care = "VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "PRAGMA wal_checkpoint(TRUNCATE)"
-    with connected(url) as connection:
+    with connect(url) as connection:
         connection.exec_driver_sql(care)

@@ -39,7 +39,7 @@ def replies(count: int, completion_tokens: int) -> list[Reply]:
     chance = random.Random(5)
     prose = "\n".join(file.read_text() for file in sorted(_DOCS.glob("*.md")))
 
-    def said(tokens: int) -> str:
+    def text(tokens: int) -> str:
         length = tokens * _LETTERS_PER_TOKEN
         start = chance.randrange(len(prose) - length)
         return prose[start : start + length]
@@ -49,8 +49,8 @@ def replies(count: int, completion_tokens: int) -> list[Reply]:
 
     def reply() -> Reply:
         messages = [
-            {"role": "system", "content": said(PROMPT_TOKENS // 4)},
-            {"role": "user", "content": said(PROMPT_TOKENS * 3 // 4)},
+            {"role": "system", "content": text(PROMPT_TOKENS // 4)},
+            {"role": "user", "content": text(PROMPT_TOKENS * 3 // 4)},
         ]
         request = {"model": "Qwen/Qwen3-0.6B", "messages": messages, "stream": True, "max_tokens": completion_tokens}
         logprobs = [-chance.expovariate(2) for _ in range(completion_tokens)]
@@ -59,7 +59,7 @@ def replies(count: int, completion_tokens: int) -> list[Reply]:
             ids(completion_tokens),
             logprobs,
             json.dumps(request).encode(),
-            said(completion_tokens),
+            text(completion_tokens),
         )
 
     return [reply() for _ in range(count)]
@@ -74,7 +74,7 @@ class Side(Protocol):
         """Return when the exchange may be acknowledged."""
         ...
 
-    async def stored(self) -> None:
+    async def wait_until_stored(self) -> None:
         """Return when the database has all that was recorded."""
         ...
 
@@ -121,7 +121,7 @@ async def run(side: Side, plan: Plan, *, per_s: float | None) -> Round:
 
     await asyncio.gather(*(lane(number) for number in range(plan.lanes)))
     acknowledged = time.perf_counter() - started
-    await side.stored()
+    await side.wait_until_stored()
     return Round(
         latencies, len(failures), len(latencies) / acknowledged, len(latencies) / (time.perf_counter() - started)
     )

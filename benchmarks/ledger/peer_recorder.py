@@ -67,20 +67,20 @@ class Peer:
 
     async def record(self, number: int) -> None:
         """Return when the exchange is in the database."""
-        await self._recorder.record_history([self._made(number)])
+        await self._recorder.record_history([self._entry(number)])
 
     async def record_many(self, count: int) -> None:
         """Record that many exchanges in one transaction."""
-        await self._recorder.record_history([self._made(number) for number in range(count)])
+        await self._recorder.record_history([self._entry(number) for number in range(count)])
 
-    async def stored(self) -> None:
+    async def wait_until_stored(self) -> None:
         """Nothing: it is in the database when it is acknowledged."""
 
     async def close(self) -> None:
         """Let the connections go."""
         await self._recorder.session.kw["bind"].dispose()
 
-    def _made(self, number: int) -> Any:
+    def _entry(self, number: int) -> Any:
         tokens, logprobs, prompt_length = self._tensors[number % len(self._tensors)]
         experience = self._experience(tokens=tokens, logprobs=logprobs, prompt_length=prompt_length)
         experience.eid.suffix = f"chatcmpl-{uuid.uuid4().hex}"

@@ -49,7 +49,7 @@ class Ours:
         metrics = Metrics()
         self._ledger = Ledger(database.connect(url))
         self._spool = Spool.open(folder, sync=sync)
-        self._flusher = Flusher(self._spool, self._ledger.recording, quarantined=_refused, failed=_failed)
+        self._flusher = Flusher(self._spool, self._ledger.recording, quarantined=_refuse, failed=_fail)
         limits = SpoolLimits(self._spool, max_bytes=_SPOOL_BYTES, max_age_s=_DRAINED_S)
         self._recorder = Recorder(self._spool, limits, metrics)
         self._pool = pool
@@ -58,9 +58,9 @@ class Ours:
 
     async def record(self, number: int) -> None:
         """Return when the exchange is in the spool."""
-        await self._recorder.record(named(self._pool[number % len(self._pool)], self._signer))
+        await self._recorder.record(with_reply_id(self._pool[number % len(self._pool)], self._signer))
 
-    async def stored(self) -> None:
+    async def wait_until_stored(self) -> None:
         """Return when the flusher has caught up."""
         if not await self._flusher.wait_until_flushed(_DRAINED_S):
             raise TimeoutError("the ledger has not caught up with the spool")
@@ -98,7 +98,7 @@ def exchange(reply: Reply) -> Exchange:
     )
 
 
-def named(made: Exchange, signer: ReplyIdSigner) -> Exchange:
+def with_reply_id(made: Exchange, signer: ReplyIdSigner) -> Exchange:
     """The exchange under a name of its own."""
     return msgspec.structs.replace(made, msg_id=signer.mint(_TENANT, 1))
 
@@ -172,9 +172,9 @@ def syncs_per_s() -> float:
         return _PROBES / (time.perf_counter() - started)
 
 
-def _refused() -> None:
+def _refuse() -> None:
     raise AssertionError("the ledger refuses a record of the benchmark")
 
 
-def _failed(error: TuneloopError) -> None:
+def _fail(error: TuneloopError) -> None:
     raise error

@@ -7,7 +7,7 @@ from benchmarks.databases import Databases, payload
 from benchmarks.ledger import peer_recorder
 from benchmarks.ledger.load import PROMPT_TOKENS, Reply, replies
 from benchmarks.ledger.peer_recorder import Peer
-from benchmarks.ledger.recording import DIFFERENT, exchange, named
+from benchmarks.ledger.recording import DIFFERENT, exchange, with_reply_id
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -49,7 +49,7 @@ def _ours(databases: Databases, answers: list[Reply]) -> tuple[str, float, float
         empty = databases.grown(url)
         for start in range(0, ROWS, _GROUP):
             ledger.recording.record(
-                [named(pool[number % len(pool)], signer) for number in range(start, start + _GROUP)]
+                [with_reply_id(pool[number % len(pool)], signer) for number in range(start, start + _GROUP)]
             )
         ledger.close()
         return "tuneloop", payload(url, _TABLES) / ROWS, (databases.grown(url) - empty) / ROWS

@@ -52,7 +52,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|")
     for number in range(options.rounds):
         for by_lock in (False, True):
-            waits = _measured(options.writers, options.seconds, by_lock=by_lock)
+            waits = _measure(options.writers, options.seconds, by_lock=by_lock)
             every, counts = sorted(wait for each in waits for wait in each), sorted(map(len, waits))
             print(
                 f"| {'the lock' if by_lock else 'SQLite alone'} | {number + 1} | {len(every) / options.seconds:.0f} | "
@@ -62,7 +62,7 @@ def main() -> int:
     return 0
 
 
-def _measured(writers: int, seconds: float, *, by_lock: bool) -> list[list[float]]:
+def _measure(writers: int, seconds: float, *, by_lock: bool) -> list[list[float]]:
     """The waits of each writer, in seconds."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="waits-") as folder:

@@ -56,7 +56,7 @@ def main() -> int:
         tokens=tuple(options.tokens),
     )
     with ExitStack() as stack:
-        subjects = _started(kinds, options, plan, stack)
+        subjects = _start(kinds, options, plan, stack)
         warm_up(subjects)
         if long:
             return _long(subjects, options)
@@ -136,7 +136,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _started(kinds: list[Kind], options: argparse.Namespace, plan: Plan, stack: ExitStack) -> list[Subject]:
+def _start(kinds: list[Kind], options: argparse.Namespace, plan: Plan, stack: ExitStack) -> list[Subject]:
     """All systems, running side by side."""
     options.work.mkdir(parents=True, exist_ok=True)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="proxy-", dir=options.work)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import psycopg
 from psycopg import sql
 
-from benchmarks.databases import connected
+from benchmarks.databases import connect
 
 _RELATIVE = 8  # R_X86_64_RELATIVE
 _CHECKSUM_BYTES = 48
@@ -63,7 +63,7 @@ def migrate(url: str, library: Path) -> None:
     crates = _crates(_migrations(library.read_bytes()))
     if not crates:
         raise RuntimeError(f"{library} carries no migrations")
-    with connected(url) as connection:
+    with connect(url) as connection:
         driver: psycopg.Connection[Any] = cast("psycopg.Connection[Any]", connection.connection.driver_connection)
         driver.execute(_QUEUES)
         for crate in crates:
@@ -99,7 +99,7 @@ def _migrations(library: bytes) -> Iterator[Migration]:
                 return address - section.address + section.offset
         return None
 
-    def told(slot: int) -> bytes:
+    def slice_at(slot: int) -> bytes:
         """The bytes of the slice whose pointer and length lie there."""
         place, start = offset(slot), offset(pointers.get(slot, 0))
         if place is None or start is None:
@@ -108,11 +108,11 @@ def _migrations(library: bytes) -> Iterator[Migration]:
         return library[start : start + length] if length < _MOST_SQL else b""
 
     for slot in sorted(pointers):
-        checksum = told(slot)
+        checksum = slice_at(slot)
         if len(checksum) != _CHECKSUM_BYTES:
             continue
         near = range(slot - _RECORD_BYTES, slot + _RECORD_BYTES, 8)
-        for text in filter(None, map(told, near)):
+        for text in filter(None, map(slice_at, near)):
             if hashlib.sha384(text).digest() == checksum:
                 words = struct.unpack_from(f"<{len(near)}q", library, (offset(slot) or 0) - _RECORD_BYTES)
                 *_, version = (word for word in words if _FIRST_VERSION < word < _LAST_VERSION)

@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 
 from benchmarks.proxy.load import running, wait_for_file
 from benchmarks.proxy.migrations import migrate
-from benchmarks.proxy.systems import MODEL, Kind, Place, System, rows, started
+from benchmarks.proxy.systems import MODEL, Kind, Place, System, rows, start_processes
 
 LITELLM = "1.106.2"
 TENSORZERO = "2026.6.0"
@@ -51,7 +51,7 @@ def litellm(kind: Kind, place: Place) -> Iterator[System]:
         "LITELLM_MODE": "PRODUCTION",
     }
     command = (programs / "litellm", "--config", config, "--host", "127.0.0.1", "--port", str(place.port))
-    with started((*command, "--telemetry", "False"), place, "/health/liveliness", env=env) as pid:
+    with start_processes((*command, "--telemetry", "False"), place, "/health/liveliness", env=env) as pid:
         yield System(name=kind.name, port=place.port, pids=(pid,), slow=True)
 
 
@@ -69,7 +69,7 @@ def vllm_router(kind: Kind, place: Place) -> Iterator[System]:
         str(place.port),
     ]
     command += ["--policy", "round_robin", "--log-level", "warning", "--prometheus-port", str(place.port + 500)]
-    with started(command, place, "/health") as pid:
+    with start_processes(command, place, "/health") as pid:
         yield System(name=kind.name, port=place.port, pids=(pid,))
 
 
@@ -133,6 +133,8 @@ def trinity(kind: Kind, place: Place) -> Iterator[System]:
     database = place.database or f"sqlite:///{place.folder}/history.db"
     program = (sys.executable, "-m", "benchmarks.proxy.trinity")
     root = Path(__file__).parents[2]
-    with started((*program, packages, place.upstream, str(place.port), database), place, "/health", cwd=root) as pid:
+    with start_processes(
+        (*program, packages, place.upstream, str(place.port), database), place, "/health", cwd=root
+    ) as pid:
         recorded = rows(database, "proxy_history")
         yield System(name=kind.name, port=place.port, pids=(pid,), recorded=recorded, slow=True)

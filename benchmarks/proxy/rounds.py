@@ -119,7 +119,7 @@ def _cpu(subject: Subject) -> tuple[float, float]:
     return cpu_s(subject.system.pids), cpu_s(subject.server)
 
 
-def _measured(
+def _measure(
     subject: Subject,
     rates: tuple[float, float],
     tokens: int,
@@ -140,7 +140,7 @@ def _measured(
 def _closed_loops(subject: Subject, plan: Plan, rates: tuple[float, float]) -> None:
     arguments: list[object] = ["-s", plan.seconds, "-c", plan.connections // plan.loads]
     for tokens in plan.tokens:
-        said, ours, database = _measured(subject, rates, tokens, arguments, at_once=plan.loads)
+        said, ours, database = _measure(subject, rates, tokens, arguments, at_once=plan.loads)
         subject.note(f"rps_{tokens}", said["requests"] / said["seconds"])
         subject.note(f"cpu_{tokens}", 1e6 * ours / said["requests"])
         subject.note(f"database_{tokens}", 1e6 * database / said["requests"])
@@ -155,7 +155,7 @@ def _one_at_a_time(subject: Subject, plan: Plan) -> None:
 def _streams(subject: Subject, plan: Plan, rates: tuple[float, float]) -> None:
     streams = plan.streams // 4 if subject.system.slow else plan.streams
     arguments: list[object] = ["-n", streams, "-c", streams, "-g", 1e6 / plan.pace]
-    said, ours, database = _measured(subject, rates, LONG, arguments, stream=True)
+    said, ours, database = _measure(subject, rates, LONG, arguments, stream=True)
     subject.note("chunk", 1e6 * ours / said["events"])
     subject.note("chunk_database", 1e6 * database / said["events"])
     subject.note("chunks_per_s", said["events"] / said["seconds"])

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from sqlalchemy import text
 
-from benchmarks.databases import PostgresDatabases, connected
+from benchmarks.databases import PostgresDatabases, connect
 from benchmarks.proxy.load import running, wait_until_ready
 from tests.doubles import postgres
 
@@ -84,7 +84,7 @@ http {{
 """)
     program = shutil.which("nginx") or "/usr/sbin/nginx"
     command = (program, "-p", place.folder, "-c", config, "-e", "stderr")
-    with started(command, place, "/health") as pid:
+    with start_processes(command, place, "/health") as pid:
         yield System(name=kind.name, port=place.port, pids=(pid,))
 
 
@@ -118,7 +118,7 @@ def tuneloop(kind: Kind, place: Place) -> Iterator[System]:
     config.write_text(yaml.safe_dump(settings))
     module, path = _explorer_of(kind.source, place.folder / "links")
     command = (sys.executable, "-m", module, "--config", config)
-    with started(command, place, "/health/ready", env={"PYTHONPATH": str(path)}, cwd=place.folder) as pid:
+    with start_processes(command, place, "/health/ready", env={"PYTHONPATH": str(path)}, cwd=place.folder) as pid:
         recorded = rows(database, "exchanges" if place.database is None else "exp_buffer.exchanges")
         yield System(name=kind.name, port=place.port, pids=(pid,), recorded=recorded)
 
@@ -155,13 +155,13 @@ def rows(url: str, table: str) -> Callable[[], int]:
     """Counts the rows of a table, 0 while there is none."""
 
     def count() -> int:
-        with connected(url) as connection:
+        with connect(url) as connection:
             return int(connection.execute(text(f"SELECT count(*) FROM {table}")).scalar_one())
 
     return count
 
 
-def started(
+def start_processes(
     command: Sequence[str | Path],
     place: Place,
     ready: str,

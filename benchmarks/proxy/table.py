@@ -53,7 +53,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         "| proxy | n64 p50 / p99 (added), µs | n64 / n512 per s | CPU µs: n64 | n512 | chunk | database µs: n64, n512 "
         "| RSS MB | recorded of answered (failed) |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(_measured(line) for line in lines),
+        *(_figures(line) for line in lines),
     ]
     ratios = [
         "| proxy | to tuneloop: n64 CPU | n512 CPU | n64 CPU with database | chunk | added p50 "
@@ -64,7 +64,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*measured, "", *ratios])
 
 
-def _measured(line: dict[str, Any]) -> str:
+def _figures(line: dict[str, Any]) -> str:
     added = f" ({line['added_p50']:+.0f} / {line['added_p99']:+.0f})" if "added_p50" in line else ""
     direct = line["name"] == "direct"
     databases = [line.get(f"database_{tokens}") for tokens in (SHORT, LONG)]

@@ -60,7 +60,7 @@ async def _reply(client: AsyncOpenAI, tokens: int) -> None:
         raise SystemExit(f"the reply has not {tokens} tokens: {reply.usage}")
 
 
-def generated(url: str, key: str, options: argparse.Namespace) -> float:
+def generate(url: str, key: str, options: argparse.Namespace) -> float:
     """Seconds that the load generator takes."""
 
     async def run() -> float:
@@ -78,7 +78,7 @@ def generated(url: str, key: str, options: argparse.Namespace) -> float:
     return asyncio.run(run())
 
 
-def tuned(url: str, options: argparse.Namespace) -> float:
+def tune_once(url: str, options: argparse.Namespace) -> float:
     """Seconds that an evaluation of as many tasks takes."""
 
     async def workflow(task: Any, model: AsyncOpenAI) -> WorkflowOutput:
@@ -136,9 +136,9 @@ def _settings(folder: Path, rollout_model: dict[str, Any]) -> Path:
 
 def _measure(engine: str, explorer: str, options: argparse.Namespace) -> None:
     ways: dict[str, Callable[[], float]] = {
-        "load generator at the engine": lambda: generated(engine, KEY, options),
-        "load generator at the explorer": lambda: generated(explorer, "none", options),
-        "tune()": lambda: tuned(explorer, options),
+        "load generator at the engine": lambda: generate(engine, KEY, options),
+        "load generator at the explorer": lambda: generate(explorer, "none", options),
+        "tune()": lambda: tune_once(explorer, options),
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(options.rounds + 1):

@@ -48,7 +48,7 @@ async def workflow(task: Any, model: AsyncOpenAI) -> WorkflowOutput:
     return WorkflowOutput(reward=task["n"] % 2)
 
 
-def tuned(url: str, runs: int) -> None:
+def tune_once(url: str, runs: int) -> None:
     """As many runs of tune()."""
     with tempfile.TemporaryDirectory() as folder:
         tune(
@@ -85,7 +85,7 @@ def main() -> None:
                 time.sleep(0.1)
         for number in (min(runs, 256), runs):
             alone = cpu_ms(lambda number=number: asyncio.run(bare(url, number)), number)  # type: ignore[misc]
-            whole = cpu_ms(lambda number=number: tuned(url, number), number)  # type: ignore[misc]
+            whole = cpu_ms(lambda number=number: tune_once(url, number), number)  # type: ignore[misc]
         print(f"CPU of a run: bare call {alone:.2f} ms, tune() {whole:.2f} ms, overhead {whole - alone:.2f} ms")
     finally:
         server.terminate()

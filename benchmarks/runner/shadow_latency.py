@@ -30,11 +30,11 @@ REQUEST = {"model": "t", "messages": [{"role": "user", "content": "3+4=" * 50}] 
 _WARMING_UP = 200
 
 
-def serve(told: Connection) -> None:
+def serve(reported: Connection) -> None:
     """An engine double, and a place for feedback."""
     with engine_place() as place, feedback_service() as service:
-        told.send((place.fresh().url, service.url))
-        told.recv()
+        reported.send((place.fresh().url, service.url))
+        reported.recv()
 
 
 async def production(request: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ async def production(request: dict[str, Any]) -> str:
     return "7"
 
 
-async def timed(call: Callable[..., Awaitable[Any]]) -> tuple[float, float]:
+async def time_call(call: Callable[..., Awaitable[Any]]) -> tuple[float, float]:
     """Milliseconds by the clock, and of this thread's processor time."""
     started, computed = time.perf_counter(), time.thread_time()
     await call(REQUEST)
@@ -66,7 +66,7 @@ async def measure(options: argparse.Namespace, engine: str, feedback: str) -> di
         for number in range(options.calls):
             await asyncio.sleep(options.every_s)
             kind, call = ("wrapped", wrapped) if number % 2 else ("bare", production)
-            taken[kind].append(await timed(call))
+            taken[kind].append(await time_call(call))
     found = {kind: summary(times[_WARMING_UP:]) for kind, times in taken.items()}
     return found | {"counters": {kind: count for kind, count in runner.counters().items() if count}}
 

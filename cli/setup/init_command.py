@@ -9,10 +9,10 @@ import typer
 import yaml
 
 from tuneloop.cli.options import echo
-from tuneloop.cli.setup.capacity import disk_speed, gpu_memory, save_interval, step_seconds
 from tuneloop.cli.setup.model_families import Parsers, parsers_of
-from tuneloop.cli.setup.model_shape import ModelShape, read_shape
 from tuneloop.cli.setup.plan_command import ExperimentPlan, GpuMemoryOption, make_plan
+from tuneloop.shared.capacity.memory import disk_speed, gpu_memory, save_interval, step_seconds
+from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import count_gpus
 from tuneloop.shared.settings.settings import Settings
@@ -89,10 +89,13 @@ def _write(file: Path, text: str) -> None:
 
 
 def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int | None) -> str:
-    """The text of a settings file for this machine. Raises EnvironmentRefused if no method fits on its GPUs."""
+    """The text of a settings file for this machine. Raises EnvironmentRefused if no method fits."""
     speed = disk_speed(where)
     choice, plan, settings = next(_fitting(shape, where, gpus, gpu_bytes, speed), (None, None, None))
     if choice is None or plan is None or settings is None:
+        if not gpus:
+            problems = make_plan(_settings(next(_choices(shape, where, 0))), gpu_bytes=None, speed=speed).problems
+            raise EnvironmentRefused("\n".join(problems))
         held = f"{(gpu_bytes or 0) / 1e9:.0f} GB"
         raise EnvironmentRefused(
             f"one GPU of {held} is too small for {shape.folder}: neither all {shape.weights / 1e9:.1f} B weights nor an"
@@ -108,10 +111,14 @@ def _fitting(
 ) -> Iterator[tuple[Setup, ExperimentPlan, Settings]]:
     """What fits, the best first."""
     for choice in _choices(shape, where, gpus):
-        settings = Settings.model_validate(yaml.safe_load(_text(choice)))
+        settings = _settings(choice)
         plan = make_plan(settings, gpu_bytes=gpu_bytes, speed=speed)
         if not [each for each in plan.problems if not each.startswith("checkpoint_root_dir")]:
             yield choice, plan, settings
+
+
+def _settings(choice: Setup) -> Settings:
+    return Settings.model_validate(yaml.safe_load(_text(choice)))
 
 
 def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Setup]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tuneloop.cli.setup.model_shape import ModelShape
+from tuneloop.shared.capacity.model_shape import ModelShape
 
 
 class Parsers(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
-from tuneloop.cli.setup.capacity import (
+from tuneloop.shared.capacity.fit import CURE, fit_trainer, room_for_trainer, shapes_of, smallest
+from tuneloop.shared.capacity.memory import (
     EXPLORER_BASE,
     WORKER_BASE,
     EngineMemory,
@@ -20,7 +21,7 @@ from tuneloop.cli.setup.capacity import (
     trainer_on_gpu,
     version_disk,
 )
-from tuneloop.cli.setup.model_shape import ModelShape, read_shape
+from tuneloop.shared.capacity.model_shape import ModelShape
 from tuneloop.shared.disk_space import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, free_memory
@@ -34,7 +35,10 @@ GpuMemoryOption = Annotated[
 
 
 class ExperimentPlan(NamedTuple):
-    """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits."""
+    """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits.
+
+    `micro_batch`: tokens at once, and whether activations are made again.
+    """
 
     shape: ModelShape
     gpus: int
@@ -42,6 +46,7 @@ class ExperimentPlan(NamedTuple):
     engines: int
     engine: EngineMemory | None
     trainer: TrainerMemory | None
+    micro_batch: tuple[int, bool]
     on_gpus: dict[int, list[str]]
     disk: VersionDisk
     free_disk: int
@@ -74,13 +79,18 @@ def plan(
         raise EnvironmentRefused("\n".join(made.problems))
 
 
-def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None = None) -> ExperimentPlan:
-    """Reckon it. Raises EnvironmentRefused where there is no model, or the disk cannot be written to."""
-    shape = read_shape(settings.model.model_path)
-    own_critic = settings.model.critic_model_path
-    critic = read_shape(own_critic, setting="model.critic_model_path") if own_critic else shape
+def make_plan(
+    settings: Settings, *, gpu_bytes: int | None, speed: float | None = None, free: int | None = None
+) -> ExperimentPlan:
+    """Reckon it, for a machine with so many bytes of main memory `free`, by default this one's.
+
+    Raises EnvironmentRefused where there is no model, or the disk cannot be written to.
+    """
+    shape, critic = shapes = shapes_of(settings)
     if gpu_bytes is None:  # nobody has said that it is for another machine
         settings = fit_to_machine(settings, gpus_here=count_gpus())
+    room = None if gpu_bytes is None else room_for_trainer(settings, gpu_bytes)
+    settings = fit_trainer(settings, shapes, room) or smallest(settings)
     serves, trains = settings.mode != "train", settings.mode != "serve"
     urls = settings.explorer.rollout_model.engine_urls
     disk = version_disk(shape, critic, settings)
@@ -92,13 +102,15 @@ def make_plan(settings: Settings, *, gpu_bytes: int | None, speed: float | None 
         engines=settings.explorer.rollout_model.engine_num if serves and not urls else 0,
         engine=engine_memory(shape, settings, gpu_bytes) if serves and not urls else None,
         trainer=trainer_memory(shape, critic, settings) if trains else None,
+        micro_batch=(settings.trainer.tokens_at_once, bool(settings.trainer.activation_checkpointing)),
         on_gpus=_users_of_gpus(settings),
         disk=disk,
         free_disk=measure_space(settings.job_dir, needed=disk.all).free,
         publish_s=disk.newest / rate,
         problems=[],
     )
-    return made._replace(problems=list(_problems(made, settings)))
+    here = free_memory() if free is None else free
+    return made._replace(problems=[*_problems(made, settings), *_main_memory_problems(made, settings, here)])
 
 
 def _users_of_gpus(settings: Settings) -> dict[int, list[str]]:
@@ -131,13 +143,29 @@ def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
         if made.gpu_bytes is not None and needed > made.gpu_bytes:
             yield (
                 f"GPU {number} is too small: {' and '.join(users)} take {gigabytes(needed)}, it has"
-                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens or gpu_memory_utilization, or take a"
-                " method without a critic (algorithm.algorithm_type: reinforce) or an adapter (model.lora.rank: 16)"
+                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens, {CURE}"
             )
     if settings.mode != "serve" and made.disk.all > made.free_disk:
         yield (
             f"checkpoint_root_dir: versions take {gigabytes(made.disk.all)}, {gigabytes(made.free_disk)} are free; make"
             " room, or lower trainer.max_checkpoints_to_keep"
+        )
+
+
+def _main_memory_problems(made: ExperimentPlan, settings: Settings, free: int) -> Iterator[str]:
+    """What runs on the CPU and does not fit into main memory."""
+    parts: dict[str, int] = {}
+    if made.engines and made.engine is not None and not made.gpus:
+        parts["the engine" if made.engines == 1 else f"{made.engines} engines"] = made.engines * made.engine.total
+    if made.trainer is not None and not trainer_on_gpu(settings):
+        parts["the trainer"] = made.trainer.total
+    if parts and settings.mode != "train":
+        parts["the explorer"] = _explorer_bytes(settings)
+    if parts and sum(parts.values()) > free:
+        taken = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+        yield (
+            f"model.model_path: main memory is too small without GPUs: {taken}, {gigabytes(free)} are free; choose a"
+            " smaller model, train an adapter (model.lora.rank: 16), or give it GPUs (cluster.gpu_per_node)"
         )
 
 
@@ -155,6 +183,7 @@ def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
         "engines": made.engines,
         "engine_bytes": as_numbers(made.engine) if made.engine else None,
         "trainer_bytes": as_numbers(made.trainer) if made.trainer else None,
+        "micro_batch": {"tokens": made.micro_batch[0], "activation_checkpointing": made.micro_batch[1]},
         "explorer_bytes": _explorer_bytes(settings) if settings.mode != "train" else None,
         "on_gpus": {str(number): users for number, users in made.on_gpus.items()},
         "idle_gpus": made.idle_gpus,
@@ -190,6 +219,8 @@ def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Setti
     parts = (f"{name} {gigabytes(size)}" for name, size in trainer._asdict().items() if size)
     yield f"Trainer    {gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
     yield f"           {', '.join(parts)}"
+    tokens, again = made.micro_batch
+    yield f"           {tokens} tokens at once{', activations made again' if again else ''}"
     yield f"Disk       {gigabytes(disk.newest)} for a version to go on from, {gigabytes(disk.older)} for an older one"
     yield f"           {gigabytes(disk.all)} in all, {gigabytes(made.free_disk)} are free"
     yield f"Publishing {made.publish_s:.1f} s a version at this disk's speed, a version every {interval} step(s)"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict, called
+from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict, call_of
 from tuneloop.runner import Reply as Judged
 from tuneloop.runner import ToolCall
 from tuneloop.runner.rewards.components import tool_reward
@@ -152,8 +152,8 @@ class Mailbox:
             reply = yield list(messages)
             if not reply.calls:
                 return judge(question, reply.text, made)
-            made += [ToolCall(call.name, call.given()) for call in reply.calls]
-            results = [call.answered(search(call.name, call.given())) for call in reply.calls]
+            made += [ToolCall(call.name, call.parsed_arguments()) for call in reply.calls]
+            results = [call.with_result(search(call.name, call.parsed_arguments())) for call in reply.calls]
             messages += [reply.message, *results]
         return judge(question, "", made)
 
@@ -165,6 +165,6 @@ class Mailbox:
         column, values, _ = SEARCHES.get(tool, ("query", (), ()))
         if slip and values and slip.random() < _WRONG_ARGUMENT:
             value = slip.choice(values)
-        yield called(tool, **{column: value})
+        yield call_of(tool, **{column: value})
         found = search(tool, {column: value})
         yield Reply("Nothing." if found.startswith("error") else f"Mails {found}.")

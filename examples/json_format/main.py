@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = write_tasks(options.dir / "tasks", train=questions(held_out=False), test=test)
     result = tune(
         workflow_func=answer,
-        judge_func=lambda task, response: experiment.judged(judge_function(task, response)),
+        judge_func=lambda task, response: experiment.record_verdict(judge_function(task, response)),
         model=TunerModelConfig(
             model_path=experiment.model_path(Capitals(), BEGINNER), max_model_len=512, max_tokens=Capitals.max_tokens
         ),

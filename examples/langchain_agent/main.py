@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = write_tasks(options.dir / "tasks", train=problems(1, 4096), test=problems(2, options.held_out))
     result = tune(
         workflow_func=solve,
-        judge_func=lambda task, response: experiment.judged(judge_function(task, response)),
+        judge_func=lambda task, response: experiment.record_verdict(judge_function(task, response)),
         model=TunerModelConfig(
             model_path=experiment.model_path(Problems(), BEGINNER), max_model_len=2048, max_tokens=MAX_TOKENS
         ),

@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         late_rate=options.rate / 6,
         rising_steps=100,
     )
-    with Classroom(words, options) as classroom:
+    with Pretraining(words, options) as pretraining:
         learner = model.to("cuda" if gpu else "cpu")
         optimizer = torch.optim.AdamW(learner.parameters(), lr=options.rate, betas=(0.9, 0.98), fused=True)
-        for step, batch in enumerate(classroom.batches(schooling)):
+        for step, batch in enumerate(pretraining.batches(schooling)):
             loss = learn(batch, learner, words, optimizer, schooling.rate_at(step))
             if (step + 1) % (_LOOK_STEPS if step < options.early_steps else _LATE_LOOK_STEPS) == 0:
                 right = share_right(problems, learner, words, options.seed)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{options.to}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-class Classroom:
+class Pretraining:
     """Processes that write lessons, since one alone writes them slower than a GPU learns them."""
 
     def __init__(self, words: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ class Classroom:
         # Forked before CUDA is used by them, and they never use it.
         self._pool = multiprocessing.get_context("fork").Pool(options.processes, _begin, (words, options.problems))
 
-    def __enter__(self) -> "Classroom":
+    def __enter__(self) -> "Pretraining":
         return self
 
     def __exit__(self, *_: object) -> None:

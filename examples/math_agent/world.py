@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict, called
+from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict, call_of
 from tuneloop.runner import Reply as Judged
 from tuneloop.runner.rewards.components import math_reward
 
@@ -120,7 +120,7 @@ class Problems:
             reply = yield list(messages)
             if not reply.calls:
                 return judge(question, reply.text, turn)
-            results = [call.answered(calculate(call.given().get("expression"))) for call in reply.calls]
+            results = [call.with_result(calculate(call.parsed_arguments().get("expression"))) for call in reply.calls]
             messages += [reply.message, *results]
         return judge(question, "", MOST_CALLS)
 
@@ -130,16 +130,16 @@ class Problems:
         for calls, right in enumerate(expressions):
             expression = right if not calls else total + re.sub(r"^[0-9]+", "", right)
             if slip and slip.random() < _WRONG:
-                expression = _slipped(expression, slip)
-            yield called("calculate", expression=expression)
+                expression = _with_slip(expression, slip)
+            yield call_of("calculate", expression=expression)
             while slip and slip.random() < _AGAIN:
-                yield called("calculate", expression=expression)
+                yield call_of("calculate", expression=expression)
             total = calculate(expression)
         bare = slip is not None and slip.random() < _BARE
         yield Reply(f"It is {total}." if bare else f"Answer: {total}")
 
 
-def _slipped(expression: str, slip: random.Random) -> str:
+def _with_slip(expression: str, slip: random.Random) -> str:
     """Another operation, or another second number."""
     left, sign, right = _EXPRESSION.fullmatch(expression).groups()  # type: ignore[union-attr]
     if slip.random() < 0.5:

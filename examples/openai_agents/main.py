@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = write_tasks(options.dir / "tasks", train=questions(held_out=False), test=test)
     result = tune(
         workflow_func=search_mails,
-        judge_func=lambda task, response: experiment.judged(judge_function(task, response)),
+        judge_func=lambda task, response: experiment.record_verdict(judge_function(task, response)),
         model=TunerModelConfig(
             model_path=experiment.model_path(Mailbox(), BEGINNER), max_model_len=1024, max_tokens=MAX_TOKENS
         ),

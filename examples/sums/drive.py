@@ -140,7 +140,7 @@ class Agent(Client):
                 try:
                     await self._turn(asked, whole=number % 2 == 0)
                 finally:
-                    pace.answered()
+                    pace.end_question()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(self._lead(ledger, pace, until_step=until_step))
@@ -179,27 +179,27 @@ class Pace:
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
-        self._room = ahead
+        self._free = ahead
         self._in_flight = 0
         self._stopped = False
         self._changed = asyncio.Event()
 
     async def go(self) -> bool:
         """Wait for room and take it; False when there is nothing more to ask."""
-        while not self._stopped and self._room <= 0:
+        while not self._stopped and self._free <= 0:
             self._changed.clear()
             await self._changed.wait()
-        self._room -= 1
+        self._free -= 1
         self._in_flight += 1
         return not self._stopped
 
-    def answered(self) -> None:
+    def end_question(self) -> None:
         """A question is no longer in flight; its room comes back once the trainer has used it."""
         self._in_flight -= 1
 
     def waiting(self, replies: int) -> None:
         """Say how many replies wait for the trainer now."""
-        self._room = self._ahead - replies - self._in_flight
+        self._free = self._ahead - replies - self._in_flight
         self._changed.set()
 
     def stop(self) -> None:

@@ -170,7 +170,7 @@ def recent_reward(curve: Sequence[Point], replies: int = 128) -> float | None:
 
 def chart(curve: Sequence[Point]) -> Text:
     """Bars from 0 to 1, one a version, or one for several when they are many."""
-    bars = binned(curve, _MOST_COLUMNS)
+    bars = bins(curve, _MOST_COLUMNS)
     rows = []
     for row in reversed(range(_ROWS)):
         label = {_ROWS - 1: "1.0 ┤", _ROWS // 2 - 1: "0.5 ┤"}.get(row, "    │")
@@ -182,7 +182,7 @@ def chart(curve: Sequence[Point]) -> Text:
     return Text("\n").join(rows)
 
 
-def binned(curve: Sequence[Point], most: int) -> list[float]:
+def bins(curve: Sequence[Point], most: int) -> list[float]:
     """The rewards of the curve in at most `most` bins of neighbouring versions, weighted by replies."""
     count = min(len(curve), most)
     bins = [curve[bar * len(curve) // count : (bar + 1) * len(curve) // count] for bar in range(count)]

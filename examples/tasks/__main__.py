@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("Stopped.")
         return 130
-    line = {**asdict(summary), "method": options.method, "task": options.task, "judged": judged(agent)}
+    line = {**asdict(summary), "method": options.method, "task": options.task, "judged": judge_all(agent)}
     folder.summary.write_text(json.dumps(line) + "\n")
     console.print(summary.page(settings, folder.settings), highlight=False, markup=False, soft_wrap=True)
     return 1 if summary.requests_failed else 0
@@ -132,7 +132,7 @@ def changes(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def judged(agent: Agent) -> list[list[float]]:
+def judge_all(agent: Agent) -> list[list[float]]:
     """[runs so far, mean reward by the judge, share that ended right] for each batch's worth of runs."""
     parts = [agent.judged[i : i + BATCH] for i in range(0, len(agent.judged), BATCH)]
     return [

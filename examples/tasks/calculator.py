@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict, called
+from examples.tasks.dialogue import Dialogue, Message, Reply, Tool, Verdict, call_of
 
 _OPERATIONS = {"+": operator.add, "*": operator.mul}
 _STEP = re.compile(r"([0-9]{1,3})([+*])([0-9]{1,3})")
@@ -92,21 +92,21 @@ class Calculator:
             if not reply.calls:
                 right = reply.text.strip() == wanted
                 return Verdict(float(right), right)
-            results = [call.answered(calculate(call.given().get("expr"))) for call in reply.calls]
+            results = [call.with_result(calculate(call.parsed_arguments().get("expr"))) for call in reply.calls]
             messages += [reply.message, *results]
         return Verdict(0.0, False)
 
     def replies(self, question: Sequel, slip: random.Random | None) -> Iterator[Reply]:
         """Both steps and the answer; a slip calculates or answers something else, and goes on from there."""
-        one = _slipped(question.steps[0], slip)
-        yield called("calc", expr=one)
-        two = _slipped(f"{calculate(one)}{question.second}{question.right}", slip)
-        yield called("calc", expr=two)
+        one = _with_slip(question.steps[0], slip)
+        yield call_of("calc", expr=one)
+        two = _with_slip(f"{calculate(one)}{question.second}{question.right}", slip)
+        yield call_of("calc", expr=two)
         answer = calculate(two)
         yield Reply(str(slip.randrange(1, 51)) if slip and slip.random() < _SLIPS else answer)
 
 
-def _slipped(step: str, slip: random.Random | None) -> str:
+def _with_slip(step: str, slip: random.Random | None) -> str:
     """The step with another second number or another sign."""
     if slip is None or slip.random() > _SLIPS:
         return step

@@ -27,7 +27,7 @@ class Call(NamedTuple):
     name: str
     arguments: str
 
-    def given(self) -> dict[str, Any]:
+    def parsed_arguments(self) -> dict[str, Any]:
         """The arguments; nothing if they are no JSON object."""
         try:
             given = json.loads(self.arguments)
@@ -35,7 +35,7 @@ class Call(NamedTuple):
             return {}
         return given if isinstance(given, dict) else {}
 
-    def answered(self, result: str) -> Message:
+    def with_result(self, result: str) -> Message:
         """The tool's message."""
         return {"role": "tool", "tool_call_id": self.id, "content": result}
 
@@ -97,12 +97,12 @@ def forever(task: Task, seed: int) -> Iterator[Any]:
         yield from order.sample(every, len(every))
 
 
-def called(name: str, **arguments: object) -> Reply:
+def call_of(name: str, **arguments: object) -> Reply:
     """A reply that calls one tool."""
     return Reply("", (Call("call_0", name, json.dumps(arguments)),))
 
 
-def written(reply: Reply) -> str:
+def text_of(reply: Reply) -> str:
     """The reply as the model writes it (the Hermes format), as the chat template shows it later."""
     calls = [f'<tool_call>\n{{"name": "{c.name}", "arguments": {c.arguments}}}\n</tool_call>' for c in reply.calls]
     return "\n".join([*([reply.text] if reply.text else []), *calls])

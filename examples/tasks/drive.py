@@ -7,7 +7,7 @@ from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
 from examples.sums.drive import POLL_S, Client, Pace, together
-from examples.tasks.dialogue import Call, Message, Reply, Task, Tool, Verdict, forever, written
+from examples.tasks.dialogue import Call, Message, Reply, Task, Tool, Verdict, forever, text_of
 from examples.tasks.rating import Rater
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
@@ -66,7 +66,7 @@ class Agent(Client):
                 try:
                     await self._turn(turn, chance)
                 finally:
-                    pace.answered()
+                    pace.end_question()
 
         async with asyncio.TaskGroup() as group:
             leading = group.create_task(self._lead(ledger, pace, until_step=until_step))
@@ -83,7 +83,7 @@ class Agent(Client):
             self.judged.append(verdict)
             said: dict[str, Any] = {"msg_ids": msg_ids, "reward": self._rater.reward(verdict, chance), **labels}
             if self._demonstrate:
-                *_, said["demonstration"] = map(written, self._task.replies(turn.question, None))
+                *_, said["demonstration"] = map(text_of, self._task.replies(turn.question, None))
             async with self.requests.count():
                 await self._post("/feedback", said)
 
@@ -106,7 +106,7 @@ class Agent(Client):
             max_tokens=self._task.max_tokens,
             temperature=1.0,
             metadata=labels,
-            **offered(self._task.tools, self.held),
+            **offer(self._task.tools, self.held),
         )
         said = reply.choices[0].message
         calls = [
@@ -117,7 +117,7 @@ class Agent(Client):
         return reply.id, Reply(said.content or "", tuple(calls))
 
 
-def offered(tools: Sequence[Tool], held: HeldTools) -> dict[str, Any]:
+def offer(tools: Sequence[Tool], held: HeldTools) -> dict[str, Any]:
     """What a request says of its tools, as agent frameworks say it."""
     if not tools:
         return {}

@@ -28,7 +28,7 @@ class Method(NamedTuple):
 
     def settings(self, task: str, changes: Sequence[str] = (), *, teacher: Path | None = None) -> dict[str, Any]:
         """The sections `algorithm` and `buffer` of the settings file; `changes` are NAME=VALUE, over `algorithm`."""
-        algorithm = _over(_over(_COMMON, self.algorithm), nested(changes))
+        algorithm = _over(_over(_COMMON, self.algorithm), nest(changes))
         if self.taught:
             algorithm = _over({"distill": {"teacher_path": str(teacher)}}, algorithm)
         if task == "calculator" and self.runs == 1:
@@ -72,7 +72,7 @@ REINFORCEMENT = ("ppo", "reinforce", "reinforce++", "rloo", "grpo", "multi_step_
 LEARNING_RATES_OF_TRL = ("1e-4", "2e-4", "5e-4")
 
 
-def nested(changes: Sequence[str]) -> dict[str, Any]:
+def nest(changes: Sequence[str]) -> dict[str, Any]:
     """`optimizer.lr=1e-4` as `{"optimizer": {"lr": 0.0001}}`."""
     tree: dict[str, Any] = {}
     for name, value in (each.split("=", 1) for each in changes):

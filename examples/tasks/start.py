@@ -17,12 +17,12 @@ TASKS: dict[str, Task] = {task.name: task for task in (Sums(), Shop(), Calculato
 
 def start(folder: Path, task: str, seed: int) -> Path:
     """The Hugging Face folder of the start model; made if it is not there yet."""
-    return _made(folder / "start" / f"{task}-{seed}", task, seed, slips=True)
+    return _make(folder / "start" / f"{task}-{seed}", task, seed, slips=True)
 
 
 def teacher(folder: Path, task: str, seed: int) -> Path:
     """The folder of a model of that size which gets nearly all right; made if it is not there yet."""
-    return _made(teacher_of(folder, task, seed), task, seed, slips=False)
+    return _make(teacher_of(folder, task, seed), task, seed, slips=False)
 
 
 def teacher_of(folder: Path, task: str, seed: int) -> Path:
@@ -30,7 +30,7 @@ def teacher_of(folder: Path, task: str, seed: int) -> Path:
     return folder / "start" / f"{task}-{seed}-teacher"
 
 
-def _made(path: Path, task: str, seed: int, *, slips: bool) -> Path:
+def _make(path: Path, task: str, seed: int, *, slips: bool) -> Path:
     done = path / "warmed_up.json"
     if not done.exists():
         if task == "sums":  # The demo's own.

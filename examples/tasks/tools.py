@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from examples.tasks.dialogue import Call, Dialogue, Reply, Tool, Verdict, called
+from examples.tasks.dialogue import Call, Dialogue, Reply, Tool, Verdict, call_of
 
 CORRECT_TOOL, CORRECT_ARGS, TOOL_SUCCESS, INVALID_TOOL = 1.0, 0.5, 1.0, -2.0
 
@@ -66,13 +66,13 @@ class Shop:
             tool = "help" if slip.random() < _INVENTED else slip.choice(tuple(_SAID))
         if slip and slip.random() < _SLIPS:
             order = slip.randrange(10)
-        yield called(tool, order=order)
+        yield call_of(tool, order=order)
 
 
 def judge(asked: Wish, calls: Sequence[Call]) -> float:
     """The reward of a reply that makes `calls`: only the first is looked at, and more than one is invalid."""
     if len(calls) != 1 or calls[0].name not in _SAID:
         return INVALID_TOOL
-    right_tool, right_args = calls[0].name == asked.tool, calls[0].given() == {"order": asked.order}
+    right_tool, right_args = calls[0].name == asked.tool, calls[0].parsed_arguments() == {"order": asked.order}
     served = right_tool and right_args
     return CORRECT_TOOL * right_tool + CORRECT_ARGS * right_args + TOOL_SUCCESS * served

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.sums import model as sums_model
-from examples.tasks.dialogue import Message, Task, written
+from examples.tasks.dialogue import Message, Task, text_of
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 #: First only right conversations; then as many with slips as bring it down to about what the teacher gets right.
@@ -66,7 +66,7 @@ def lesson(task: Task, words: PreTrainedTokenizerFast, question: Any, slip: rand
     dialogue, ids, spoken = task.dialogue(question), list[int](), list[bool]()
     messages = next(dialogue)
     for reply in task.replies(question, slip):
-        prompt, said = prompt_ids(task, words, messages), [*words(written(reply)).input_ids, words.eos_token_id]
+        prompt, said = prompt_ids(task, words, messages), [*words(text_of(reply)).input_ids, words.eos_token_id]
         spoken += [False] * (len(prompt) - len(ids)) + [True] * len(said)
         ids = prompt + said
         try:

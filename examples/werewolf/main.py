@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = write_tasks(options.dir / "tasks", train=games(1, 4096), test=games(2, options.held_out))
     result = tune(
         workflow_func=play,
-        judge_func=lambda task, response: experiment.judged(response),
+        judge_func=lambda task, response: experiment.record_verdict(response),
         model=TunerModelConfig(model_path=experiment.model_path(Wolves(), BEGINNER), max_model_len=512),
         train_dataset=DatasetConfig(path=str(tasks), split="train", total_steps=options.steps),
         eval_dataset=DatasetConfig(path=str(tasks), split="test"),

@@ -37,8 +37,8 @@ class Game:
         self._chance = random.Random(task["seed"])
         self._hunches: dict[str, str] = {}
         asked = self.wolves if scripted else PLAYERS
-        self._heard = {each: [f"You are {each}, {self._role(each)}. Players: {', '.join(PLAYERS)}."] for each in asked}
-        self._said: dict[str, list[Message]] = {each: [] for each in asked}
+        self._news = {each: [f"You are {each}, {self._role(each)}. Players: {', '.join(PLAYERS)}."] for each in asked}
+        self._messages: dict[str, list[Message]] = {each: [] for each in asked}
         self._blamed: set[str] = set()
         self.accused: dict[str, str] = {}
         self.slips = 0
@@ -113,7 +113,7 @@ class Game:
     def _accuse(self, villager: str) -> Generator[Turn, str, str]:
         """Whom a villager accuses: by the script, or the model, or again the script if the model names nobody."""
         named = None
-        if villager in self._heard:
+        if villager in self._news:
             others = [each for each in self.alive if each != villager]
             named = yield from self._ask(villager, "Whom do you accuse?", others)
         return named or self.hunch(villager)
@@ -126,11 +126,11 @@ class Game:
 
     def _ask(self, player: str, question: str, allowed: Sequence[str]) -> Generator[Turn, str, str | None]:
         """Whom the player names; None if that is nobody of `allowed`."""
-        told = " ".join([*self._heard[player], question])
-        self._heard[player] = []
-        self._said[player].append({"role": "user", "content": told})
-        reply = yield player, list(self._said[player])
-        self._said[player].append({"role": "assistant", "content": reply})
+        told = " ".join([*self._news[player], question])
+        self._news[player] = []
+        self._messages[player].append({"role": "user", "content": told})
+        reply = yield player, list(self._messages[player])
+        self._messages[player].append({"role": "assistant", "content": reply})
         found = re.findall("[A-Z][a-z]+", reply)
         named = found[0] if found and found[0] in allowed else None
         self.slips += named is None
@@ -141,8 +141,8 @@ class Game:
         self._tell(f"{player} {how}.")
 
     def _tell(self, what: str) -> None:
-        for player in self._heard.keys() & {*self.alive}:
-            self._heard[player].append(what)
+        for player in self._news.keys() & {*self.alive}:
+            self._news[player].append(what)
 
     def _accusations(self, villagers: Sequence[str]) -> str:
         return " ".join(f"{each} accuses {self.hunch(each)}." for each in villagers)

@@ -57,7 +57,7 @@ class Experiment:
             return str(options.model)
         return str(start_model(task, beginner, options.start, seed=options.seed, gpu=options.gpu))
 
-    def judged(self, output: JudgeOutput) -> JudgeOutput:
+    def record_verdict(self, output: JudgeOutput) -> JudgeOutput:
         """The verdict itself; in the control its reward is tossed, and its metrics are left."""
         if self.options.reward == "judge":
             return output

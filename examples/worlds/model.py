@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.sums.model import CONTROL_TOKENS, END_OF_TEXT, IM_END, TOOL_TOKENS
-from examples.tasks.dialogue import Task, forever, written
+from examples.tasks.dialogue import Task, forever, text_of
 from examples.tasks.warmup import CHAT_TEMPLATE
 
 #: Tokens; the words of a world are a few hundred.
@@ -81,7 +81,7 @@ def _texts(task: Task) -> Iterator[str]:
         messages = next(dialogue)
         for reply in task.replies(question, slip):
             yield from (str(each["content"]) for each in messages if each["role"] != "assistant")
-            yield written(reply)
+            yield text_of(reply)
             try:
                 messages = dialogue.send(reply)
             except StopIteration:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.tasks.dialogue import Task, written
+from examples.tasks.dialogue import Task, text_of
 from examples.tasks.warmup import Lesson, prompt_ids
 from examples.worlds.schooling import Schooling
 
@@ -76,23 +76,23 @@ def lessons(task: Task, words: PreTrainedTokenizerFast, question: Any, slip: ran
     dialogue = task.dialogue(question)
     messages = next(dialogue)
     for reply in task.replies(question, slip):
-        prompt, said = prompt_ids(task, words, messages), [*words(written(reply)).input_ids, words.eos_token_id]
+        prompt, said = prompt_ids(task, words, messages), [*words(text_of(reply)).input_ids, words.eos_token_id]
         row = next((each for each in rows if prompt[: len(each[0])] == each[0]), None)
         if row is None:
             row = ([], [])
             rows.append(row)
-        ids, spoken = row
-        spoken += [False] * (len(prompt) - len(ids)) + [True] * len(said)
+        ids, is_reply = row
+        is_reply += [False] * (len(prompt) - len(ids)) + [True] * len(said)
         ids[:] = prompt + said
         try:
             messages = dialogue.send(reply)
         except StopIteration:
             break
-    return [_lesson(ids, spoken) for ids, spoken in rows]
+    return [_lesson(ids, is_reply) for ids, is_reply in rows]
 
 
-def _lesson(ids: Sequence[int], spoken: Sequence[bool]) -> Lesson:
-    labels = [after if says else _IGNORED for after, says in zip(ids[1:], spoken[1:], strict=True)]
+def _lesson(ids: Sequence[int], is_reply: Sequence[bool]) -> Lesson:
+    labels = [after if says else _IGNORED for after, says in zip(ids[1:], is_reply[1:], strict=True)]
     return Lesson(torch.tensor(ids), torch.tensor([*labels, _IGNORED]))
 
 

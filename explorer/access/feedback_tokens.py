@@ -8,8 +8,10 @@ Nothing is stored for a token: the claims say which key made it, and it lives no
 import base64
 import binascii
 import hashlib
+import heapq
 import hmac
 import secrets
+from collections import Counter
 
 import msgspec
 
@@ -22,8 +24,8 @@ MAX_LIFE_S, MAX_EVENTS = 86400.0, 100
 
 _NONCE_BYTES = 12
 
-#: Beyond so many, those that have expired are forgotten.
-_MOST_TOKENS = 10_000
+#: So many tokens of a key may be in use at once.
+MAX_TOKENS_OF_KEY = 10_000
 
 #: A token is a few hundred characters; a longer one is not looked at.
 _LONGEST = 4096
@@ -46,7 +48,7 @@ class TokenClaims(msgspec.Struct, frozen=True):
     @property
     def binding(self) -> FeedbackBinding:
         """What it binds its bearer to."""
-        return FeedbackBinding(self.msg_id, self.source, self.expires_at, self.max_events, self.nonce)
+        return FeedbackBinding(self.msg_id, self.source, self.expires_at, self.max_events, self.nonce, self.key_id)
 
 
 class FeedbackTokens:
@@ -83,17 +85,31 @@ class TokenUses:
     """How many events each token has brought to the service since it started; forgotten once it has expired."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, tuple[float, int]] = {}
+        self._counts: dict[str, int] = {}
+        self._of_key: Counter[str] = Counter()
+        self._expiring: list[tuple[float, str, str]] = []
 
     def take(self, binding: FeedbackBinding, count: int, now: float) -> bool:
         """Count events, unless they are more than the token allows; whether they are not."""
-        used = self._counts.get(binding.nonce, (0.0, 0))[1] + count
+        self._forget_expired(now)
+        used = self._counts.get(binding.nonce, 0) + count
         if used > binding.max_events:
             return False
-        if len(self._counts) >= _MOST_TOKENS:
-            self._counts = {nonce: each for nonce, each in self._counts.items() if each[0] > now}
-        self._counts[binding.nonce] = binding.expires_at, used
+        if binding.nonce not in self._counts:
+            if self._of_key[binding.key_id] >= MAX_TOKENS_OF_KEY:
+                return False
+            self._of_key[binding.key_id] += 1
+            heapq.heappush(self._expiring, (binding.expires_at, binding.nonce, binding.key_id))
+        self._counts[binding.nonce] = used
         return True
+
+    def _forget_expired(self, now: float) -> None:
+        while self._expiring and self._expiring[0][0] <= now:
+            _, nonce, key_id = heapq.heappop(self._expiring)
+            del self._counts[nonce]
+            self._of_key[key_id] -= 1
+            if not self._of_key[key_id]:
+                del self._of_key[key_id]
 
 
 def _text(data: bytes) -> str:

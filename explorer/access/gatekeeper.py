@@ -14,9 +14,9 @@ from tuneloop.explorer.access import feedback_tokens, key_prefix
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.loopback import HostRules
 from tuneloop.explorer.access.rate_limits import KeyMeter, KeyUsage
-from tuneloop.explorer.access.route_scopes import OPEN, required_scopes
+from tuneloop.explorer.access.route_scopes import OPEN, is_about_all_tenants, required_scopes
 from tuneloop.explorer.http import run_prefix
-from tuneloop.explorer.http.caller import Caller
+from tuneloop.explorer.http.caller import Caller, operator_only
 from tuneloop.explorer.http.cors import ROUTE, CrossOrigin
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
@@ -183,7 +183,10 @@ def _check(holder: _Holder, required: frozenset[Scope], path: str) -> Caller:
     caller = holder.caller
     if steady_time.now() >= holder.expires_at:
         raise _no_entry("this key has expired", "key_expired")
-    if caller.scopes.isdisjoint(required) and Scope.ADMIN not in caller.scopes:
+    if Scope.ADMIN in caller.scopes:
+        if is_about_all_tenants(path) and not caller.sees_all and caller.scopes.isdisjoint(required - {Scope.ADMIN}):
+            raise operator_only()
+    elif caller.scopes.isdisjoint(required):
         wanted = " or ".join(sorted(required))
         raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
     holder.meter.admit(brings_feedback=path.endswith(ROUTE))

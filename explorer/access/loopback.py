@@ -5,7 +5,7 @@ sends across sites has its `Origin`.
 """
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -13,6 +13,9 @@ from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.settings.serving import is_loopback
 
 _HEARD = 512
+
+#: Only a proxy sends these: who is behind it may be anywhere.
+OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 #: What changes nothing: a browser may send it, and shows its page nothing of the answer.
 _HARMLESS = frozenset({"GET", "HEAD"})
@@ -44,6 +47,16 @@ class HostRules:
     def _is_ours_uncached(self, host: bytes) -> bool:
         name = _name_of(host.decode("latin-1").lower())
         return name in self._allowed or is_loopback(name)
+
+
+def is_from_here(client: str, headers: Container[str]) -> bool:
+    """Whether a request was sent on this machine, and not for somebody elsewhere."""
+    try:
+        found = ipaddress.ip_address(client)
+    except ValueError:
+        return False
+    here = (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    return here and not any(header in headers for header in OF_PROXIES)
 
 
 def _host_of(origin: bytes) -> bytes:

@@ -56,14 +56,23 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
 
 _TRINITY = "/trinity/"
 
+#: What is about all tenants. The administrator of one other than the operator's has no say there.
+_OF_ALL_TENANTS = ("/admin/versions", "/metrics")
+
+
+def is_about_all_tenants(path: str) -> bool:
+    """Whether a path is about all tenants at once."""
+    path = path[len(_TRINITY) - 1 :] if path.startswith(_TRINITY) else path
+    return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
+
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""
+    if path.startswith(_TRINITY):
+        path = path[len(_TRINITY) - 1 :]
     found = _ROUTES.get((method, path))
     if found is not None:
         return found
     if path == PAGE or path.startswith(f"{PAGE}/"):
         return OPEN
-    if path.startswith(_TRINITY):
-        return required_scopes(method, path[len(_TRINITY) - 1 :])
     return next((scopes for verb, begin, scopes in _BELOW if verb == method and path.startswith(begin)), _ADMIN)

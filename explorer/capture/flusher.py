@@ -38,7 +38,7 @@ STOP_S = 5.0
 
 class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
-    told: "asyncio.Future[bool]"
+    future: "asyncio.Future[bool]"
     tenant: str | None
     key: str | None
 
@@ -122,11 +122,11 @@ class Flusher:
         self._wake.set()
         try:
             # Not in a thread: a slow database would soon have all of the pool's waiting for it.
-            await asyncio.wait([waiter.told], timeout=timeout_s)
+            await asyncio.wait([waiter.future], timeout=timeout_s)
         finally:
             with self._moved, contextlib.suppress(ValueError):
                 self._waiting.remove(waiter)
-        return (waiter.told.done() and waiter.told.result()) or (self._adopted_once and waiter.reached)
+        return (waiter.future.done() and waiter.future.result()) or (self._adopted_once and waiter.reached)
 
     def _tell(self, queue: SlotQueue | None = None) -> None:
         """Tell those who wait; what became of tenants is told by the `queue`'s own thread alone."""
@@ -134,7 +134,7 @@ class Flusher:
             done = self._adopted_once and (waiter.reached or (queue is not None and waiter.reached_in(queue)))
             if done or self._away:
                 self._waiting.remove(waiter)
-                waiter.told.get_loop().call_soon_threadsafe(_settle, waiter.told, done)
+                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, done)
 
     def _run(self) -> None:
         try:
@@ -211,7 +211,7 @@ class Flusher:
                 if not self._intake.move([(entry.folder, entry.payload) for entry in group]):
                     self._queue.clear()
                     return False
-                for folder, position in self._queue.done(group, time.thread_time() - work).items():
+                for folder, position in self._queue.finish(group, time.thread_time() - work).items():
                     self._mark(marks[folder], position)
                 self._tell_of_tenants()
                 if (len(self._queue) or not complete) and self._is_over(began):
@@ -254,9 +254,9 @@ class Flusher:
             self._tell()
 
 
-def _settle(told: "asyncio.Future[bool]", done: bool) -> None:
-    if not told.done():
-        told.set_result(done)
+def _settle(future: "asyncio.Future[bool]", done: bool) -> None:
+    if not future.done():
+        future.set_result(done)
 
 
 def _left_behind(slots_: Slots, *, everywhere: bool) -> list[Path]:

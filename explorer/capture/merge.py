@@ -64,7 +64,7 @@ class Owner(NamedTuple):
 class SlotQueue:
     """What has been read of the slots and is not in the database yet, by tenant and key.
 
-    `take` gives the next group, `done` is told when the database has it. Not safe for threads.
+    `take` gives the next group, `finish` is called when the database has it. Not safe for threads.
     """
 
     def __init__(self, *, ahead: int = AHEAD, ahead_bytes: int = AHEAD_BYTES) -> None:
@@ -125,7 +125,7 @@ class SlotQueue:
         self._bytes -= size
         return sorted(group, key=_place_of)
 
-    def done(self, group: Sequence[SlotRecord], seconds: float) -> dict[Path, Position]:
+    def finish(self, group: Sequence[SlotRecord], seconds: float) -> dict[Path, Position]:
         """How far each slot of a group is done now, which took so much work."""
         for owner in {entry.owner for entry in group}:
             size = self._sizes.get(owner, GROUP)

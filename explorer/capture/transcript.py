@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class _ChatPiece(msgspec.Struct, gc=False):
     id: str = ""
     choices: list["_ChatChoice"] = []
     prompt_token_ids: msgspec.Raw = _ABSENT
+    usage: msgspec.Raw = _ABSENT
     error: msgspec.Raw = _ABSENT
 
 
@@ -42,7 +44,7 @@ class _ChatChoice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Said(msgspec.Struct):
+class _ChatDelta(msgspec.Struct):
     content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
@@ -58,6 +60,7 @@ class _ChatLogprobs(msgspec.Struct, gc=False):
 class _TextPiece(msgspec.Struct):
     id: str = ""
     choices: list["_TextChoice"] = []
+    usage: msgspec.Raw = _ABSENT
     error: msgspec.Raw = _ABSENT
 
 
@@ -74,9 +77,14 @@ class _TextLogprobs(msgspec.Struct):
     token_logprobs: list[float | None] = []
 
 
+class _Usage(msgspec.Struct):
+    total_tokens: int = 0
+
+
 _chat_pieces = msgspec.json.Decoder(_ChatPiece)
 _text_pieces = msgspec.json.Decoder(_TextPiece)
-_said = msgspec.json.Decoder(_Said | None)
+_chat_delta = msgspec.json.Decoder(_ChatDelta | None)
+_usage = msgspec.json.Decoder(_Usage | None)
 _ids = msgspec.json.Decoder(list[int] | None)
 _chat_logprobs = msgspec.json.Decoder(_ChatLogprobs | None)
 _text_logprobs = msgspec.json.Decoder(_TextLogprobs | None)
@@ -120,6 +128,8 @@ class Transcript(ABC):
     def __init__(self, msg_id: str, wants: RequestedFields) -> None:
         self.choices: dict[int, CapturedChoice] = {}
         self.broken = False
+        #: The tokens of the prompts and of all choices, as the engine counts them; 0 before it does.
+        self.reported_tokens = 0
         self._msg_id = msg_id
         self._wants = wants
 
@@ -144,9 +154,20 @@ class Transcript(ABC):
 
     @property
     def tokens(self) -> int:
-        """The tokens of the prompt and of all choices, as far as they have come."""
-        prompt = max((len(each.prompt_ids or b"") // _ID_BYTES for each in self.choices.values()), default=0)
-        return prompt + sum(len(each.completion_ids) for each in self.choices.values())
+        """The tokens of the prompts and of all choices, as far as they have come."""
+        prompts = sum(len(each) // _ID_BYTES for each in self._prompts())
+        return max(self.reported_tokens, prompts + sum(len(each.completion_ids) for each in self.choices.values()))
+
+    def _prompts(self) -> Iterable[bytes]:
+        """The ids of each prompt, once."""
+        return [max((each.prompt_ids or b"" for each in self.choices.values()), default=b"", key=len)]
+
+    def _take_usage(self, usage: msgspec.Raw) -> None:
+        if usage == _ABSENT:
+            return
+        with suppress(msgspec.ValidationError):  # then the tokens that have come are counted
+            if found := _usage.decode(usage):
+                self.reported_tokens = max(self.reported_tokens, found.total_tokens)
 
     def experiences(self, sampling: Sampling, *, versions: tuple[int, int], mixed: bool) -> tuple[Experience, ...]:
         """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""
@@ -185,9 +206,9 @@ class Transcript(ABC):
         finite = max(choice.logprobs) <= 0 and min(choice.logprobs) >= -_LARGEST
         return None if finite else "logprobs_not_finite"
 
-    def _view(self, piece: bytes, told_id: str, ours: Iterable[tuple[bytes, msgspec.Raw]]) -> bytes:
+    def _view(self, piece: bytes, engine_id: str, ours: Iterable[tuple[bytes, msgspec.Raw]]) -> bytes:
         """The piece under our name, where these fields are null."""
-        if told_id == self._msg_id:
+        if engine_id == self._msg_id:
             cut = piece
             for key, value in ours:
                 cut = _without(cut, key, bytes(value)) if cut else cut
@@ -197,89 +218,98 @@ class Transcript(ABC):
 
     def _rewritten(self, piece: bytes) -> bytes:
         """The same, whatever way the engine writes its JSON."""
-        told = orjson.loads(piece)
-        told["id"] = self._msg_id
-        for holder in (told, *told.get("choices", ())):  # a chat's prompt ids stand beside its choices
+        parsed = orjson.loads(piece)
+        parsed["id"] = self._msg_id
+        for holder in (parsed, *parsed.get("choices", ())):  # a chat's prompt ids stand beside its choices
             _forget(holder, "logprobs", unless=self._wants.logprobs)
             _forget(holder, "token_ids", unless=self._wants.token_ids)
             _forget(holder, "prompt_token_ids", unless=self._wants.token_ids)
-        return orjson.dumps(told)
+        return orjson.dumps(parsed)
 
 
 class ChatTranscript(Transcript):
     """The reply to a chat completion."""
 
     def _feed(self, piece: bytes) -> bytes | None:
-        told = _chat_pieces.decode(piece)
-        if told.error != _ABSENT:
+        parsed = _chat_pieces.decode(piece)
+        if parsed.error != _ABSENT:
             self.broken = True
             return piece
-        prompt_ids = _prompt_ids(told.prompt_token_ids)
+        self._take_usage(parsed.usage)
+        prompt_ids = _prompt_ids(parsed.prompt_token_ids)
         ours: list[tuple[bytes, msgspec.Raw]] = []
         theirs = 0
-        for choice in told.choices:
+        for choice in parsed.choices:
             theirs += self._feed_choice(choice, prompt_ids)
             if not self._wants.logprobs:
                 ours.append((b'"logprobs":', choice.logprobs))
             if not self._wants.token_ids:
                 ours.append((b'"token_ids":', choice.token_ids))
-        if told.choices and not theirs:
+        if parsed.choices and not theirs:
             return None
         if not self._wants.token_ids:
-            ours.append((b'"prompt_token_ids":', told.prompt_token_ids))
-        return self._view(piece, told.id, ours)
+            ours.append((b'"prompt_token_ids":', parsed.prompt_token_ids))
+        return self._view(piece, parsed.id, ours)
 
-    def _feed_choice(self, told: _ChatChoice, prompt_ids: bytes | None) -> bool:
+    def _feed_choice(self, update: _ChatChoice, prompt_ids: bytes | None) -> bool:
         """Take down one choice; False if the client would not have got this piece of it."""
-        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, CapturedChoice())
+        choice = self.choices.get(update.index) or self.choices.setdefault(update.index, CapturedChoice())
         choice.prompt_ids = prompt_ids if prompt_ids is not None else choice.prompt_ids
-        streamed = told.message == _ABSENT
-        if said := _said.decode(told.delta if streamed else told.message):
-            if said.content:
-                choice.text.append(said.content)
-            if said.tool_calls:
-                _add_tool_calls(choice.tool_calls, said.tool_calls)
-        choice.finish_reason = told.finish_reason or choice.finish_reason
+        streamed = update.message == _ABSENT
+        if delta := _chat_delta.decode(update.delta if streamed else update.message):
+            if delta.content:
+                choice.text.append(delta.content)
+            if delta.tool_calls:
+                _add_tool_calls(choice.tool_calls, delta.tool_calls)
+        choice.finish_reason = update.finish_reason or choice.finish_reason
         try:
-            found = _chat_logprobs.decode(told.logprobs)
+            found = _chat_logprobs.decode(update.logprobs)
             choice.take_down(
-                _ids.decode(told.token_ids),
+                _ids.decode(update.token_ids),
                 [each.logprob for each in (found and found.content) or ()],
                 captured=self.captured,
             )
         except msgspec.ValidationError:
             choice.unreadable = True
-        only_ours = streamed and told.finish_reason is None and bytes(told.delta) == b"{}"
+        only_ours = streamed and update.finish_reason is None and bytes(update.delta) == b"{}"
         return not only_ours or any(self._wants)
 
 
 class TextTranscript(Transcript):
-    """The reply to a completion of text."""
+    """The reply to a completion of text: `of_each` choices of each of its prompts."""
+
+    def __init__(self, msg_id: str, wants: RequestedFields, *, of_each: int = 1) -> None:
+        super().__init__(msg_id, wants)
+        self._of_each = of_each
+
+    def _prompts(self) -> Iterable[bytes]:
+        return {index // self._of_each: each.prompt_ids or b"" for index, each in self.choices.items()}.values()
 
     def _feed(self, piece: bytes) -> bytes | None:
-        told = _text_pieces.decode(piece)
-        if told.error != _ABSENT:
+        parsed = _text_pieces.decode(piece)
+        if parsed.error != _ABSENT:
             self.broken = True
             return piece
+        self._take_usage(parsed.usage)
         ours: list[tuple[bytes, msgspec.Raw]] = []
-        for choice in told.choices:
+        for choice in parsed.choices:
             self._feed_choice(choice)
             if not self._wants.logprobs:
                 ours.append((b'"logprobs":', choice.logprobs))
             if not self._wants.token_ids:
                 ours.append((b'"token_ids":', choice.token_ids))
                 ours.append((b'"prompt_token_ids":', choice.prompt_token_ids))
-        return self._view(piece, told.id, ours)
+        return self._view(piece, parsed.id, ours)
 
-    def _feed_choice(self, told: _TextChoice) -> None:
-        choice = self.choices.get(told.index) or self.choices.setdefault(told.index, CapturedChoice())
-        if (prompt_ids := _prompt_ids(told.prompt_token_ids)) is not None:
+    def _feed_choice(self, update: _TextChoice) -> None:
+        choice = self.choices.get(update.index) or self.choices.setdefault(update.index, CapturedChoice())
+        if (prompt_ids := _prompt_ids(update.prompt_token_ids)) is not None:
             choice.prompt_ids = prompt_ids
-        if told.text:
-            choice.text.append(told.text)
-        choice.finish_reason = told.finish_reason or choice.finish_reason
+        if update.text:
+            choice.text.append(update.text)
+        choice.finish_reason = update.finish_reason or choice.finish_reason
         try:
-            ids, found = _ids.decode(told.token_ids), _text_logprobs.decode(told.logprobs)
+            ids, found = _ids.decode(update.token_ids), _text_logprobs.decode(update.logprobs)
             logprobs = found.token_logprobs if found else []
             if ids is not None and len(logprobs) != len(ids):
                 # With `echo` the prompt's come first, and the very first has none.
@@ -325,14 +355,14 @@ def _without(piece: bytes, key: bytes, value: bytes) -> bytes:
     return b""
 
 
-def _forget(told: dict[str, Any], key: str, *, unless: bool) -> None:
-    if key in told and not unless:
-        told[key] = None
+def _forget(fields: dict[str, Any], key: str, *, unless: bool) -> None:
+    if key in fields and not unless:
+        fields[key] = None
 
 
-def _add_tool_calls(calls: dict[int, dict[str, Any]], told: Iterable[dict[str, Any]]) -> None:
+def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: Iterable[dict[str, Any]]) -> None:
     """Take down tool calls, or what a piece adds to them: names and ids come once, arguments in portions."""
-    for position, piece in enumerate(told):
+    for position, piece in enumerate(deltas):
         index = piece.get("index")
         call = calls.setdefault(position if index is None else int(index), {})
         call |= {key: value for key, value in piece.items() if key not in {"index", "function"} and value is not None}

@@ -161,7 +161,7 @@ class TextDialect(Dialect):
         # Nothing is captured of an echo, which has the prompt's token ids whether or not they are requested.
         echo = flag_of(body, "echo")
         requested = RequestedFields(echo or body.get("logprobs") is not None, echo or flag_of(body, "return_token_ids"))
-        return ReplyWriter(TextTranscript(msg_id, requested))
+        return ReplyWriter(TextTranscript(msg_id, requested, of_each=choice_count(body)))
 
 
 class _TranslatedWriter(ReplyWriter):

@@ -43,6 +43,9 @@ class NativeResponseTranscript(Transcript):
         """Store the state of a response; returns it as the client gets it."""
         self.latest = restore_client_fields(self._body, response)
         if response["status"] not in UNFINISHED:
+            usage = response.get("usage")
+            if isinstance(usage, Mapping) and isinstance(total := usage.get("total_tokens"), int):
+                self.reported_tokens = max(self.reported_tokens, total)
             self.broken = False
             self.choices[0] = _choice(response)
         return self.latest

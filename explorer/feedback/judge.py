@@ -96,8 +96,8 @@ class JudgeLoop:
         if not await self._swept():
             return _SHORTEST_PAUSE_S
         found, last = await asyncio.to_thread(self._next)
-        said = await asyncio.to_thread(self._ledger.judging.exchanges_of, [each.reply.id for each in found])
-        outcomes = await asyncio.gather(*(self._judge_reply(each, said.get(each.reply.id)) for each in found))
+        exchanges = await asyncio.to_thread(self._ledger.judging.exchanges_of, [each.reply.id for each in found])
+        outcomes = await asyncio.gather(*(self._judge_reply(each, exchanges.get(each.reply.id)) for each in found))
         waits = [outcome for outcome in outcomes if outcome is not None]
         if waits:
             return max(self._longer_pause(), *waits)  # those are found again
@@ -147,13 +147,15 @@ class JudgeLoop:
             and in_share(reply.msg_id, settings.share)
         )
 
-    async def _judge_reply(self, candidate: UnjudgedReply, said: JudgedExchange | None) -> float | None:
+    async def _judge_reply(self, candidate: UnjudgedReply, exchange: JudgedExchange | None) -> float | None:
         """Judge one; None if that is settled, else for how many seconds at least the judge is not to be asked."""
-        if said is None:
+        if exchange is None:
             return None  # deleted meanwhile
         started = time.monotonic()
         try:
-            verdict = await self._judge.score_async(await reading_of(said, candidate.reply.tenant, self._conversation))
+            verdict = await self._judge.score_async(
+                await reading_of(exchange, candidate.reply.tenant, self._conversation)
+            )
             await self._spool.append([encode(each) for each in events_of(self._settings.source, candidate, verdict)])
         except (JudgeFailed, RequestRefused) as error:
             self._failed.add(candidate.reply.id)
@@ -221,8 +223,8 @@ def in_share(msg_id: str, share: float) -> bool:
 
 def event_id(source: str, reply: ReplyState, metric: str) -> str:
     """The name of what a judge says of a reply under a metric: the same each time, so that only one is stored."""
-    said = "\0".join(("judge", source, reply.tenant, reply.msg_id, str(reply.choice), metric))
-    return hashlib.sha256(said.encode()).hexdigest()
+    name = "\0".join(("judge", source, reply.tenant, reply.msg_id, str(reply.choice), metric))
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[Feedback]:

@@ -12,29 +12,31 @@ from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.recording.judging import JudgedExchange
 
 
-async def reading_of(said: JudgedExchange, tenant: str, conversation: ReadConversation) -> Reply:
+async def reading_of(exchange: JudgedExchange, tenant: str, conversation: ReadConversation) -> Reply:
     """A tenant's reply. Raises RequestRefused if what it answers cannot be read, or is gone."""
     try:
-        body = orjson.loads(said.request)
-        before = await _before(said, tenant, body, conversation)
-        calls = calls_of({"tool_calls": orjson.loads(said.tool_calls or b"[]")})
+        body = orjson.loads(exchange.request)
+        before = await _before(exchange, tenant, body, conversation)
+        calls = calls_of({"tool_calls": orjson.loads(exchange.tool_calls or b"[]")})
         tools = [str(each.get("function", each).get("name", "")) for each in body.get("tools") or ()]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RequestRefused(f"the request cannot be read: {type(error).__name__}") from None
     return Reply(
-        text=said.text,
+        text=exchange.text,
         messages=tuple(before),
         tool_calls=tuple(calls),
         tools=tuple(tools),
     )
 
 
-async def _before(said: JudgedExchange, tenant: str, body: Json, conversation: ReadConversation) -> Sequence[Message]:
-    if said.endpoint == TEXT:
-        return [{"role": "prompt", "content": _prompt(body, said.choice)}]
-    if said.endpoint == MESSAGES:
+async def _before(
+    exchange: JudgedExchange, tenant: str, body: Json, conversation: ReadConversation
+) -> Sequence[Message]:
+    if exchange.endpoint == TEXT:
+        return [{"role": "prompt", "content": _prompt(body, exchange.choice)}]
+    if exchange.endpoint == MESSAGES:
         body = messages.to_chat(body)
-    elif said.endpoint == RESPONSES:
+    elif exchange.endpoint == RESPONSES:
         continued = body.get("previous_response_id")
         previous = await conversation(continued, tenant) if isinstance(continued, str) else ()
         body = responses_request.to_chat(body, previous)

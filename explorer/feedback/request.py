@@ -20,7 +20,7 @@ from tuneloop.shared.experience import MAX_REWARD, Kind
 #: Ids in one call. More get a 413, and nothing of the call is stored.
 MAX_IDS = 100_000
 
-#: Characters that one call may bring to disk: what is said of many replies is stored with each of them.
+#: Characters that one call may bring to disk: what is about many replies is stored with each of them.
 MAX_CHARACTERS = 32 << 20
 
 #: Events about one reply, or one run, in one call: each later one is reckoned with all of them.
@@ -33,7 +33,7 @@ _NAME_SHOWN, _EXAMPLE = 64, 128
 
 
 class Signal(NamedTuple):
-    """One thing that is said; it becomes one event for each reply it is said of."""
+    """One rating, label, comment, edited answer or preference; it becomes one event for each reply that it is about."""
 
     kind: Kind
     metric: str
@@ -42,13 +42,13 @@ class Signal(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of a feedback body: what is said, of what, and by whom.
+    """An entry of a feedback body: its signals, what they are about, and from whom.
 
-    `msg_ids` are as the client wrote them; None: the remark is about all of `task_id` and `run_id`. `key_alone`:
+    `msg_ids` are as the client wrote them; None: the entry is about all of `task_id` and `run_id`. `key_alone`:
     the key is this entry's own, so that the entry is the same wherever in a call it stands.
     """
 
-    sayings: tuple[Signal, ...]
+    signals: tuple[Signal, ...]
     msg_ids: tuple[str, ...] | None
     preferred_over: str | None
     task_id: str | None
@@ -64,22 +64,22 @@ def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
     key = _key(body, key_header)
     _refuse_unknown_numbers(body)
     entries = body.get("feedback")
-    remarks = [_remark(body, key)] if entries is None else list(_entries_of_list(body, entries, key))
-    if (count := sum(len(remark.msg_ids or "1") for remark in remarks)) > MAX_IDS:
+    parsed = [_parse_entry(body, key)] if entries is None else list(_entries_of_list(body, entries, key))
+    if (count := sum(len(entry.msg_ids or "1") for entry in parsed)) > MAX_IDS:
         raise RequestRefused(
             f"msg_ids has {count} ids, {MAX_IDS} are allowed in one call",
             status=413,
             code="too_many_ids",
             param="msg_ids",
         )
-    if sum(map(_characters, remarks)) > MAX_CHARACTERS:
+    if sum(map(_characters, parsed)) > MAX_CHARACTERS:
         raise RequestRefused(
             f"so long a text for so many ids: {MAX_CHARACTERS} characters, counted once for each id, are allowed in"
             " one call",
             status=413,
             code="body_too_large",
         )
-    return remarks
+    return parsed
 
 
 def _entries_of_list(body: dict[str, Any], entries: object, key: str | None) -> Iterator[Entry]:
@@ -95,7 +95,7 @@ def _entries_of_list(body: dict[str, Any], entries: object, key: str | None) -> 
         try:
             _refuse_unknown_numbers(entry)
             own = optional_name(entry, "idempotency_key")
-            yield _remark(entry, own or key)._replace(key_alone=own is not None)
+            yield _parse_entry(entry, own or key)._replace(key_alone=own is not None)
         except RequestRefused as error:
             place = f"feedback[{number}]"
             param = f"{place}.{error.param}" if error.param else place
@@ -114,17 +114,17 @@ def _refuse_unknown_numbers(entry: dict[str, Any]) -> None:
             )
 
 
-def _remark(entry: dict[str, Any], key: str | None) -> Entry:
+def _parse_entry(entry: dict[str, Any], key: str | None) -> Entry:
     task_id, run_id = optional_id(entry, "task_id"), optional_id(entry, "run_id")
     msg_ids = _msg_ids(entry, whole_run=None not in (task_id, run_id))
-    sayings = tuple(_sayings(entry))
+    signals = tuple(_checked_signals(entry))
     preferred_over = optional_name(entry, "preferred_over")
     if preferred_over and (msg_ids is None or len(set(msg_ids)) != 1):
         raise RequestRefused(
             "preferred_over compares two replies: msg_ids must name exactly one", code="invalid_value", param="msg_ids"
         )
     return Entry(
-        sayings=sayings,
+        signals=signals,
         msg_ids=msg_ids,
         preferred_over=preferred_over,
         task_id=task_id,
@@ -153,24 +153,24 @@ def _msg_ids(entry: dict[str, Any], *, whole_run: bool) -> tuple[str, ...] | Non
     return tuple(ids)
 
 
-def _sayings(entry: dict[str, Any]) -> Sequence[Signal]:
-    """What an entry says. `metric` names what its first part is about; the others keep their own."""
-    said = list(_signals(entry))
-    if not said:
+def _checked_signals(entry: dict[str, Any]) -> Sequence[Signal]:
+    """The signals of an entry. `metric` names what its first part is about; the others keep their own."""
+    signals = list(_signals(entry))
+    if not signals:
         raise RequestRefused(
             f"msg_ids and reward are required; in the place of reward may stand {', '.join(_SAYS[1:])}",
             code="missing",
             param="reward",
         )
-    if said[0].kind is Kind.RETRACTION and len(said) > 1:
+    if signals[0].kind is Kind.RETRACTION and len(signals) > 1:
         raise RequestRefused("retract takes back; say the rest in another call", code="invalid_value", param="retract")
     if (metric := optional_name(entry, "metric")) is not None:
-        said[0] = said[0]._replace(metric=metric)
-    if len({each.metric for each in said}) < len(said):
+        signals[0] = signals[0]._replace(metric=metric)
+    if len({each.metric for each in signals}) < len(signals):
         raise RequestRefused(
             f"only one thing can be said under the metric {metric}", code="invalid_value", param="metric"
         )
-    return said
+    return signals
 
 
 def _signals(entry: dict[str, Any]) -> Iterator[Signal]:
@@ -230,8 +230,8 @@ def _key(body: dict[str, Any], header: str | None) -> str | None:
     return key or of_header
 
 
-def _characters(remark: Entry) -> int:
-    names = (remark.task_id, remark.run_id, remark.source)
-    each = sum(len(text or "") for text in names) * len(remark.sayings)
-    each += sum(len(saying.metric) + len(saying.text or "") for saying in remark.sayings)
-    return each * len(remark.msg_ids or "1")
+def _characters(entry: Entry) -> int:
+    names = (entry.task_id, entry.run_id, entry.source)
+    each = sum(len(text or "") for text in names) * len(entry.signals)
+    each += sum(len(signal.metric) + len(signal.text or "") for signal in entry.signals)
+    return each * len(entry.msg_ids or "1")

@@ -32,14 +32,14 @@ MAX_BODY_BYTES = 8 << 20
 #: Tasks in one commit.
 MAX_TASKS = 10_000
 
-#: Of several outcomes about one id, the first of these is told: what the client should know soonest.
+#: Of several outcomes about one id, the first of these is reported: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
 
 #: What became of each choice, by `id:choice`, where it was not the same for all.
 _Apart = Mapping[str, Outcome]
 
 #: What became of each event, and of the choices of those that it differs for.
-_Told = tuple[Mapping[str, Outcome], Mapping[str, _Apart]]
+_Results = tuple[Mapping[str, Outcome], Mapping[str, _Apart]]
 
 #: Late events of a call whose choices are told apart: each is a query.
 _MOST_APART = 100
@@ -83,21 +83,21 @@ class FeedbackRoutes:
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
         """The same for a body that was read already, under an idempotency key if it has one."""
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
-        heard = await asyncio.to_thread(self._hear, caller, body, key)
-        events = list({each.event.event_id: each.event for each in heard if each.event is not None}.values())
+        parsed = await asyncio.to_thread(self._parse, caller, body, key)
+        events = list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())
         if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
-            message = f"this token allows {bound.max_events} events of feedback"
+            message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
         outcomes, apart = await self._store(events, caller.name) if events else ({}, {})
-        told = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in heard]
-        pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(heard, told, strict=True))
+        results = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in parsed]
+        pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(parsed, results, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
-        answer = _answer(heard, told) | self._not_counted(heard) | await self._not_trained(heard, told)
-        if any(each.event is not None and self._is_clipped(each.event) for each in heard):
+        answer = _answer(parsed, results) | self._not_counted(parsed) | await self._not_trained(parsed, results)
+        if any(each.event is not None and self._is_clipped(each.event) for each in parsed):
             answer["clipped"] = True
-        if choices := dict(_choices(heard, apart)):
+        if choices := dict(_choices(parsed, apart)):
             answer["choices"] = choices
         if not events:
             raise RequestRefused(
@@ -134,24 +134,26 @@ class FeedbackRoutes:
             raise
         return {"status": "success", "committed": committed}
 
-    def _hear(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
+    def _parse(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
         factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
         entries = parse_entries(body, key)
-        return factory.hear(bind(entries, caller.binding) if caller.binding else entries)
+        return factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
 
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)
 
-    async def _store(self, events: Sequence[Feedback], key: str) -> _Told:
+    async def _store(self, events: Sequence[Feedback], key: str) -> _Results:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         events = await self._recorder.take(events)
         until = time.monotonic() + _PATIENCE_S
-        told = await self._what_became(events, key or None, until)
-        if key and told is not None and Outcome.PENDING in told[0].values():  # perhaps another key's reply is behind
-            told = await self._what_became(events, None, until) or told
-        return told or (dict.fromkeys([event.event_id for event in events], Outcome.PENDING), {})
+        results = await self._what_became(events, key or None, until)
+        if (
+            key and results is not None and Outcome.PENDING in results[0].values()
+        ):  # perhaps another key's reply is behind
+            results = await self._what_became(events, None, until) or results
+        return results or (dict.fromkeys([event.event_id for event in events], Outcome.PENDING), {})
 
-    async def _what_became(self, events: Sequence[Feedback], key: str | None, until: float) -> _Told | None:
+    async def _what_became(self, events: Sequence[Feedback], key: str | None, until: float) -> _Results | None:
         """What became of events, once what came before them of a key, or of the tenant, is in the database."""
         left_s = max(0.0, until - time.monotonic())
         if not await self._control_client.wait_until_flushed(left_s, events[0].tenant, key):
@@ -162,9 +164,9 @@ class FeedbackRoutes:
         except (LedgerUnavailable, TimeoutError):
             return None  # it went away again; the events are on disk all the same
 
-    def _not_counted(self, heard: Sequence[FeedbackEvent]) -> dict[str, object]:
+    def _not_counted(self, parsed: Sequence[FeedbackEvent]) -> dict[str, object]:
         """The metrics of what was rated here that have no weight in the reward."""
-        rated = {each.event.metric for each in heard if each.event is not None and each.kind in _RATINGS}
+        rated = {each.event.metric for each in parsed if each.event is not None and each.kind in _RATINGS}
         unweighted = sorted(rated - self._rule.weights.keys())
         return {"not_counted": unweighted} if unweighted else {}
 
@@ -172,11 +174,11 @@ class FeedbackRoutes:
         """Whether it is a number that counts as a smaller one."""
         return event.kind is Kind.NUMBER and is_clipped(self._rule, event.metric, event.value or 0.0)
 
-    async def _not_trained(self, heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
+    async def _not_trained(self, parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict[str, object]:
         """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""
-        named = {each.about: each.event for each in heard if each.event is not None and each.event.msg_id}
+        named = {each.about: each.event for each in parsed if each.event is not None and each.event.msg_id}
         ids = {event.msg_id for event in named.values() if event.msg_id}
-        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in told:
+        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in results:
             return {}
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -188,25 +190,25 @@ class FeedbackRoutes:
         return {"not_trained": reasons} if reasons else {}
 
     def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
-        told = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
-        absent = [event for event in events if told[event.event_id] is Outcome.DUPLICATE]
-        told |= dict.fromkeys(self._ledger.recording.without_room(absent), Outcome.FULL)
-        told |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
-        told |= dict.fromkeys(self._about_lost(events, told), Outcome.UNKNOWN)
-        late = [event for event in events if told[event.event_id] is Outcome.LATE][:_MOST_APART]
+        results = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
+        absent = [event for event in events if results[event.event_id] is Outcome.DUPLICATE]
+        results |= dict.fromkeys(self._ledger.recording.without_room(absent), Outcome.FULL)
+        results |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
+        results |= dict.fromkeys(self._about_lost(events, results), Outcome.UNKNOWN)
+        late = [event for event in events if results[event.event_id] is Outcome.LATE][:_MOST_APART]
         apart = {event.event_id: self._ledger.recording.outcomes_apart(event) for event in late}
-        return told, {event_id: choices for event_id, choices in apart.items() if choices}
+        return results, {event_id: choices for event_id, choices in apart.items() if choices}
 
-    def _about_lost(self, events: Sequence[Feedback], told: Mapping[str, Outcome]) -> Iterator[str]:
+    def _about_lost(self, events: Sequence[Feedback], results: Mapping[str, Outcome]) -> Iterator[str]:
         """The events that wait in vain: a restored backup does not have their reply."""
         named = {
             event.event_id: [each for each in (event.msg_id, event.other_msg_id) if each is not None]
             for event in events
-            if told[event.event_id] is Outcome.PENDING
+            if results[event.event_id] is Outcome.PENDING
         }
         ids = {each for about in named.values() for each in about}
-        lost = self._ledger.restoration.lost({each: minted_at(each) for each in ids}) if ids else set()
-        yield from (event_id for event_id, about in named.items() if not lost.isdisjoint(about))
+        missing = self._ledger.restoration.missing({each: minted_at(each) for each in ids}) if ids else set()
+        yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
 
 
 def _task_ids(body: dict[str, object]) -> list[str] | None:
@@ -226,8 +228,8 @@ def _task_ids(body: dict[str, object]) -> list[str] | None:
     return [id_of(each, "task_ids") for each in task_ids]
 
 
-def _choices(heard: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:
-    for each in heard:
+def _choices(parsed: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:
+    for each in parsed:
         if each.event is not None and each.event.event_id in apart:
             yield each.about, apart[each.event.event_id]
 
@@ -238,10 +240,10 @@ def _reason_of(event: Feedback, why: Mapping[str, Mapping[int, str]]) -> str | N
     return next(iter(reasons.values()), None) if event.choice is None else reasons.get(event.choice)
 
 
-def _answer(heard: Sequence[FeedbackEvent], told: Sequence[Outcome]) -> dict[str, object]:
+def _answer(parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict[str, object]:
     """The outcome by what the client named, and how many there are of each."""
     outcomes: dict[str, Outcome] = {}
-    for each, outcome in zip(heard, told, strict=True):
+    for each, outcome in zip(parsed, results, strict=True):
         outcomes[each.about] = min(outcome, outcomes.get(each.about, outcome), key=WEAKEST_FIRST.index)
     counts = Counter(outcomes.values())
     return {

@@ -4,6 +4,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
 
 #: Where a scope has its caller.
@@ -52,13 +53,17 @@ _UNMETERED = Unmetered()
 
 
 class FeedbackBinding(NamedTuple):
-    """What the bearer of a token may say: of one reply, in one name, so many events, until a time (since 1970)."""
+    """What the bearer of a token may say: of one reply, in one name, so many events, until a time (since 1970).
+
+    `key_id` is that of its maker, empty where none was needed.
+    """
 
     msg_id: str
     source: str
     expires_at: float
     max_events: int
     nonce: str
+    key_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +98,19 @@ class Caller:
 
     @property
     def sees_all(self) -> bool:
-        """Whether figures about all tenants are the caller's business: an operator's, or that of who has no key."""
-        return not self.name or Scope.ADMIN in self.scopes
+        """Whether all tenants are the caller's business: an operator's, or that of who has no key.
+
+        >>> admin = frozenset({Scope.ADMIN})
+        >>> Caller(name="ops", scopes=admin).sees_all, Caller(name="ops", scopes=admin, tenant="acme").sees_all
+        (True, False)
+        """
+        return not self.name or (Scope.ADMIN in self.scopes and self.tenant == DEFAULT_TENANT)
+
+
+def operator_only() -> RequestRefused:
+    """The refusal of the administrator of one tenant, where all tenants are concerned."""
+    reason = "this is about all tenants: it needs explorer.admin_key, or an admin key of the tenant default"
+    return RequestRefused(reason, status=403, code="operator_only")
 
 
 class EntryGate(Protocol):

@@ -122,6 +122,7 @@ class FastProtocol(HttpToolsProtocol):
     _refusal: RequestRefused | None = None
     _watch: ConnectionWatch
     _caller: Caller | None = None
+    _answering: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it or an idle one can make room."""
@@ -194,7 +195,7 @@ class FastProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
         self._body_came = True
-        if self._caller is not None:
+        if self._caller is not None and self.cycle is self._answering:  # else it is that of the next request
             self._caller.meter.count_bytes(len(body))
         if (refusal := self._watch.hold(len(body))) is not None:
             self._refuse_here(refusal)
@@ -264,6 +265,8 @@ class FastProtocol(HttpToolsProtocol):
             self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)))
             return
         caller.meter.begin_request()
+        self._answering = cycle
+        caller.meter.count_bytes(len(cycle.body))
         route = admitted.fast_routes.get((scope["method"], scope["path"]))
         if route is None:
             super()._start_asgi_task(cycle, app)
@@ -284,7 +287,7 @@ class FastProtocol(HttpToolsProtocol):
         if self._raw_request is not None and self._response_task is not None and not self._response_task.done():
             self._raw_request.client_left = True
             self._response_task.cancel()
-        self._raw_request = self._response_task = None
+        self._raw_request = self._response_task = self._answering = None
         self.pipeline.clear()
         if self.cycle is not None:
             self.cycle.on_response = _do_nothing  # else the two would hold each other

@@ -85,7 +85,7 @@ class WorkerProcess:
         self.number = number
         self.slot: RemoteSlot | None = None
         self.reason = ""
-        self._told_to_stop = False
+        self._stopping = False
         self._process: Process | None = None
         self._channel: Channel
 
@@ -104,7 +104,7 @@ class WorkerProcess:
             )
         try:
             self._channel = await Channel.over(ours, answering)
-            if self._told_to_stop:
+            if self._stopping:
                 process.terminate()
             await self._channel.run()  # to its end: nobody else has the other one
             with suppress(TimeoutError):
@@ -120,7 +120,7 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Let it end what it has begun."""
-        self._told_to_stop = True
+        self._stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
@@ -210,7 +210,7 @@ class Workers:
             try:
                 await worker.ask(question, timeout_s=timeout_s)
             except ChannelLost as error:
-                log.error("worker_not_told", worker=worker.number, reason=str(error))
+                log.error("worker_update_failed", worker=worker.number, reason=str(error))
                 if kill:
                     worker.kill()
 

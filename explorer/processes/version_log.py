@@ -10,7 +10,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import VersionAction
-from tuneloop.shared.job_marks import note_told, telling, told_in
+from tuneloop.shared.job_marks import newest_announced, note_announced, telling
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.events import VersionEvent
 from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
@@ -70,19 +70,19 @@ class VersionLog:
             self._champion = self._champion_at(self._seen)
         if events := self._versions.events_since(self._seen, DECISIONS):
             with telling(self._job_dir):
-                told = told_in(self._job_dir) or 0
+                told = newest_announced(self._job_dir) or 0
                 for event in events:
                     self._seen = event.id  # whatever happens next: a full disk must not have it told every second
                     self._tell(event, anew=event.id > told)
-                note_told(self._job_dir, max(told, events[-1].id))
+                note_announced(self._job_dir, max(told, events[-1].id))
 
     def _begin(self) -> int:
         """The newest decision that was told. A ledger that was restored may have none of that number."""
         with telling(self._job_dir):
-            told = told_in(self._job_dir)
+            told = newest_announced(self._job_dir)
             newest = self._versions.last_event(DECISIONS)
             if told is None or told > newest:
-                note_told(self._job_dir, newest)
+                note_announced(self._job_dir, newest)
                 return newest
             return told
 

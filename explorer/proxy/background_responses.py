@@ -38,7 +38,8 @@ class BackgroundResponses:
         self._queue: asyncio.Queue[ReplyInFlight] = asyncio.Queue()
 
     def follow(self, in_flight: ReplyInFlight) -> None:
-        """Add a reply to wait for; it holds its engine until it is finished."""
+        """Add a reply to wait for; it holds its engine, and counts as one of its key's, until it is finished."""
+        in_flight.request.caller.meter.begin_request()
         self._queue.put_nowait(in_flight)
 
     async def run(self) -> None:
@@ -64,6 +65,7 @@ class BackgroundResponses:
         except SpoolFull as error:
             log.error("reply_lost", msg_id=msg_id, reason=str(error))
         finally:
+            in_flight.request.caller.meter.end_request()
             self._release(in_flight)
 
 

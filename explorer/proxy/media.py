@@ -21,6 +21,8 @@ _MEDIA_FIELDS = ("image_url", "video_url", "audio_url", "file_url", "image", "vi
 #: Anthropic's field, which may also tell where a text is from.
 _SOURCE = "source"
 
+_GIVEN_OUT = ipaddress.IPv6Network("2000::/3")
+
 #: How long a name may take to be looked up, in seconds.
 _LOOKUP_TIMEOUT_S = 5.0
 
@@ -79,8 +81,10 @@ def is_address(host: str) -> bool:
 def is_public(address: str) -> bool:
     """Whether an address belongs to nobody's own network."""
     parsed = ipaddress.ip_address(address)
-    inner = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
-    return parsed.is_global and not parsed.is_multicast and (inner is None or inner.is_global)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        # All that is given out is in 2000::/3; what leads from there to an IPv4 address leads to anybody's.
+        return parsed in _GIVEN_OUT and parsed.is_global and not (parsed.sixtofour or parsed.teredo)
+    return parsed.is_global and not parsed.is_multicast
 
 
 def _urls(items: object) -> Iterator[str]:

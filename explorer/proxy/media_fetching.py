@@ -61,19 +61,19 @@ class MediaFetcher:
             )
         try:
             async with asyncio.timeout(self._timeout_s):
-                return with_files(upstream, await self._fetch_all(urls, _Room(self._max_bytes, hold)))
+                return with_files(upstream, await self._fetch_all(urls, _ByteBudget(self._max_bytes, hold)))
         except TimeoutError:
             raise _fetch_error(f"the files did not come within {self._timeout_s:g} seconds") from None
 
-    async def _fetch_all(self, urls: Sequence[str], room: "_Room") -> Mapping[str, str]:
+    async def _fetch_all(self, urls: Sequence[str], budget: "_ByteBudget") -> Mapping[str, str]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {url: group.create_task(self._fetch(url, room)) for url in urls}
+                tasks = {url: group.create_task(self._fetch(url, budget)) for url in urls}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {url: task.result() for url, task in tasks.items()}
 
-    async def _fetch(self, url: str, room: "_Room") -> str:
+    async def _fetch(self, url: str, budget: "_ByteBudget") -> str:
         """The file as a `data:` URL."""
         try:
             parsed = httpx.URL(url.strip())
@@ -82,7 +82,7 @@ class MediaFetcher:
         host = parsed.host
         for address in await self._addresses(host):
             try:
-                return await self._fetch_from(address, parsed, room)
+                return await self._fetch_from(address, parsed, budget)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue  # its next address
             except httpx.HTTPError as error:
@@ -102,7 +102,7 @@ class MediaFetcher:
             )
         return found
 
-    async def _fetch_from(self, address: str, url: httpx.URL, room: "_Room") -> str:
+    async def _fetch_from(self, address: str, url: httpx.URL, budget: "_ByteBudget") -> str:
         # Of its own for each: a connection that is kept was opened for another name, and cookies are for nobody else.
         async with (
             httpx.AsyncClient(
@@ -121,7 +121,7 @@ class MediaFetcher:
             _check_answer(url.host, response)
             data = bytearray()
             async for block in response.aiter_raw():
-                room.take(len(block))
+                budget.take(len(block))
                 data += block
         found = _MEDIA_TYPE.match(response.headers.get("content-type", ""))
         media_type = found.group() if found else "application/octet-stream"
@@ -132,7 +132,7 @@ class MediaFetcher:
         return ssl.create_default_context()
 
 
-class _Room:
+class _ByteBudget:
     """The bytes that the files of one request may still have."""
 
     def __init__(self, size: int, hold: Hold) -> None:

@@ -41,7 +41,7 @@ _PLAIN_TIMEOUT_S = 2.0
 _UNREADABLE_REPLY = (AttributeError, LookupError, TypeError, ValueError)
 
 #: Keys and versions that are remembered for having failed.
-_MAX_TOLD = 10_000
+_MAX_ANNOUNCED = 10_000
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -65,14 +65,14 @@ class RequestFailures:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._told: set[tuple[int, str]] = set()
+        self._announced: set[tuple[int, str]] = set()
 
     def alone(self, version: int, identity: str) -> None:
         """A request failed, and no other engine has answered it or failed at it."""
-        known = bool(identity) and (version, identity) in self._told
-        if len(self._told) >= _MAX_TOLD:
-            self._told.clear()
-        self._told.add((version, identity))
+        known = bool(identity) and (version, identity) in self._announced
+        if len(self._announced) >= _MAX_ANNOUNCED:
+            self._announced.clear()
+        self._announced.add((version, identity))
         self._metrics.count_reply(version, "unclear" if known else "failed")
 
     def last(self, version: int, identity: str, *, at_fault: bool) -> None:
@@ -106,8 +106,7 @@ class Proxy:
         self.parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
-        self._grammars = Grammars(settings)
-        self._shadow = shadow
+        self._grammars, self._shadow = Grammars(settings), shadow
         self._timeout_s = explorer.request_timeout
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
@@ -146,7 +145,8 @@ class Proxy:
         self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._answer_from(engine, request, raw, outcome)
+                with request.charge.while_asking(request.writer.transcript):
+                    await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
             if not raw.client_is_slow:
                 self._failures.alone(version, request.caller.identity)
@@ -283,9 +283,9 @@ class Proxy:
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored."""
-        in_flight.recorded = True
-        in_flight.request.caller.meter.count_tokens(in_flight.request.writer.transcript.tokens)
-        if in_flight.request.store and in_flight.request.writer.transcript.choices:
+        request, in_flight.recorded = in_flight.request, True
+        request.charge.count(request.writer.transcript)
+        if request.store and request.writer.transcript.choices:
             await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
 
 

@@ -20,7 +20,9 @@ from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.capture_choice import CaptureChoice
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
+from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
+from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.settings import Settings
@@ -31,8 +33,8 @@ _ANY_TENANT = TenantSettings()
 
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 
-#: Fields that say what an engine does beside this request: they are the operator's.
-_OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "priority")
+#: Fields that say what an engine does beside this request: they are the operator's. `vllm_xargs` may hold any of them.
+_OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "priority", "vllm_xargs")
 
 #: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
 _SALT = "cache_salt"
@@ -66,6 +68,7 @@ class Request(NamedTuple):
     stamp: steady_time.Stamp
     started: float
     writer: ReplyWriter
+    charge: TokenCharge
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
     model: str = ""
@@ -119,7 +122,7 @@ class RequestParser:
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
-        self._max_body_bytes = explorer.max_body_bytes
+        self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
         self._timeout_s = min(explorer.body_timeout, explorer.request_timeout)
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
@@ -146,13 +149,11 @@ class RequestParser:
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = await self._media.inline(upstream, raw.hold)
         labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
-        sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
-        if not labels.train:
-            sampling = sampling._replace(drop_reason="opt_out")
+        sampling = self._sampling_of(upstream, labels)
         unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
         ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
         salt = _salt_of(raw.caller, upstream)
-        choices = dialect.count_choices(upstream)
+        choices = self._count_choices(dialect, upstream)
         msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
         key = _user_key(raw.caller.tenant, labels, msg_id)
         if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
@@ -179,7 +180,7 @@ class RequestParser:
             msg_id=msg_id,
             choices=choices,
             stream=stream,
-            store=self._tenant(raw.caller).store if store is None else store,
+            store=self._is_stored(raw.caller, upstream, store),
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,
@@ -190,10 +191,27 @@ class RequestParser:
             stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
             writer=writer,
+            charge=TokenCharge.of(raw.caller.meter, upstream, body_bytes=len(raw_body), choices=choices),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
         )
+
+    def _sampling_of(self, upstream: dict[str, Any], labels: Labels) -> Sampling:
+        found = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
+        return found if labels.train else found._replace(drop_reason="opt_out")
+
+    def _is_stored(self, caller: Caller, upstream: Mapping[str, Any], wanted: bool | None) -> bool:
+        store = self._tenant(caller).store if wanted is None else wanted
+        if upstream.get("background") is True and not store:
+            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
+        return store
+
+    def _count_choices(self, dialect: Dialect, upstream: dict[str, Any]) -> int:
+        if (choices := dialect.count_choices(upstream)) <= self._max_choices:
+            return choices
+        reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
+        raise RequestRefused(reason, code="too_many_choices", param="n")
 
     def _tenant(self, caller: Caller) -> TenantSettings:
         return self._tenants.get(caller.tenant, _ANY_TENANT)

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.http.bodies import optional_name, optional_text, read_object, wrong_type
+from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.version_comparison import compare_versions
@@ -52,8 +53,9 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     app.include_router(router)
 
     @app.get("/admin/raters")
-    async def get_raters() -> Response:
-        found = await asyncio.to_thread(ledger.raters.all)
+    async def get_raters(request: Request) -> Response:
+        caller, found = caller_of(request.scope), await asyncio.to_thread(ledger.raters.all)
+        found = [each for each in found if caller.sees_all or each.tenant == caller.tenant]
         return _json({"object": "list", "data": [each._asdict() | {"weight": each.weight} for each in found]})
 
 

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from tuneloop.explorer.http.bodies import read_object
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.shared.errors import KeyRefused, RequestRefused
+from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, Keys
 
 _MAX_BODY_BYTES = 16 << 10
@@ -29,26 +30,45 @@ def add_routes(app: FastAPI, keys: Keys) -> None:
     """Add the routes to the app."""
 
     @app.get("/admin/keys")
-    async def list_keys() -> Response:
-        found = await asyncio.to_thread(keys.all)
+    async def list_keys(caller: CallerOf) -> Response:
+        found = await asyncio.to_thread(lambda: keys.all(tenant=_tenant_of(caller)))
         return _json({"object": "list", "data": [_report(key) for key in found]})
 
     @app.post("/admin/keys")
     async def create_key(request: Request, caller: CallerOf) -> Response:
-        grant = parse_grant(await read_object(request, max_bytes=_MAX_BODY_BYTES))
+        body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
+        if not caller.sees_all:
+            body.setdefault("tenant", caller.tenant)
+        grant = parse_grant(body)
+        _check_own(caller, grant)
         key, secret = await asyncio.to_thread(lambda: keys.create(grant, actor=caller.name))
         return _json(_report(key) | {"key": secret}, no_store=True)
 
     @app.get("/admin/keys/audit")
-    async def audit() -> Response:
-        events = await asyncio.to_thread(lambda: keys.events(last=_MAX_EVENTS))
+    async def audit(caller: CallerOf) -> Response:
+        events = await asyncio.to_thread(lambda: keys.events(last=_MAX_EVENTS, tenant=_tenant_of(caller)))
         return _json({"object": "list", "data": [event._asdict() for event in events]})
 
     @app.delete("/admin/keys/{key_id}")
     async def revoke_key(key_id: str, caller: CallerOf) -> Response:
-        if not await asyncio.to_thread(lambda: keys.revoke(key_id, actor=caller.name)):
+        tenant = _tenant_of(caller)
+        if not await asyncio.to_thread(lambda: keys.revoke(key_id, actor=caller.name, tenant=tenant)):
             raise RequestRefused(f"no key {key_id[:64]!r} is in force", status=404, code="not_found", param="key_id")
         return _json({"key_id": key_id, "revoked": True})
+
+
+def _tenant_of(caller: Caller) -> str | None:
+    """Whose keys are the caller's business; None: everybody's."""
+    return None if caller.sees_all else caller.tenant
+
+
+def _check_own(caller: Caller, grant: KeyGrant) -> None:
+    """Raise RequestRefused for a key that would allow more than its maker may."""
+    if caller.sees_all:
+        return
+    if grant.tenant != caller.tenant or Scope.METRICS in grant.scopes:
+        reason = "the administrator of a tenant makes keys of that tenant alone, and none with the scope metrics"
+        raise RequestRefused(reason, status=403, code="operator_only")
 
 
 def parse_grant(body: dict[str, Any]) -> KeyGrant:

@@ -11,9 +11,11 @@ from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
-from tuneloop.explorer.http.bodies import as_utf8, read_bytes
+from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
+from tuneloop.explorer.http.caller import caller_of
 from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.proxy.media import remote_files
+from tuneloop.explorer.proxy.token_charge import tokens_of
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 
@@ -67,14 +69,19 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
     admission = Admission(limit=1, max_waiting=_MAX_WAITING, wait_timeout_s=_TIMEOUT_S)
 
     async def pass_through(request: Request, fleet: FleetOf) -> Response:
-        data = await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES))
-        body, pin = _resolve_pin(data, pins)
-        _check_content(data)
-        await admission.acquire()
+        data = as_utf8(await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES)))
+        parsed = parse_object(data)
+        check_template(parsed)
+        remote_files(parsed, frozenset())
+        pin = pins.parse(parsed)
+        body = data if pin is None else orjson.dumps(parsed | {"model": pins.model_name})
+        caller = caller_of(request.scope)
+        caller.meter.count_tokens(tokens_of(len(data)))
+        await admission.acquire(caller.identity)
         try:
             return await ask_engine(fleet, "POST", request.url.path, body, pin)
         finally:
-            admission.release()
+            admission.release(caller.identity)
 
     for path in _PASSTHROUGH_PATHS:
         app.post(path)(pass_through)
@@ -84,30 +91,6 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
 
     for path in _PASSTHROUGH_QUERIES:
         app.get(path)(pass_query_through)
-
-
-def _resolve_pin(body: bytes, pins: PinParser) -> tuple[bytes, VersionPin | None]:
-    """The body for the engine, and the version that the request is pinned to. Raises RequestRefused."""
-    if not pins.allowed:
-        return body, None
-    try:
-        parsed = orjson.loads(as_utf8(body))
-    except (orjson.JSONDecodeError, RequestRefused):
-        parsed = None
-    if not isinstance(parsed, dict) or (pin := pins.parse(parsed)) is None:
-        return body, None  # the engine refuses what is invalid
-    return orjson.dumps(parsed | {"model": pins.model_name}), pin
-
-
-def _check_content(body: bytes) -> None:
-    """Raise RequestRefused for a chat template, or a file by its URL; what is no JSON is for the engine to refuse."""
-    try:
-        parsed = orjson.loads(as_utf8(body))
-    except (orjson.JSONDecodeError, RequestRefused):
-        return
-    if isinstance(parsed, dict):
-        check_template(parsed)
-        remote_files(parsed, frozenset())
 
 
 async def context_length(fleet: Fleet) -> int | None:

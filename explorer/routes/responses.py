@@ -29,6 +29,7 @@ from tuneloop.shared.ledger.recording.stored_completions import StoredCompletion
 Json = dict[str, Any]
 
 _FLUSH_TIMEOUT_S = 2.0  # a reply that was acknowledged is in the database a few milliseconds later
+_RECORDING_TIMEOUT_S = 5.0  # a worker looks once a second for what is finished
 _RETRY_S = 0.05
 _ENGINE_TIMEOUT_S = 30.0  # nothing is sampled for these answers, but the engine may be busy
 
@@ -110,6 +111,7 @@ class StoredResponses:
         if held is None:
             await self.get(tenant, response_id)  # it may not exist at all
             raise _error(f"Unknown response_id: {response_id}", 400)
+        await self._after_recording(tenant, response_id, held, stored)
         after = "" if starting_after is None else f"&starting_after={starting_after}"
         reply = await held.engine.http.request("GET", f"{response_path(response_id)}?stream=true{after}")
         blocks = reply.blocks()
@@ -143,14 +145,20 @@ class StoredResponses:
     async def _after_recording(
         self, tenant: str, response_id: str, held: HeldResponse, stored: StoredResponse | None
     ) -> Json:
-        """The engine's response. A finished one should be in the ledger before the client gets it."""
-        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
-        while stored is None and held.response.get("status") not in UNFINISHED and time.monotonic() < deadline:
+        """The engine's response. A finished one is in the ledger before the client gets it.
+
+        One that does not come there was erased: an engine keeps what the ledger may not. Raises RequestRefused.
+        """
+        if held.response.get("status") in UNFINISHED:
+            return restore_client_fields(stored.body, held.response) if stored else held.response
+        deadline = time.monotonic() + _RECORDING_TIMEOUT_S
+        while stored is None and time.monotonic() < deadline:
             await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant)
             stored = await self._read(tenant, response_id)
             if stored is None:
                 await asyncio.sleep(_RETRY_S)
-        return restore_client_fields(stored.body, held.response) if stored else held.response
+        stored = stored or await self._read_after_flush(tenant, response_id)
+        return restore_client_fields(stored.body, held.response)
 
     async def _rebuild_response(self, stored: StoredResponse) -> Json:
         """The response object of a response in the ledger, as far as the ledger has its fields."""

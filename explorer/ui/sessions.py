@@ -7,7 +7,6 @@ page of another site can neither send it (SameSite) nor know the token that ever
 import base64
 import hashlib
 import hmac
-import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.http.caller import EntryGate
+from tuneloop.explorer.access.loopback import is_from_here
+from tuneloop.explorer.http.caller import EntryGate, operator_only
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import DEFAULT_TENANT
@@ -35,8 +35,9 @@ SESSION_S = 12 * 3600
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]/@]+))(?::\d{1,5})?").fullmatch
 
-#: Only a proxy sends these: who is behind it may be anywhere.
-_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+
+#: What a tenant's own administrator sees: the tenant's exchanges, and what raters are asked about them.
+_OF_TENANT = re.compile(rf"{PATH}/(?:exchanges(?:/.*)?|preferences|logout)").fullmatch
 
 
 class LoginNeeded(RequestRefused):
@@ -76,6 +77,8 @@ class SessionGuard:
         if self.needs_key:
             if session is None or session.key_mark not in self._tenants():
                 raise LoginNeeded
+            if not (self.is_operators(session) or _OF_TENANT(request.url.path)):
+                raise operator_only()
             return session
         _require_local(request)
         return session or self._begin("")
@@ -84,6 +87,10 @@ class SessionGuard:
         """A new session for a key that has the scope `admin` now; None for any other."""
         digest = digest_of(admin_key)
         return self._begin(self._mark(digest)) if digest in self._gate.admin_tenants() else None
+
+    def is_operators(self, session: BrowserSession) -> bool:
+        """Whether a session is for all that there is: not only for a tenant's own."""
+        return self.tenant_of(session) == DEFAULT_TENANT
 
     def tenant_of(self, session: BrowserSession) -> str:
         """Whose exchanges a session shows: those of its key's tenant."""
@@ -133,9 +140,16 @@ class SessionGuard:
 def require_same_origin(request: Request) -> None:
     """Raise RequestRefused if the browser says that another site's page has sent this."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
-    same = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    same = origin is None or _host_of(origin) == request.headers.get("host")
     if not same or site not in {"same-origin", "none"}:
         raise RequestRefused("another site's page has sent this: nothing was done", status=403, code="other_origin")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _require_local(request: Request) -> None:
@@ -146,20 +160,10 @@ def _require_local(request: Request) -> None:
     client = request.client.host if request.client else ""
     matched = _HOST(request.headers.get("host", ""))
     name = (matched["v6"] or matched["name"]).lower() if matched else ""
-    through_proxy = any(header in request.headers for header in _OF_PROXIES)
-    if _is_loopback(client) and name in _LOCAL_NAMES and not through_proxy:
+    if name in _LOCAL_NAMES and is_from_here(client, request.headers):
         return
     message = (
         "without keys this page is only for this machine itself, at http://localhost:<port>/ui: to reach it from "
         "elsewhere, make a key with the scope admin (tuneloop keys create), or set explorer.admin_key"
     )
     raise RequestRefused(message, status=403, code="not_local")
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback

@@ -119,7 +119,10 @@ def _add_login(router: APIRouter, site: Site) -> None:
         session = guard.log_in(form.get("key", ""))
         if session is None:
             return _login_page(request, failed=True)
-        response = RedirectResponse(_target(form.get("next", "")), 303)
+        target = _target(form.get("next", ""))
+        if target == PATH and not guard.is_operators(session):
+            target = f"{PATH}/exchanges"
+        response = RedirectResponse(target, 303)
         guard.keep(response, session, secure=request.url.scheme == "https")
         return response
 
@@ -137,7 +140,10 @@ def _add_login(router: APIRouter, site: Site) -> None:
 
 def _target(wanted: str) -> str:
     """Where to go after the login: only to a page of ours."""
-    parts = urlsplit(wanted)
+    try:
+        parts = urlsplit(wanted)
+    except ValueError:
+        return PATH
     ours = not parts.scheme and not parts.netloc and (wanted == PATH or wanted.startswith((f"{PATH}/", f"{PATH}?")))
     return wanted if ours and "\\" not in wanted and wanted.isprintable() else PATH
 

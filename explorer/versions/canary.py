@@ -72,7 +72,7 @@ class CanaryController:
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
         self._refusals = settings.monitor.drift.refusals_found
         self._ledger = ledger
-        self._tally = totals
+        self._totals = totals
         self._metrics = metrics
         self._tried: int | None = None
         self._before: Mapping[str, Share] = {}
@@ -100,7 +100,7 @@ class CanaryController:
         trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
         number = trial.version.version if trial else None
         if number != self._tried:
-            self._tried, self._before = number, request_counts(self._tally)
+            self._tried, self._before = number, request_counts(self._totals)
             self._copies.clear()
         if trial is not None:
             await self._decide(trial)
@@ -108,7 +108,7 @@ class CanaryController:
     async def _decide(self, trial: CanaryTrial) -> None:
         champion = await asyncio.to_thread(self._ledger.versions.champion)
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
-        failures = request_counts(self._tally)
+        failures = request_counts(self._totals)
         figures = [
             (
                 await asyncio.to_thread(self._ledger.comparisons.figures, number, trial.began, refusals=self._refusals)

@@ -91,9 +91,9 @@ def _slices(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iter
     """The slices that are shown to be worse. Together, however many, they have the error that is left for them."""
     error = rollout.error * _FOR_SLICES / MOST_SLICES
     for name, found in _pairs(champion, tried):
-        told = contrast(*found, least=_least(rollout), error=error)
-        if told is not None and told.lower:
-            yield _sentence(f"it earns less on the tasks {name!r}", told, *found)
+        outcome = contrast(*found, least=_least(rollout), error=error)
+        if outcome is not None and outcome.lower:
+            yield _sentence(f"it earns less on the tasks {name!r}", outcome, *found)
 
 
 def _doubts(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
@@ -128,10 +128,10 @@ def _least(rollout: RolloutSettings) -> int:
 def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
     """What must not be, whatever the rewards."""
     error = rollout.error
-    yield from _risen("failed requests", tried.failures, champion.failures, rollout.failures, error)
-    yield from _risen("refusals", tried.refusals, champion.refusals, rollout.refusals, error)
-    yield from _grown("seconds per token", tried.latency, champion.latency, rollout.latency, error)
-    yield from _grown("tokens per reply", tried.length, champion.length, rollout.reply_length, error)
+    yield from _higher_share("failed requests", tried.failures, champion.failures, rollout.failures, error)
+    yield from _higher_share("refusals", tried.refusals, champion.refusals, rollout.refusals, error)
+    yield from _higher_mean("seconds per token", tried.latency, champion.latency, rollout.latency, error)
+    yield from _higher_mean("tokens per reply", tried.length, champion.length, rollout.reply_length, error)
     if rollout.reply_length is not None and _larger(champion.length, tried.length, rollout.reply_length, error):
         yield (
             f"its replies are shorter by more than {rollout.reply_length:.4g} times: "
@@ -139,7 +139,7 @@ def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iter
         )
 
 
-def _risen(what: str, mine: Share, other: Share, margin: float | None, error: float) -> Iterator[str]:
+def _higher_share(what: str, mine: Share, other: Share, margin: float | None, error: float) -> Iterator[str]:
     if margin is None or other.of < LEAST_REPLIES:
         return
     if exceeds(mine, largest_allowed(other, margin, error=error), error=error):
@@ -147,7 +147,7 @@ def _risen(what: str, mine: Share, other: Share, margin: float | None, error: fl
         yield f"more {what}: {counts}, a share higher by {margin:.4g} is allowed"
 
 
-def _grown(
+def _higher_mean(
     what: str, mine: SampleStatistics, other: SampleStatistics, times: float | None, error: float
 ) -> Iterator[str]:
     if times is not None and _larger(mine, other, times, error):
@@ -155,8 +155,8 @@ def _grown(
 
 
 def _larger(one: SampleStatistics, other: SampleStatistics, times: float, error: float) -> bool:
-    told = contrast(one, scale(other, times), least=LEAST_REPLIES, error=error)
-    return told is not None and told.higher
+    outcome = contrast(one, scale(other, times), least=LEAST_REPLIES, error=error)
+    return outcome is not None and outcome.higher
 
 
 def _of_a_shadow(rollout: RolloutSettings, tried: Figures, *, ended: bool) -> tuple[_Action, str]:
@@ -181,16 +181,16 @@ def _why_not(rollout: RolloutSettings, overall: Contrast | None, champion: Figur
     return f"the rewarded replies of one of the two are to fewer than {LEAST_UNITS} users or tasks"
 
 
-def _sentence(what: str, told: Contrast, mine: SampleStatistics, other: SampleStatistics) -> str:
-    low, high = told.interval
+def _sentence(what: str, outcome: Contrast, mine: SampleStatistics, other: SampleStatistics) -> str:
+    low, high = outcome.interval
     return (
         f"{what}: {mine.mean:.4g} in {mine.replies} replies against {other.mean:.4g} in {other.replies}, "
         f"the difference lies between {low:.4g} and {high:.4g}"
     )
 
 
-def _contrast_details(told: Contrast) -> dict[str, Any]:
-    return {"difference": told.difference, "interval": list(told.interval), "standard_error": told.error}
+def _contrast_details(outcome: Contrast) -> dict[str, Any]:
+    return {"difference": outcome.difference, "interval": list(outcome.interval), "standard_error": outcome.error}
 
 
 def _plain(figures: Figures) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Gate:
         self._ledger = ledger
         self._patience_s = patience_s
         self._unanswered: dict[int, str] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     async def admits(self, candidate: Version, champion: Version) -> bool:
         """Whether the candidate may be served now. One that is blocked is rejected."""
@@ -85,8 +85,8 @@ class Gate:
         if self.mode == "report":
             # The trainer reports by itself, whenever it is done.
             return not self.on_engine or candidate.version in self._unanswered
-        if candidate.version not in self._told and steady_time.now() - candidate.created_at > self._patience_s:
-            self._told.add(candidate.version)
+        if candidate.version not in self._reported and steady_time.now() - candidate.created_at > self._patience_s:
+            self._reported.add(candidate.version)
             whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
             why = self._unanswered.get(candidate.version, "there is none yet")
             reason = f"waits for {whose} before it may be served: {why}"

@@ -28,9 +28,9 @@ class RunCollection:
         self._feedback: dict[str, Any] = {}
         self._reply_ids: list[str] = []
 
-    def add(self, *said: object) -> None:
+    def add(self, *messages: object) -> None:
         """Messages or completions of any client, in their order. Of a completion the id is kept, for feedback."""
-        for each in said:
+        for each in messages:
             self._messages += chat_messages(each)
             if not isinstance(each, str | list | tuple):
                 plain = plain_object(each)
@@ -41,9 +41,9 @@ class RunCollection:
         """What it earned, under a name; a later value takes the place of an earlier one."""
         self._rewards[name] = float(value)
 
-    def feedback(self, **said: Any) -> None:
+    def feedback(self, **labels: Any) -> None:
         """What a user said of it, such as rating=4, comment="right"."""
-        self._feedback |= said
+        self._feedback |= labels
 
     def record(self) -> RunRecord:
         """The record of what was collected until now."""

@@ -44,31 +44,31 @@ class NotNow:
     wait_s: float | None = None
 
 
-Heard = Taken | NeverTaken | NotNow
+ServiceAnswer = Taken | NeverTaken | NotNow
 
 
-def understand(entries: Sequence[Entry], heard: httpx.Response | httpx.HTTPError) -> Heard:
+def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> ServiceAnswer:
     """What became of entries that were sent.
 
     An error in words that are not the service's, such as a 404 of a server that stands before it, says nothing of them.
     """
-    if not isinstance(heard, httpx.Response):
-        return NotNow(f"the service does not answer: {heard!r}")
-    answer = _object(heard)
-    if heard.is_success and "outcomes" in answer:
+    if not isinstance(response, httpx.Response):
+        return NotNow(f"the service does not answer: {response!r}")
+    answer = _object(response)
+    if response.is_success and "outcomes" in answer:
         return Taken(answer, _refusals(entries, answer))
-    if heard.status_code == 404 and "outcomes" in answer:
+    if response.status_code == 404 and "outcomes" in answer:
         return Taken(answer, dict.fromkeys(range(len(entries)), _REFUSALS["unknown"]))
     error = answer.get("error")
-    if heard.status_code in {400, 413} and isinstance(error, dict) and isinstance(error.get("message"), str):
+    if response.status_code in {400, 413} and isinstance(error, dict) and isinstance(error.get("message"), str):
         place = _PLACE.match(str(error.get("param")))
         within = place and int(place[1]) < len(entries)
         return NeverTaken(
-            f"{heard.status_code}: {error['message']}", int(place[1]) if place and within else None, answer
+            f"{response.status_code}: {error['message']}", int(place[1]) if place and within else None, answer
         )
-    if heard.status_code == 413:
+    if response.status_code == 413:
         return NeverTaken("413: too large")
-    return NotNow(f"the service answered {heard.status_code}: {heard.text[:200]}", retry_after_s(heard))
+    return NotNow(f"the service answered {response.status_code}: {response.text[:200]}", retry_after_s(response))
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

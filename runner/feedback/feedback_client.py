@@ -77,19 +77,19 @@ class _Line:
         except httpx.HTTPError as error:
             return error
 
-    def receipt(self, entries: Sequence[Entry], heard: httpx.Response | httpx.HTTPError) -> Receipt:
+    def receipt(self, entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> Receipt:
         """What became of entries that were sent. Raises FeedbackRefused or FeedbackAway."""
-        said = understand(entries, heard)
-        if isinstance(said, NotNow):
-            raise FeedbackAway(said.reason, retry_after_s=said.wait_s)
-        if isinstance(said, NeverTaken):
-            raise FeedbackRefused(said.reason, said.answer)
-        self.sent += len(entries) - len(said.refused)
-        if said.refused:
-            names = [name for place in said.refused for name in entries[place].get("msg_ids", ())]
-            reason = next(iter(said.refused.values()))
-            raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", said.answer)
-        return Receipt(_keys(entries), said.answer)
+        outcome = understand(entries, response)
+        if isinstance(outcome, NotNow):
+            raise FeedbackAway(outcome.reason, retry_after_s=outcome.wait_s)
+        if isinstance(outcome, NeverTaken):
+            raise FeedbackRefused(outcome.reason, outcome.answer)
+        self.sent += len(entries) - len(outcome.refused)
+        if outcome.refused:
+            names = [name for place in outcome.refused for name in entries[place].get("msg_ids", ())]
+            reason = next(iter(outcome.refused.values()))
+            raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", outcome.answer)
+        return Receipt(_keys(entries), outcome.answer)
 
     def flush(self, timeout: float) -> bool:
         return self.courier.flush(timeout) if self.courier else True
@@ -288,14 +288,14 @@ def _keys(entries: Sequence[Entry]) -> tuple[str, ...]:
     return tuple(entry["idempotency_key"] for entry in entries)
 
 
-def _count_of_commit(heard: httpx.Response | httpx.HTTPError) -> int:
-    if not isinstance(heard, httpx.Response):
-        raise FeedbackAway(f"the service does not answer: {heard!r}")
+def _count_of_commit(response: httpx.Response | httpx.HTTPError) -> int:
+    if not isinstance(response, httpx.Response):
+        raise FeedbackAway(f"the service does not answer: {response!r}")
     try:
-        return int(heard.raise_for_status().json()["committed"])
+        return int(response.raise_for_status().json()["committed"])
     except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
-        reason = f"the service answered {heard.status_code}: {heard.text[:200]}"
-        raise FeedbackAway(reason, retry_after_s=retry_after_s(heard)) from None
+        reason = f"the service answered {response.status_code}: {response.text[:200]}"
+        raise FeedbackAway(reason, retry_after_s=retry_after_s(response)) from None
 
 
 _lines: "weakref.WeakSet[_Line]" = weakref.WeakSet()

@@ -51,8 +51,8 @@ class FeedbackVerbs(Generic[Given]):
         """A number of at most 1e6 in size, or a Score, whose components are told too, each under its own metric."""
         if isinstance(value, Score):
             parts = {"reward": value.total} | {name: each for name, each in value.values.items() if each is not None}
-            said = [{"metric": name, "value": _number(each)} for name, each in parts.items()]
-            return self._take(self._entries(reply, said, options))
+            entries = [{"metric": name, "value": _number(each)} for name, each in parts.items()]
+            return self._take(self._entries(reply, entries, options))
         return self._take(self._entries(reply, [{"reward": _number(value)}], options))
 
     def thumb(self, reply: object, up: bool, **options: Unpack[Options]) -> Given:
@@ -84,12 +84,12 @@ class FeedbackVerbs(Generic[Given]):
 
     def prefer(self, better: object, worse: object, **options: Unpack[Options]) -> Given:
         """That one reply is better than another. To name choices: `prefer(reply_id(a, 0), reply_id(a, 1))`."""
-        said = {"preferred_over": reply_id(worse)}
+        preference = {"preferred_over": reply_id(worse)}
         if "msg_ids" not in (about := subject_of(better, options.get("choice"))) or len(about["msg_ids"]) != 1:
             raise ValueError("better: name one reply, not a run or several replies")
-        if about["msg_ids"] == [said["preferred_over"]]:
+        if about["msg_ids"] == [preference["preferred_over"]]:
             raise ValueError("a reply cannot be preferred over itself")
-        return self._take(self._entries(better, [said], options))
+        return self._take(self._entries(better, [preference], options))
 
     def retract(self, reply: object, **options: Unpack[Options]) -> Given:
         """Take back what the same source said of it under `metric`, which is `reward` unless you name another."""
@@ -98,9 +98,9 @@ class FeedbackVerbs(Generic[Given]):
     def _take(self, entries: Sequence[Entry]) -> Given:
         raise NotImplementedError
 
-    def _entries(self, reply: object, said: Sequence[Mapping[str, Any]], options: Options) -> list[Entry]:
+    def _entries(self, reply: object, parts: Sequence[Mapping[str, Any]], options: Options) -> list[Entry]:
         about = subject_of(reply, options.get("choice")) | dict(_beside(options, self._source))
-        entries = [about | dict(each) for each in said]
+        entries = [about | dict(each) for each in parts]
         for each in entries:
             _must_fit(each)
         return entries

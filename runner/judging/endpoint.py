@@ -50,7 +50,7 @@ class _Wait(NamedTuple):
 
 
 _Step = _Post | _Wait
-_Heard = httpx.Response | httpx.HTTPError | None
+_Response = httpx.Response | httpx.HTTPError | None
 
 
 @dataclass(kw_only=True)
@@ -89,34 +89,34 @@ class Endpoint:
     def ask(self, prompt: Prompt, schema: Mapping[str, Any]) -> Answer:
         """One answer, which should fit the schema. Raises JudgeError if there is none."""
         talk = self._conversation(prompt, schema)
-        heard: _Heard = None
+        response: _Response = None
         with self._places:
             while True:
                 try:
-                    step = talk.send(heard)
+                    step = talk.send(response)
                 except StopIteration as end:
                     return Answer(*end.value)
-                heard = None
+                response = None
                 if isinstance(step, _Wait):
                     time.sleep(step.seconds)
                 else:
-                    heard = self._post(step)
+                    response = self._post(step)
 
     async def ask_async(self, prompt: Prompt, schema: Mapping[str, Any]) -> Answer:
         """The same without blocking. Use it in one event loop only."""
         talk = self._conversation(prompt, schema)
-        heard: _Heard = None
+        response: _Response = None
         async with self._async_places:
             while True:
                 try:
-                    step = talk.send(heard)
+                    step = talk.send(response)
                 except StopIteration as end:
                     return Answer(*end.value)
-                heard = None
+                response = None
                 if isinstance(step, _Wait):
                     await asyncio.sleep(step.seconds)
                 else:
-                    heard = await self._post_async(step)
+                    response = await self._post_async(step)
 
     def close(self) -> None:
         """Close the connections of `ask`."""
@@ -143,13 +143,13 @@ class Endpoint:
         finally:
             await self.close_async()
 
-    def _post(self, step: _Post) -> _Heard:
+    def _post(self, step: _Post) -> _Response:
         try:
             return self._client.post(self._url, json=step.body)
         except httpx.HTTPError as error:
             return error
 
-    async def _post_async(self, step: _Post) -> _Heard:
+    async def _post_async(self, step: _Post) -> _Response:
         try:
             # httpx only bounds the time between two bytes.
             async with asyncio.timeout(self.timeout):
@@ -159,24 +159,24 @@ class Endpoint:
         except TimeoutError:
             return httpx.ReadTimeout(f"no answer in {self.timeout:g} s")
 
-    def _conversation(self, prompt: Prompt, schema: Mapping[str, Any]) -> Generator[_Step, _Heard, Answer]:
+    def _conversation(self, prompt: Prompt, schema: Mapping[str, Any]) -> Generator[_Step, _Response, Answer]:
         """What to do next, until there is an answer."""
         body, left = self._body(prompt, schema), self.retries
         dropped: set[str] = set()
         while True:
-            heard = yield _Post(body)
-            if isinstance(heard, httpx.Response) and heard.is_success:
+            response = yield _Post(body)
+            if isinstance(response, httpx.Response) and response.is_success:
                 self._refused |= dropped
-                return _answer(heard)
-            if isinstance(heard, httpx.Response) and (name := _unknown_field(heard, body)):
+                return _answer(response)
+            if isinstance(response, httpx.Response) and (name := _unknown_field(response, body)):
                 dropped.add(name)
                 body = {key: value for key, value in body.items() if key != name}
                 continue
-            away = _away(heard)
+            away = _away(response)
             if away is None:
-                raise JudgeFailed(*_refusal(heard))
+                raise JudgeFailed(*_refusal(response))
             wait = away.retry_after_s if away.retry_after_s is not None else _pause(self.retries - left)
-            if left <= 0 or wait > MAX_WAIT_S or _not_let_in(heard):
+            if left <= 0 or wait > MAX_WAIT_S or _not_let_in(response):
                 raise away
             left -= 1
             yield _Wait(wait)
@@ -206,17 +206,17 @@ def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | N
     return named or ("response_format" if "response_format" in body else None)
 
 
-def _away(heard: _Heard) -> JudgeAway | None:
-    if not isinstance(heard, httpx.Response):
-        return JudgeAway(*_refusal(heard))
-    if heard.status_code in _BUSY or heard.status_code >= 500 or _not_let_in(heard):
-        return JudgeAway(*_refusal(heard), retry_after_s=retry_after_s(heard))
+def _away(response: _Response) -> JudgeAway | None:
+    if not isinstance(response, httpx.Response):
+        return JudgeAway(*_refusal(response))
+    if response.status_code in _BUSY or response.status_code >= 500 or _not_let_in(response):
+        return JudgeAway(*_refusal(response), retry_after_s=retry_after_s(response))
     return None
 
 
-def _not_let_in(heard: _Heard) -> bool:
+def _not_let_in(response: _Response) -> bool:
     """Whether it is no use to try again before somebody has changed a setting."""
-    return isinstance(heard, httpx.Response) and (heard.status_code in _NOT_LET_IN or heard.is_redirect)
+    return isinstance(response, httpx.Response) and (response.status_code in _NOT_LET_IN or response.is_redirect)
 
 
 def retry_after_s(response: httpx.Response) -> float | None:
@@ -236,11 +236,11 @@ def _pause(tries: int) -> float:
     return longest * random.uniform(0.5, 1.0)
 
 
-def _refusal(heard: _Heard) -> tuple[str, str]:
+def _refusal(response: _Response) -> tuple[str, str]:
     """What the judge answered instead, and its words."""
-    if isinstance(heard, httpx.Response):
-        return f"the judge answered {heard.status_code}", heard.text
-    return "the judge does not answer", repr(heard)
+    if isinstance(response, httpx.Response):
+        return f"the judge answered {response.status_code}", response.text
+    return "the judge does not answer", repr(response)
 
 
 def _answer(response: httpx.Response) -> Answer:

@@ -65,13 +65,13 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return read
 
 
-def may_train(*said: object) -> bool:
+def may_train(*sources: object) -> bool:
     """Whether nobody said no: each is a request, a row, a span's attributes, or the metadata of one.
 
     >>> may_train({"metadata": {"tuneloop_train": "false"}}), may_train({"store": False}), may_train({"metadata": None})
     (False, False, True)
     """
-    for each in said:
+    for each in sources:
         if not isinstance(each, Mapping):
             continue
         metadata = each.get("metadata")

@@ -72,12 +72,12 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
     if "prompt" in row:
         chosen = row["chosen"] if "chosen" in row else row["completion"]
         good = "chosen" in row or bool(row["label"])
-        told = chat_messages(row["prompt"]), chat_messages(chosen) if good else []
+        prompt, reply = chat_messages(row["prompt"]), chat_messages(chosen) if good else []
     else:
-        said = chat_messages(row["messages"])
-        told = said[:-1], said[-1:]
+        messages = chat_messages(row["messages"])
+        prompt, reply = messages[:-1], messages[-1:]
     tools = objects(row.get("tools"))
-    return LoggedExchange(messages=tuple(told[0]), reply=tuple(told[1]), tools=tools, train=may_train(row), **common)
+    return LoggedExchange(messages=tuple(prompt), reply=tuple(reply), tools=tools, train=may_train(row), **common)
 
 
 def _of_experience(row: Mapping[str, Any], common: dict[str, Any]) -> LoggedExchange | None:
@@ -86,8 +86,8 @@ def _of_experience(row: Mapping[str, Any], common: dict[str, Any]) -> LoggedExch
     request = json.loads(row["request"]) if isinstance(row.get("request"), str) else {}
     reason = row.get("reason")
     demonstration = _demonstration(row)
-    said = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
-    reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in said.items() if value})
+    message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
+    reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in message.items() if value})
     many = f":{row['choice']}" if row.get("choice") else ""
     return LoggedExchange(
         messages=tuple(chat_messages(row["messages"])),
@@ -132,8 +132,8 @@ def read_stored_completions(
     try:
         filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
         for stored in _pages(own, base, headers, filters):
-            told = list(_pages(own, f"{base}/{quote(str(stored['id']), safe='')}/messages", headers, {}))
-            yield from _of_stored(stored, told, url)
+            messages = list(_pages(own, f"{base}/{quote(str(stored['id']), safe='')}/messages", headers, {}))
+            yield from _of_stored(stored, messages, url)
     finally:
         if client is None:
             own.close()
@@ -163,9 +163,9 @@ def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: 
     return read
 
 
-def _of_stored(stored: Mapping[str, Any], told: list[dict[str, Any]], url: str) -> Iterator[LoggedExchange]:
+def _of_stored(stored: Mapping[str, Any], messages: list[dict[str, Any]], url: str) -> Iterator[LoggedExchange]:
     labels = labels_in(stored.get("metadata"))
-    asked = [{**each, "content": each.get("content_parts") or each.get("content")} for each in told]
+    asked = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
     choices = stored.get("choices") or []
     for choice in choices:
         many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""

@@ -37,11 +37,10 @@ class GenAiSpan:
 
 def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExchange | None:
     """The exchange that a chat span tells of; None for other spans, and for one that was told no messages to keep."""
-    told = span.attributes
-    if told.get("gen_ai.operation.name", told.get("llm.request.type")) not in _CHATS:
+    if span.attributes.get("gen_ai.operation.name", span.attributes.get("llm.request.type")) not in _CHATS:
         return None
     details: Mapping[str, Any] = next((fields for name, fields in span.events if name == _DETAILS), {})
-    attributes = {**details, **told}
+    attributes = {**details, **span.attributes}
     asked, reply = _messages(attributes, span.events)
     if not any(each["role"] == "user" for each in asked):
         return None
@@ -64,22 +63,22 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
 
 
 def _messages(
-    told: Mapping[str, Any], events: Sequence[tuple[str, Mapping[str, Any]]]
+    attributes: Mapping[str, Any], events: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
     """What was asked and what was answered, from whichever of the four ways was used."""
-    asked, reply = _of_parts(told, "input"), _of_parts(told, "output")
+    asked, reply = _of_parts(attributes, "input"), _of_parts(attributes, "output")
     if asked:
         return asked, reply
-    given = told.get("agentscope.function.input")
+    given = attributes.get("agentscope.function.input")
     if given is not None:
         return _of_call(given), reply
     by_event = _of_events(events)
-    return by_event if by_event[0] else _of_numbered(told)
+    return by_event if by_event[0] else _of_numbered(attributes)
 
 
-def _of_parts(told: Mapping[str, Any], side: str) -> list[ChatMessage]:
-    system = _parts(objects(told.get("gen_ai.system_instructions")), "system") if side == "input" else []
-    listed = objects(told.get(f"gen_ai.{side}.messages"))
+def _of_parts(attributes: Mapping[str, Any], side: str) -> list[ChatMessage]:
+    system = _parts(objects(attributes.get("gen_ai.system_instructions")), "system") if side == "input" else []
+    listed = objects(attributes.get(f"gen_ai.{side}.messages"))
     return [message for message in system if message["content"]] + [
         message
         for each in listed
@@ -146,9 +145,9 @@ def _event_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
     return message
 
 
-def _of_numbered(told: Mapping[str, Any]) -> tuple[list[ChatMessage], list[ChatMessage]]:
+def _of_numbered(attributes: Mapping[str, Any]) -> tuple[list[ChatMessage], list[ChatMessage]]:
     found: dict[str, dict[int, dict[str, Any]]] = {"prompt": {}, "completion": {}}
-    for key, value in told.items():
+    for key, value in attributes.items():
         if name := _NUMBERED(key):
             found[name[1]].setdefault(int(name[2]), {})[name[3]] = value
     sides = []
@@ -169,9 +168,9 @@ def _numbered_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
     return message
 
 
-def _tools(told: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def _tools(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The tools that were offered, as OpenAI has them: the conventions have them flat."""
-    listed = objects(told.get("gen_ai.tool.definitions"))
+    listed = objects(attributes.get("gen_ai.tool.definitions"))
     return tuple(
         each
         if "function" in each

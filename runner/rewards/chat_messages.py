@@ -13,7 +13,7 @@ _CALLS = frozenset({"tool_use", "tool_call"})
 _THOUGHTS = frozenset({"thinking", "reasoning"})
 
 
-def chat_messages(said: object) -> list[ChatMessage]:
+def chat_messages(value: object) -> list[ChatMessage]:
     """The messages of a message, of a chat completion (its first choice), of a text, or of a list of these.
 
     A message of content blocks becomes as many as it holds: each tool's result is a message of its own, and what a
@@ -24,16 +24,16 @@ def chat_messages(said: object) -> list[ChatMessage]:
     >>> chat_messages("Hello.")
     [{'role': 'assistant', 'content': 'Hello.'}]
     """
-    if isinstance(said, str):
-        return [{"role": "assistant", "content": said}]
-    if isinstance(said, Sequence) and not isinstance(said, bytes):
-        return [message for each in said for message in chat_messages(each)]
-    plain = plain_object(said)
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [message for each in value for message in chat_messages(each)]
+    plain = plain_object(value)
     if isinstance(choices := plain.get("choices"), list) and choices:
         return chat_messages(plain_object(choices[0]).get("message"))
     role = plain.get("role") or plain.get("type")
     if not isinstance(role, str) or ("content" not in plain and "tool_calls" not in plain and "parts" not in plain):
-        raise ValueError(f"{type(said).__name__} is no chat message: it has no role and content")
+        raise ValueError(f"{type(value).__name__} is no chat message: it has no role and content")
     return list(_split({**plain, "role": _ROLES.get(role, role)}))
 
 
@@ -85,8 +85,8 @@ def _own_part(message: ChatMessage, role: str, content: object) -> ChatMessage:
     thought = _reasoning(message, blocks)
     spoken = [each for each in blocks if each.get("type") not in _CALLS | _THOUGHTS]
     plain = all(each.get("type") == "text" for each in spoken)
-    said: object = (text_of(spoken) if plain else spoken) if isinstance(content, list) else content
-    made: ChatMessage = {"role": role, "content": said}
+    body: object = (text_of(spoken) if plain else spoken) if isinstance(content, list) else content
+    made: ChatMessage = {"role": role, "content": body}
     if calls:
         made["tool_calls"] = calls
     if thought:

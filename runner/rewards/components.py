@@ -21,8 +21,8 @@ def exact_match(*, ignore_case: bool = True) -> Component:
     """
 
     def component(reply: Reply) -> float:
-        said, right = reply.text.strip(), str(_expected_value(reply, "exact_match")).strip()
-        return float(said.casefold() == right.casefold() if ignore_case else said == right)
+        given, right = reply.text.strip(), str(_expected_value(reply, "exact_match")).strip()
+        return float(given.casefold() == right.casefold() if ignore_case else given == right)
 
     return component
 
@@ -61,8 +61,8 @@ def numeric(*, tolerance: float = 1e-6) -> Component:
 
     def component(reply: Reply) -> float:
         right = float(str(_expected_value(reply, "numeric")).replace(",", ""))
-        said = numbers_in(reply.text)
-        return float(bool(said) and abs(said[-1] - right) <= tolerance * max(1.0, abs(right)))
+        given = numbers_in(reply.text)
+        return float(bool(given) and abs(given[-1] - right) <= tolerance * max(1.0, abs(right)))
 
     return component
 
@@ -247,11 +247,11 @@ def same_json(a: object, b: object) -> bool:
     return a == b
 
 
-def _share(said: Mapping[str, Any] | None, right: Mapping[str, Any]) -> float:
-    if said is None:
+def _share(given: Mapping[str, Any] | None, right: Mapping[str, Any]) -> float:
+    if given is None:
         return 0.0
-    names = said.keys() | right.keys()
-    equal = sum(name in said and name in right and same_json(said[name], right[name]) for name in names)
+    names = given.keys() | right.keys()
+    equal = sum(name in given and name in right and same_json(given[name], right[name]) for name in names)
     return equal / len(names) if names else 1.0
 
 

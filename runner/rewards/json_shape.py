@@ -33,7 +33,7 @@ def fits(value: object, schema: Mapping[str, Any]) -> bool:
     if unknown:
         raise ValueError(f"schema: keywords that are not known: {', '.join(unknown)}")
     # All of them, so that a keyword that makes no sense is refused whatever the value.
-    return all([_CHECKS[name](value, said, schema) for name, said in schema.items() if name in _CHECKS])
+    return all([_CHECKS[name](value, wanted, schema) for name, wanted in schema.items() if name in _CHECKS])
 
 
 def _nested_schemas(schema: Mapping[str, Any]) -> Sequence[tuple[str, object]]:
@@ -43,10 +43,10 @@ def _nested_schemas(schema: Mapping[str, Any]) -> Sequence[tuple[str, object]]:
     return [*properties.items(), *([("items", schema["items"])] if "items" in schema else [])]
 
 
-def _type(value: object, said: Any, _: Mapping[str, Any]) -> bool:
-    kinds = [said] if isinstance(said, str) else said
+def _type(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
+    kinds = [wanted] if isinstance(wanted, str) else wanted
     if not isinstance(kinds, Sequence) or any(each not in _KINDS for each in kinds):
-        raise ValueError(f"schema: type: {said!r}")
+        raise ValueError(f"schema: type: {wanted!r}")
     return any(_is(value, each) for each in kinds)
 
 
@@ -58,22 +58,22 @@ def _is(value: object, kind: str) -> bool:
     return isinstance(value, _KINDS[kind])
 
 
-def _properties(value: object, said: Any, _: Mapping[str, Any]) -> bool:
-    return not isinstance(value, dict) or all(fits(value[name], said[name]) for name in value.keys() & said.keys())
+def _properties(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
+    return not isinstance(value, dict) or all(fits(value[name], wanted[name]) for name in value.keys() & wanted.keys())
 
 
-def _required(value: object, said: Any, _: Mapping[str, Any]) -> bool:
-    return not isinstance(value, dict) or all(name in value for name in said)
+def _required(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
+    return not isinstance(value, dict) or all(name in value for name in wanted)
 
 
-def _additional(value: object, said: Any, schema: Mapping[str, Any]) -> bool:
-    if not isinstance(said, bool):
+def _additional(value: object, wanted: Any, schema: Mapping[str, Any]) -> bool:
+    if not isinstance(wanted, bool):
         raise ValueError("schema: additionalProperties must be true or false")
-    return said or not isinstance(value, dict) or value.keys() <= schema.get("properties", {}).keys()
+    return wanted or not isinstance(value, dict) or value.keys() <= schema.get("properties", {}).keys()
 
 
-def _items(value: object, said: Any, _: Mapping[str, Any]) -> bool:
-    return not isinstance(value, list) or all(fits(each, said) for each in value)
+def _items(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
+    return not isinstance(value, list) or all(fits(each, wanted) for each in value)
 
 
 def _equal(value: object, other: object) -> bool:
@@ -81,17 +81,19 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _size(kind: type, holds: Callable[[int, int], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
-    return lambda value, said, _: not isinstance(value, kind) or holds(len(value), said)  # type: ignore[arg-type]
+    return lambda value, wanted, _: not isinstance(value, kind) or holds(len(value), wanted)  # type: ignore[arg-type]
 
 
 def _bound_check(holds: Callable[[float, float], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
-    return lambda value, said, _: isinstance(value, bool) or not isinstance(value, int | float) or holds(value, said)
+    return lambda value, wanted, _: (
+        isinstance(value, bool) or not isinstance(value, int | float) or holds(value, wanted)
+    )
 
 
 _CHECKS: Mapping[str, Callable[[object, Any, Mapping[str, Any]], bool]] = {
     "type": _type,
-    "enum": lambda value, said, _: any(_equal(value, each) for each in said),
-    "const": lambda value, said, _: _equal(value, said),
+    "enum": lambda value, wanted, _: any(_equal(value, each) for each in wanted),
+    "const": lambda value, wanted, _: _equal(value, wanted),
     "properties": _properties,
     "required": _required,
     "additionalProperties": _additional,

@@ -137,13 +137,13 @@ class StepLoop:
             for position in self._plan.positions(step)
             for member in range(self._plan.group_size)
         ]
-        tally = _Tally(len(members), self._pace.max_failures, step + 1)
+        failures = _FailureCount(len(members), self._pace.max_failures, step + 1)
 
         async def make(member: Member) -> None:
             async with self._room:
                 result = await self._attempts.run(member)
             await self._outbox.send(result)
-            tally.add(result)
+            failures.add(result)
             self._view.run_ended(result)
 
         async with asyncio.TaskGroup() as group:
@@ -213,7 +213,7 @@ class StepLoop:
         self._view.evaluation(report, seconds=time.monotonic() - began)
 
 
-class _Tally:
+class _FailureCount:
     """Counts a step's failures; raises as soon as they are too many."""
 
     def __init__(self, total: int, most: float, step: int) -> None:

@@ -138,8 +138,8 @@ class Raters(LedgerPart):
                 "settled": False,
             }
             if not connection.execute(update(raters).where(one).values(changed)).rowcount:
-                said = select(feedback.c.id).where(_is_by(tenant, name)).limit(1)
-                if connection.execute(said).first() is None:
+                query = select(feedback.c.id).where(_is_by(tenant, name)).limit(1)
+                if connection.execute(query).first() is None:
                     raise UnknownRater(f"there is no feedback by {name or 'a source without a name'} of {tenant}")
                 row = _row((tenant, name), RaterFigures(), _Activity(0, 0, 0, 0), self._clock())
                 connection.execute(insert(raters).values(row | changed))
@@ -236,14 +236,14 @@ def _activities(rule: RewardRule, events: Sequence[Any]) -> dict[Rater, _Activit
     by_rater: dict[Rater, list[Any]] = defaultdict(list)
     for event in events:
         by_rater[rater_of(event)].append(event)
-    return {rater: _activity(rule, said) for rater, said in by_rater.items()}
+    return {rater: _activity(rule, events) for rater, events in by_rater.items()}
 
 
-def _activity(rule: RewardRule, said: Sequence[Any]) -> _Activity:
-    numbers = [each for each in said if each.kind == Kind.NUMBER]
+def _activity(rule: RewardRule, events: Sequence[Any]) -> _Activity:
+    numbers = [each for each in events if each.kind == Kind.NUMBER]
     extreme = sum(is_clipped(rule, each.metric, each.value) for each in numbers)
-    [(_, on_one)] = Counter((each.msg_id, each.metric) for each in said).most_common(1)
-    return _Activity(len(said), len(numbers), extreme, on_one)
+    [(_, on_one)] = Counter((each.msg_id, each.metric) for each in events).most_common(1)
+    return _Activity(len(events), len(numbers), extreme, on_one)
 
 
 def _why(options: FeedbackSettings, found: RaterFigures, did: Mapping[Rater, _Activity], who: Rater) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import ColumnElement, func, insert, select, true, update
 
 from tuneloop.shared.errors import KeyRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope
@@ -133,19 +133,20 @@ class Keys(LedgerPart):
             connection.execute(insert(key_events).values(_event(key.key_id, KeyAction.CREATED, actor, now)))
         return key, secret
 
-    def revoke(self, key_id: str, *, actor: str) -> bool:
-        """End a key; False if there is none of that id that was not revoked before."""
+    def revoke(self, key_id: str, *, actor: str, tenant: str | None = None) -> bool:
+        """End a key, of a tenant if one is named; False if there is none of that id that was not revoked before."""
         now = self._clock()
         with self._write() as connection:
-            live = (keys.c.key_id == key_id, keys.c.revoked_at.is_(None))
+            live = (keys.c.key_id == key_id, keys.c.revoked_at.is_(None), _is_of(tenant))
             if not connection.execute(update(keys).where(*live).values(revoked_at=now)).rowcount:
                 return False
             connection.execute(insert(key_events).values(_event(key_id, KeyAction.REVOKED, actor, now)))
         return True
 
-    def all(self) -> list[AccessKey]:
-        """Every key that was ever made, oldest first."""
-        return [_key_of(row) for row in self._read(select(keys).order_by(keys.c.created_at, keys.c.key_id))]
+    def all(self, *, tenant: str | None = None) -> list[AccessKey]:
+        """Every key that was ever made, of a tenant if one is named, oldest first."""
+        query = select(keys).where(_is_of(tenant)).order_by(keys.c.created_at, keys.c.key_id)
+        return [_key_of(row) for row in self._read(query)]
 
     def revision(self) -> int:
         """A number that grows with every change."""
@@ -157,11 +158,11 @@ class Keys(LedgerPart):
         [[newest]], rows = self._read_together(select(func.coalesce(func.max(key_events.c.id), 0)), query)
         return KeyTable(tuple(_key_of(row) for row in rows), newest > 0, newest)
 
-    def events(self, *, last: int) -> list[KeyEvent]:
-        """The newest entries of the audit log, newest first."""
+    def events(self, *, last: int, tenant: str | None = None) -> list[KeyEvent]:
+        """The newest entries of the audit log, of a tenant if one is named, newest first."""
         named = key_events.join(keys, keys.c.key_id == key_events.c.key_id)
         columns = (key_events.c.at, keys.c.key_id, keys.c.name, keys.c.tenant, key_events.c.action, key_events.c.actor)
-        query = select(*columns).select_from(named).order_by(key_events.c.id.desc()).limit(last)
+        query = select(*columns).select_from(named).where(_is_of(tenant)).order_by(key_events.c.id.desc()).limit(last)
         return [
             KeyEvent(row.at, row.key_id, row.name, row.tenant, KeyAction(row.action), row.actor)
             for row in self._read(query)
@@ -173,6 +174,10 @@ def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:
     if unknown := sorted(set(names) - set(Scope)):
         raise KeyRefused(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}")
     return tuple(map(Scope, names))
+
+
+def _is_of(tenant: str | None) -> ColumnElement[bool]:
+    return true() if tenant is None else keys.c.tenant == tenant
 
 
 def _event(key_id: str, action: KeyAction, actor: str, at: float) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class OptimizerSettings(Section):
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     weight_decay: NotNegativeReal = 0.0
     lr_warmup_steps: NotNegative = 0
+    bits: Literal[32, 8] = 32
 
 
 class CriticOptimizerSettings(OptimizerSettings):

@@ -160,6 +160,7 @@ class ExplorerSettings(Section):
     service_status_check_interval: Seconds = 60.0
     probe_interval: Seconds = 300.0
     request_timeout: Seconds = 3600.0
+    max_choices: Positive = 1024
     max_in_flight: Positive = 1024
     max_waiting: NotNegative = 1024
     wait_timeout: Seconds = 60.0

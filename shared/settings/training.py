@@ -7,6 +7,8 @@ from pydantic import Field
 from tuneloop.shared.settings.database_url import DatabaseUrl
 from tuneloop.shared.settings.types import AtLeastTwo, FileMode, FolderName, NotNegative, Positive, Seconds, Section
 
+_TOKENS = 8192
+
 
 class TrainerSettings(Section):
     """The service that trains."""
@@ -21,13 +23,18 @@ class TrainerSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: NotNegative = 42
-    micro_batch_tokens: Positive = 8192
-    activation_checkpointing: bool = False
+    micro_batch_tokens: Positive | None = None
+    activation_checkpointing: bool | None = None
     compile: bool | None = None
     poll_interval: Seconds = 1.0
     max_staleness: NotNegative | None = None
     max_age: Seconds | None = None
     total_steps: Positive | None = None
+
+    @property
+    def tokens_at_once(self) -> int:
+        """`micro_batch_tokens`, or what it is on a CPU and until the trainer has chosen."""
+        return self.micro_batch_tokens or _TOKENS
 
 
 class ExperienceBufferSettings(Section):

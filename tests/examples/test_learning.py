@@ -41,7 +41,7 @@ def logprobs(network: torch.nn.Module, prompt: list[int], ids: list[int]) -> lis
 def test_sampled_log_probabilities_are_the_models(task: str) -> None:
     network, words = build(3)
     played = Player(TASKS[task], network, words, seed=0).play(TASKS[task].questions()[100 - 8 : 100])
-    for said in (said for run in played for said in run.said):
+    for said in (said for run in played for said in run.replies):
         assert np.allclose(said.logprobs, logprobs(network, said.prompt, said.ids), atol=1e-4)
         assert words.eos_token_id not in said.ids[:-1]
         assert 1 <= len(said.ids) <= TASKS[task].max_tokens

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from examples.sums.view import LineView, LiveView, Point, Progress, binned, chart, picture_of, recent_reward, view_on
+from examples.sums.view import LineView, LiveView, Point, Progress, bins, chart, picture_of, recent_reward, view_on
 from tuneloop.shared.experience import State
 
 RISING = [Point(version, version / 20, 64) for version in range(21)]
@@ -62,7 +62,7 @@ def test_the_chart_keeps_its_size(versions: int) -> None:
     lines = chart(curve).plain.splitlines()
     assert len(lines) == 12
     assert max(map(len, lines)) <= 66
-    assert lines[0].endswith("█" + " " * (60 - len(binned(curve, 60))))
+    assert lines[0].endswith("█" + " " * (60 - len(bins(curve, 60))))
 
 
 def test_bars_are_as_high_as_the_reward() -> None:
@@ -72,7 +72,7 @@ def test_bars_are_as_high_as_the_reward() -> None:
 
 
 def test_bins_are_weighted_by_replies() -> None:
-    assert binned([Point(0, 1.0, 30), Point(1, 0.0, 10)], 1) == [0.75]
+    assert bins([Point(0, 1.0, 30), Point(1, 0.0, 10)], 1) == [0.75]
 
 
 def test_the_recent_reward_forgets_what_is_old() -> None:

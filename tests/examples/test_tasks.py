@@ -5,7 +5,7 @@ import random
 import pytest
 
 from examples.tasks.calculator import Calculator, Sequel, calculate
-from examples.tasks.dialogue import Call, Dialogue, Reply, Verdict, called, forever, read, written
+from examples.tasks.dialogue import Call, Dialogue, Reply, Verdict, call_of, forever, read, text_of
 from examples.tasks.sums import Sums
 from examples.tasks.tools import Shop, Wish, judge
 
@@ -48,16 +48,16 @@ def test_questions_differ_and_each_comes_once_in_a_round(task: Sums | Shop | Cal
 @pytest.mark.parametrize(
     ("reply", "reward"),
     [
-        (called("track", order=7), 2.5),
-        (called("track", order=8), 1.0),
-        (called("cancel", order=7), 0.5),
-        (called("cancel", order=8), 0.0),
-        (called("track", order="7"), 1.0),
-        (called("track", order=7, more=1), 1.0),
-        (called("help", order=7), -2.0),
+        (call_of("track", order=7), 2.5),
+        (call_of("track", order=8), 1.0),
+        (call_of("cancel", order=7), 0.5),
+        (call_of("cancel", order=8), 0.0),
+        (call_of("track", order="7"), 1.0),
+        (call_of("track", order=7, more=1), 1.0),
+        (call_of("help", order=7), -2.0),
         (Reply("7"), -2.0),
         (Reply(""), -2.0),
-        (Reply("", (*called("track", order=7).calls, *called("track", order=7).calls)), -2.0),
+        (Reply("", (*call_of("track", order=7).calls, *call_of("track", order=7).calls)), -2.0),
         (Reply("", (Call("1", "track", "no json"),)), 1.0),
     ],
 )
@@ -71,16 +71,16 @@ def test_the_shop_pays_for_tool_argument_and_success(reply: Reply, reward: float
 def test_a_calculation_in_two_steps() -> None:
     dialogue = Calculator().dialogue(Sequel(3, "+", 4, "*", 5))
     assert next(dialogue) == [{"role": "user", "content": "(3+4)*5="}]
-    first = dialogue.send(called("calc", expr="3+4"))
+    first = dialogue.send(call_of("calc", expr="3+4"))
     assert first[-1] == {"role": "tool", "tool_call_id": "call_0", "content": "7"}
-    assert dialogue.send(called("calc", expr="7*5"))[: len(first)] == first
+    assert dialogue.send(call_of("calc", expr="7*5"))[: len(first)] == first
     with pytest.raises(StopIteration) as end:
         dialogue.send(Reply(" 35"))
     assert end.value.value == Verdict(1.0, right=True)
 
 
 def test_an_agent_that_never_answers_is_stopped() -> None:
-    step = called("calc", expr="1+1")
+    step = call_of("calc", expr="1+1")
     assert played(Calculator().dialogue(Sequel(1, "+", 1, "+", 1)), step, step, step) == Verdict(0.0, right=False)
 
 
@@ -93,9 +93,9 @@ def test_the_calculator_does_one_step_and_nothing_else(expression: object, resul
     assert calculate(expression) == result
 
 
-@pytest.mark.parametrize("reply", [called("track", order=7), Reply("12"), Reply("")])
+@pytest.mark.parametrize("reply", [call_of("track", order=7), Reply("12"), Reply("")])
 def test_what_is_written_is_read_back(reply: Reply) -> None:
-    assert read(written(reply)) == reply
+    assert read(text_of(reply)) == reply
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_what_is_no_call_is_text(text: str) -> None:
 
 
 def test_a_call_whose_arguments_are_no_object_gives_nothing() -> None:
-    assert read('<tool_call>{"name": "x", "arguments": [1]}</tool_call>').calls[0].given() == {}
+    assert read('<tool_call>{"name": "x", "arguments": [1]}</tool_call>').calls[0].parsed_arguments() == {}

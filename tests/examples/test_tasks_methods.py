@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from examples.sums.folder import Folder
-from examples.tasks.__main__ import changes, judged
+from examples.tasks.__main__ import changes, judge_all
 from examples.tasks.dialogue import Verdict
 from examples.tasks.drive import turns_of
-from examples.tasks.methods import METHODS, REINFORCEMENT, nested
+from examples.tasks.methods import METHODS, REINFORCEMENT, nest
 from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS
 from tuneloop.shared.settings.settings import Settings
@@ -63,7 +63,7 @@ def test_a_change_leaves_its_neighbours_alone(tmp_path: Path) -> None:
 
 
 def test_changes_are_read_as_yaml() -> None:
-    changed = nested(["a.b=1e-4", "a.c=none", "d=false", "e=3"])
+    changed = nest(["a.b=1e-4", "a.c=none", "d=false", "e=3"])
     assert changed == {"a": {"b": 0.0001, "c": "none"}, "d": False, "e": 3}
 
 
@@ -104,4 +104,4 @@ def test_the_curve_is_of_batches_and_a_rest() -> None:
     class Judged:
         judged = [Verdict(1.0, True)] * 64 + [Verdict(0.5, False)] * 2
 
-    assert judged(Judged()) == [[64, 1.0, 1.0], [66, 0.5, 0.0]]  # type: ignore[arg-type]
+    assert judge_all(Judged()) == [[64, 1.0, 1.0], [66, 0.5, 0.0]]  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from examples.sums import warmup as sums_warmup
 from examples.sums.task import Sum
 from examples.tasks import start, warmup
 from examples.tasks.calculator import Calculator, Sequel
-from examples.tasks.dialogue import Task, called
+from examples.tasks.dialogue import Task, call_of
 from examples.tasks.sums import Sums
 
 
@@ -34,8 +34,8 @@ def test_each_prompt_of_a_run_goes_on_where_the_last_reply_ended() -> None:
     task, question = Calculator(), Sequel(3, "+", 4, "*", 5)
     dialogue = task.dialogue(question)
     first = warmup.prompt_ids(task, words, next(dialogue))
-    said = [*words(warmup.written(called("calc", expr="3+4"))).input_ids, words.eos_token_id]
-    second = warmup.prompt_ids(task, words, dialogue.send(called("calc", expr="3+4")))
+    said = [*words(warmup.written(call_of("calc", expr="3+4"))).input_ids, words.eos_token_id]
+    second = warmup.prompt_ids(task, words, dialogue.send(call_of("calc", expr="3+4")))
     assert second[: len(first) + len(said)] == first + said
 
 

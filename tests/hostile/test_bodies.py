@@ -25,13 +25,19 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "/feedback": ({"msg_ids": ["x"], "reward": 1}, ("demonstration", "comment", "extra")),
     "/commit": ({}, ("time_threshold", "extra")),
+    "/tokenize": ({"model": f"{MODEL}@0", "prompt": "x"}, ("messages", "extra")),
+    "/detokenize": ({"model": f"{MODEL}@0", "prompt": "x"}, ("tokens", "extra")),
+    "/v1/messages/count_tokens": ({"model": f"{MODEL}@0", "prompt": "x"}, ("messages", "system", "extra")),
 }
 
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     double = EchoDouble()
-    with serving(double) as double.url, bed_with(tmp_path_factory.mktemp("bodies"), [double.url]) as found:
+    with (
+        serving(double) as double.url,
+        bed_with(tmp_path_factory.mktemp("bodies"), [double.url], version_pins=True) as found,
+    ):
         yield found
         found.is_sound()
 

@@ -1,7 +1,7 @@
 """The source files that the rules are about."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,8 +16,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Source:
     """A Python file of ours, by its path below the repository."""
 
-    def __init__(self, file: Path) -> None:
-        self.path = file.relative_to(ROOT)
+    def __init__(self, file: Path, root: Path = ROOT) -> None:
+        self.path = file.relative_to(root)
         self.text = file.read_text()
 
     @cached_property
@@ -25,7 +25,14 @@ class Source:
         return ast.parse(self.text)
 
 
-SOURCES = [Source(file) for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+def _sources(*folders: str) -> list[Source]:
+    files = (file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
+    return [Source(file) for file in files if "build" not in file.parts]
+
+
+#: What is installed, and with it what is run from a checkout.
+SOURCES = _sources(*PACKAGES)
+ALL_SOURCES = [*SOURCES, *_sources("benchmarks", "examples")]
 
 
 def classes() -> Iterator[tuple[Source, ast.ClassDef]]:
@@ -35,8 +42,8 @@ def classes() -> Iterator[tuple[Source, ast.ClassDef]]:
                 yield source, node
 
 
-def functions() -> Iterator[tuple[Source, Function]]:
-    for source in SOURCES:
+def functions(sources: Sequence[Source] = SOURCES) -> Iterator[tuple[Source, Function]]:
+    for source in sources:
         for node in ast.walk(source.tree):
             if isinstance(node, Function):
                 yield source, node

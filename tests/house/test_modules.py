@@ -15,26 +15,41 @@ MEANINGS = {
     "__main__": "the command that starts the service",
     "alarms": "the alarms of the training",
     "attestation": "the periodic proof of the weights that an engine holds",
+    "batches": "which rows become a step, and as which tensors",
+    "checkpoints": "the folders of versions: written, published and read",
     "comparison": "figures of two versions side by side",
     "doctor": "whether the ledger balances, and why nothing is trained",
     "drift": "whether the newest replies differ from earlier ones",
     "endpoint": "a model behind OpenAI's API that is asked over HTTP",
+    "engines": "the engines that answer requests",
     "errors": "exceptions of ours",
     "evaluation": "a candidate's figures on the gate's tasks",
     "events": "events as rows or records that are written once",
     "export": "what is written into files for other programs",
+    "feedback": "what users say of replies after them, on its way to rewards",
     "gate": "the rule that admits a candidate, and who applies it",
     "groups": "replies that are compared with each other: those of a task, a run or a preference",
     "judge": "a language model that gives a reply a score",
-    "keys": "the keys that clients are let in by",
     "judging": "what is judged, and by which rule",
+    "keys": "the keys that clients are let in by",
+    "ledger": "the ledger: its parts, and the class they hang from",
     "metrics": "figures that a service reports",
+    "models": "the model behind the replies, as it is trained or called",
     "off_policy": "what can be concluded from replies that another version sampled",
+    "operations": "what operators look at and do",
+    "proxy": "a request's way to an engine and back",
+    "raters": "who gives feedback, and how far it counts",
+    "recording": "what is written into the ledger as it comes",
     "request": "a client's request as it was parsed",
     "retention": "what is deleted, and when",
     "rewards": "rewards made from feedback",
+    "routes": "what answers HTTP requests",
+    "services": "what is started beside the requests or the runs, and put together",
+    "settings": "the settings of both services",
     "spans": "OpenTelemetry's spans: the parts of a trace",
     "stored_completions": "OpenAI's stored chat completions",
+    "tasks": "tasks of a data set, with what judges them",
+    "teacher": "the model that another one imitates",
     "training": "what the trainer does with the rows it leases",
     "versions": "the states of the versions, and what decides about them",
 }
@@ -59,11 +74,17 @@ def test_no_folder_has_more_than_twelve_modules() -> None:
 
 
 def shared_names(paths: Iterator[Path]) -> set[str]:
-    """The names of modules that stand in several folders."""
+    """The names of modules and packages that stand in several folders."""
     folders: dict[str, set[Path]] = defaultdict(set)
     for path in paths:
-        folders[path.stem].add(path.parent)
-    return {name for name, where in folders.items() if len(where) > 1 and name != "__init__"}
+        module = path.parent if path.name == "__init__.py" else path.with_suffix("")
+        folders[module.name].add(module.parent)
+    return {name for name, where in folders.items() if len(where) > 1}
+
+
+def test_packages_are_modules_too() -> None:
+    paths = [Path(each) for each in ("a/teacher/__init__.py", "a/teacher/teacher.py", "b/gate.py", "c/gate.py", "d.py")]
+    assert shared_names(iter(paths)) == {"teacher", "gate"}
 
 
 def test_a_module_name_means_the_same_in_every_folder() -> None:

@@ -2,9 +2,12 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
-from sources import SOURCES, Function, classes, functions
+import pytest
+from sources import ALL_SOURCES, SOURCES, Function, Source, classes, functions
 
 from tuneloop.cli.package_names import OWNERS, refuse_foreign_packages
 
@@ -42,6 +45,21 @@ PARTICIPLES = set(
 )
 #: They end in -ed and are none, or are decided on: a teacher's retries are told that one has succeeded.
 NO_PARTICIPLES = {"embed", "feed", "need", "seed", "speed", "succeeded"}
+#: Of people who talk. Those of the field are response, event, signal, feedback, report, resume.
+TALK = {
+    "gone",
+    "hear",
+    "heard",
+    "remark",
+    "remarks",
+    "said",
+    "saying",
+    "sayings",
+    "spoken",
+    "told",
+    "tally",
+    "classroom",
+}
 EMPTY_MODULES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 
 
@@ -87,7 +105,7 @@ def is_a_question(function: Function) -> bool:
 def test_no_function_is_named_by_a_bare_participle():
     found = [
         f"{source.path}: {node.name}"
-        for source, node in functions()
+        for source, node in functions(ALL_SOURCES)
         if is_participle(node.name) and not (is_a_question(node) and node.name.strip("_") not in PARTICIPLES)
     ]
     assert found == []
@@ -96,3 +114,49 @@ def test_no_function_is_named_by_a_bare_participle():
 def test_participles_are_found():
     names = ("told", "_said", "verified", "verify", "cached_replies", "feed", "need", "_sealed")
     assert [name for name in names if is_participle(name)] == ["told", "_said", "verified", "_sealed"]
+
+
+def names_in(source: Source) -> Iterator[str]:
+    """The names of a file's classes, functions, parameters and attributes; those of locals are their functions' own."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+            fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+            yield from (each.id for each in fields if isinstance(each, ast.Name))
+        elif isinstance(node, Function):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name, in small letters.
+
+    >>> sorted(words_of("_TellerOf_what"))
+    ['of', 'teller', 'what']
+    """
+    return set(re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", name).lower()))
+
+
+def test_no_class_parameter_or_attribute_is_named_after_talk():
+    found = [f"{source.path}: {name}" for source in ALL_SOURCES for name in names_in(source) if words_of(name) & TALK]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class ThingsSaid: pass",
+        "class Entry:\n    sayings: int",
+        "def ask(*, heard): pass",
+        "def f(self):\n    self._told = 1",
+        "lambda remark: 1",
+        "async def hear_all(): pass",
+    ],
+)
+def test_talk_is_found(text: str, tmp_path: Path):
+    (tmp_path / "source.py").write_text(text)
+    [name] = [name for name in names_in(Source(tmp_path / "source.py", tmp_path)) if words_of(name) & TALK]
+    assert name in text

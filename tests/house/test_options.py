@@ -43,7 +43,7 @@ def kind(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(kind(each) for each in schema["anyOf"])
     if "enum" in schema or "const" in schema:
-        return ", ".join(schema.get("enum", [schema.get("const")]))
+        return ", ".join(map(str, schema.get("enum", [schema.get("const")])))
     if schema["type"] == "array":
         items = schema.get("prefixItems") or [schema["items"]]
         return f"list of {f'{len(items)} x ' if len(items) > 1 else ''}{kind(items[0])}"

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.sequences import run_of, runs, saying
+from tuneloop.trainer.batches.sequences import run_of, runs, with_completion
 from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_of, tokenizer_of
 
 Refused = dict[str, list[Sample]]
@@ -35,7 +35,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         if isinstance(said, str):
             refused[said].append(sample)
         else:
-            taken.append(saying(sample, said))
+            taken.append(with_completion(sample, said))
     return taken, dict(refused)
 
 

@@ -115,7 +115,7 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
     left: list[Sample] = []
     for rivals in same_prompt.values():
         if len(rivals) > 1:
-            chosen = [each for each in rivals if _gone_on_from(each, calls)]
+            chosen = [each for each in rivals if _is_continued(each, calls)]
             last = max(rivals, key=when_sampled)
             left += [each for each in rivals if each not in chosen and (chosen or not _one_request(each, last))]
     return left
@@ -125,7 +125,7 @@ def _one_request(one: Sample, other: Sample) -> bool:
     return one is other or (bool(one.msg_id) and one.msg_id == other.msg_id)
 
 
-def _gone_on_from(call: Sample, calls: Iterable[Sample]) -> bool:
+def _is_continued(call: Sample, calls: Iterable[Sample]) -> bool:
     alone = TokenSequence.alone(call)
     return any(alone.goes_on_in(other) for other in calls if other is not call)
 
@@ -137,7 +137,7 @@ def _sequence_of(calls: Sequence[Sample]) -> TokenSequence:
     return sequence
 
 
-def saying(sample: Sample, ids: Sequence[int]) -> Sample:
+def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:
     """The sample with another reply, which nobody sampled from the policy: its log-probabilities are 0."""
     return msgspec.structs.replace(
         sample,

@@ -68,7 +68,7 @@ class Publisher:
             return None
         self._note(version)
         if self._alarm_may_be_open and self._ledger.alarms.clear(DISK_FULL):
-            _log.info("room_again", version=version)
+            _log.info("disk_space_restored", version=version)
         self._alarm_may_be_open = False
         self.took_s = time.perf_counter() - started
         _log.info("version_published", version=version, step=learner.steps, seconds=round(self.took_s, 3))
@@ -159,11 +159,11 @@ def prune(
     keep_interval: int | None = None,
     still_sampled: Callable[[Collection[int]], list[int]] | None = None,
 ) -> None:
-    """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
+    """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is resumed from.
 
     `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
     if there is such a version, and the newest _WAITED_FOR of those that `still_sampled` says replies wait of, which may
-    have to be recomputed. All but the one that is gone on from keep their weights alone. A disk that refuses is no
+    have to be recomputed. All but the one that is resumed from keep their weights alone. A disk that refuses is no
     reason to stop training.
     """
     registered = versions.all()

@@ -14,6 +14,7 @@ anew.
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -107,10 +108,14 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
 
 def size(learner: Learner) -> int:
     """How many bytes `save` writes, tokenizer aside; before the first update, how many it will."""
-    models = [learner.actor.network, *([learner.critic] if learner.critic else [])]
-    parameters = [each for model in models for each in model.parameters() if each.requires_grad]
-    # Two float32 moments each, and a float32 master if the parameter is smaller.
-    return sum(each.numel() * (each.itemsize + 8 + (4 if each.itemsize < 4 else 0)) for each in parameters)
+    models = {"actor": learner.actor.network} | ({"critic": learner.critic} if learner.critic else {})
+    found = 0.0
+    for name, model in models.items():
+        moments = learner.optimizers[name].moment_bytes
+        for each in model.parameters():
+            # A float32 master, too, if the parameter is smaller.
+            found += each.requires_grad * each.numel() * (each.itemsize + moments + (4 if each.itemsize < 4 else 0))
+    return math.ceil(found)
 
 
 def probe(learner: Learner, settings: Settings) -> Probe:

@@ -29,7 +29,7 @@ class HeldOut:
     def __init__(self, settings: Settings, tasks: Sequence[Task]) -> None:
         """Raises EnvironmentRefused for a task that the model cannot be asked."""
         self._options = settings.monitor.evaluation
-        self._budget = settings.trainer.micro_batch_tokens
+        self._budget = settings.trainer.tokens_at_once
         self._tokenizer = cast(PreTrainedTokenizerBase, tokenizer_of(settings))
         self._ends = ends_of(settings.model.model_path, tokenizer_of(settings))
         self._settings = settings

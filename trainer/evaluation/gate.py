@@ -98,7 +98,7 @@ class Examination:
     def _replay(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
         newest = self._ledger.training.held_out(self._settings.gate.replay.rows)
         replies = [each for each in newest if known_to(actor, each)]
-        budget = self._settings.trainer.micro_batch_tokens
+        budget = self._settings.trainer.tokens_at_once
         now, before = (likelihoods(each, replies, budget=budget) for each in (actor, champion))
         return replay_figures(replies, now, before, of=of)
 

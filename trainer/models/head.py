@@ -47,20 +47,20 @@ class AllowedSets(NamedTuple):
         return ~(allowed_NV | free_N[:, None])
 
 
-class Said(NamedTuple):
+class ScoredTokens(NamedTuple):
     """Reply tokens, the temperature of each (None: 1 throughout), and what a grammar allowed (None: all)."""
 
     tokens_N: Tensor
     temperatures_N: Tensor | None = None
     allowed: AllowedSets | None = None
 
-    def parts(self, chunk: int) -> Iterator[tuple[slice, "Said"]]:
+    def parts(self, chunk: int) -> Iterator[tuple[slice, "ScoredTokens"]]:
         """So many at a time, and which they are."""
         for start in range(0, len(self.tokens_N), chunk):
             chosen = slice(start, start + chunk)
             temperatures_N = None if self.temperatures_N is None else self.temperatures_N[chosen]
             allowed = None if self.allowed is None else self.allowed.part(chosen)
-            yield chosen, Said(self.tokens_N[chosen], temperatures_N, allowed)
+            yield chosen, ScoredTokens(self.tokens_N[chosen], temperatures_N, allowed)
 
 
 class Head(NamedTuple):
@@ -75,25 +75,27 @@ class Head(NamedTuple):
         """That of a linear layer."""
         return cls(layer.weight, layer.bias, compiled)
 
-    def score(self, features_ND: Tensor, said: Said) -> tuple[Tensor, Tensor]:
+    def score(self, features_ND: Tensor, scored: ScoredTokens) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each token, in float32, from the hidden state before it."""
         if not torch.is_grad_enabled():
-            logprobs_N, entropy_N, _ = _forward(self, features_ND, said, with_entropy=True)
+            logprobs_N, entropy_N, _ = _forward(self, features_ND, scored, with_entropy=True)
             return logprobs_N, entropy_N
-        found = _Scores.apply(features_ND, self.weight_VD, self.bias_V, said, self.compiled)  # type: ignore[no-untyped-call]
+        found = _Scores.apply(features_ND, self.weight_VD, self.bias_V, scored, self.compiled)  # type: ignore[no-untyped-call]
         return cast(tuple[Tensor, Tensor], found)
 
     @torch.no_grad()
-    def logprobs(self, features_ND: Tensor, said: Said) -> Tensor:
+    def logprobs(self, features_ND: Tensor, scored: ScoredTokens) -> Tensor:
         """The log-probabilities alone, which nothing is learnt from."""
-        return _forward(self, features_ND, said, with_entropy=False)[0]
+        return _forward(self, features_ND, scored, with_entropy=False)[0]
 
 
-def _forward(head: Head, features_ND: Tensor, said: Said, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    head: Head, features_ND: Tensor, scored: ScoredTokens, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies (0 if they are not asked for) and the logarithms of the sums, each of shape N."""
     measure = _compile_if(_measure, wanted=head.compiled)
     logprobs_N, entropy_N, norms_N = (features_ND.new_zeros(len(features_ND), dtype=torch.float32) for _ in range(3))
-    for chosen, part in said.parts(CHUNK):
+    for chosen, part in scored.parts(CHUNK):
         logits_NV = linear(features_ND[chosen], head.weight_VD, head.bias_V)
         forbidden_NV = None if part.allowed is None else part.allowed.forbidden(logits_NV.shape[1])
         found = measure(logits_NV, part.tokens_N, part.temperatures_N, forbidden_NV, with_entropy)
@@ -126,13 +128,13 @@ def _measure(
 
 def _slopes(
     logits_NV: Tensor,
-    said: tuple[Tensor, Tensor | None, Tensor | None],
+    scored: tuple[Tensor, Tensor | None, Tensor | None],
     norms_N: Tensor,
     logprob_slopes_N: Tensor | None,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """The gradient of the logits, in their own type. `entropy` and its gradient are None where it has none."""
-    tokens_N, temperatures_N, forbidden_NV = said
+    tokens_N, temperatures_N, forbidden_NV = scored
     dtype = logits_NV.dtype
     scaled_NV = _scale_logits(logits_NV, temperatures_N, forbidden_NV).sub_(norms_N[:, None])
     if entropy is None:
@@ -157,12 +159,17 @@ def _slopes(
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, features_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, said: Said, compiled: bool
+        context: Any,
+        features_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        scored: ScoredTokens,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight_VD, bias_V, compiled)
-        logprobs_N, entropy_N, norms_N = _forward(head, features_ND, said, with_entropy=True)
+        logprobs_N, entropy_N, norms_N = _forward(head, features_ND, scored, with_entropy=True)
         context.save_for_backward(features_ND, weight_VD, bias_V, entropy_N, norms_N)
-        context.said, context.compiled = said, compiled
+        context.scored, context.compiled = scored, compiled
         context.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
@@ -178,13 +185,13 @@ class _Scores(torch.autograd.Function):
         of_features, of_weight, of_bias = context.needs_input_grad[:3]
         sums = _HeadSums(weight_VD if of_weight else None, bias_V if of_bias else None)
         features_slopes_ND = torch.empty_like(features_ND) if of_features else None
-        for chosen, part in context.said.parts(CHUNK):
+        for chosen, part in context.scored.parts(CHUNK):
             logits_NV = linear(features_ND[chosen], weight_VD, bias_V)
             forbidden_NV = None if part.allowed is None else part.allowed.forbidden(logits_NV.shape[1])
             of_logprobs_N = None if logprob_slopes_N is None else logprob_slopes_N[chosen]
             entropy = None if entropy_slopes_N is None else (entropy_N[chosen], entropy_slopes_N[chosen])
-            said = (part.tokens_N, part.temperatures_N, forbidden_NV)
-            slopes_NV = slopes(logits_NV, said, norms_N[chosen], of_logprobs_N, entropy)
+            scored = (part.tokens_N, part.temperatures_N, forbidden_NV)
+            slopes_NV = slopes(logits_NV, scored, norms_N[chosen], of_logprobs_N, entropy)
             del logits_NV
             if features_slopes_ND is not None:
                 torch.mm(slopes_NV, weight_VD, out=features_slopes_ND[chosen])

@@ -23,7 +23,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, scatter_tokens
 from tuneloop.trainer.batches.packed import Positions, packed_rows, padded_rows
 from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
-from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, Said
+from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers, is_compiling
 from tuneloop.trainer.transfer import hand_over
 
@@ -83,15 +83,15 @@ class Actor:
         Where a grammar held a reply, both are those of the distribution among the tokens that it allowed. The batch is
         on the CPU; the answers are where the model is.
         """
-        features_ND, said, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
-        logprobs_N, entropy_N = head.score(features_ND, said) if head else self._by_chunks(features_ND, said)
+        features_ND, scored, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
+        logprobs_N, entropy_N = head.score(features_ND, scored) if head else self._by_chunks(features_ND, scored)
         return scatter_tokens(logprobs_N, batch.mask_BR), scatter_tokens(entropy_N, batch.mask_BR)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         """The log-probabilities alone, without a gradient."""
-        features_ND, said, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
-        logprobs_N = head.logprobs(features_ND, said) if head else self._by_chunks(features_ND, said)[0]
+        features_ND, scored, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
+        logprobs_N = head.logprobs(features_ND, scored) if head else self._by_chunks(features_ND, scored)[0]
         return scatter_tokens(logprobs_N, batch.mask_BR)
 
     def save(self, folder: Path) -> None:
@@ -103,7 +103,7 @@ class Actor:
         network = self._body if self._head_is_all else self.network
         return _read(network, batch, self.positions, logits=not self._head_is_all)
 
-    def _reply_tokens(self, batch: Batch) -> Said:
+    def _reply_tokens(self, batch: Batch) -> ScoredTokens:
         device, mask_BR = self.network.device, batch.mask_BR
         temperatures_N = batch.temperatures_BR[mask_BR]
         allowed = None
@@ -111,7 +111,7 @@ class Actor:
             allowed = AllowedSets(hand_over(batch.held_BR[mask_BR], device), hand_over(batch.allowed_KW, device))
         tempered = bool((temperatures_N != 1).any())
         tokens_N = hand_over(batch.replies_BR[mask_BR], device)
-        return Said(tokens_N, hand_over(temperatures_N, device) if tempered else None, allowed)
+        return ScoredTokens(tokens_N, hand_over(temperatures_N, device) if tempered else None, allowed)
 
     def _fused_head(self) -> Head | None:
         """The head, where logits are its products and nothing else."""
@@ -119,10 +119,10 @@ class Actor:
             return Head.of(self._head, compiled=self._compiled)
         return None
 
-    def _by_chunks(self, features_ND: Tensor, said: Said) -> tuple[Tensor, Tensor]:
+    def _by_chunks(self, features_ND: Tensor, scored: ScoredTokens) -> tuple[Tensor, Tensor]:
         """Only the features are kept for the backward pass; what is made of them is made again there."""
         parts = []
-        for chosen, part in said.parts(CHUNK):
+        for chosen, part in scored.parts(CHUNK):
             temperatures_N = part.temperatures_N
             if temperatures_N is None:
                 temperatures_N = torch.ones_like(part.tokens_N, dtype=torch.float32)

@@ -1,14 +1,22 @@
 """AdamW over float32 master weights, for a model that may run in a smaller type."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
+from tuneloop.trainer.models.eight_bit import EightBitAdamW
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_log = structlog.get_logger()
+
+_MOMENTS = {
+    32: ("step", "exp_avg", "exp_avg_sq"),
+    8: ("step", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"),
+}
 
 
 class MasterAdamW:
@@ -23,13 +31,13 @@ class MasterAdamW:
         self._settings = settings
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
-        self._adamw = torch.optim.AdamW(
-            self._masters.values(),
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self._moments = _MOMENTS[settings.bits]
+        self._adamw = _adamw(self._masters.values(), settings)
+
+    @property
+    def moment_bytes(self) -> float:
+        """What AdamW's memory of one parameter takes."""
+        return 8 if self._settings.bits == 32 else EIGHT_BIT_MOMENTS
 
     @property
     def lr(self) -> float:
@@ -72,23 +80,34 @@ class MasterAdamW:
             f"{moment}.{name}": state[moment]
             for name, master in self._masters.items()
             if (state := self._adamw.state.get(master))
-            for moment in _MOMENTS
+            for moment in self._moments
         }
 
     @torch.no_grad()
     def restore(self, *, updates: int, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Go back to what `weights`, `moments` and `updates` said."""
+        """Go back to what `weights`, `moments` and `updates` said; moments of other bits begin anew."""
         self.updates = updates
         for name, weight in weights.items():
             self._masters[name].copy_(weight)
         self._publish()
+        if not self._are_ours(moments):
+            _log.warning("optimizer_begins_anew", reason="algorithm.optimizer.bits was different before")
+            moments = {}
         states = {
-            index: {moment: moments[f"{moment}.{name}"].clone() for moment in _MOMENTS}
-            for index, name in enumerate(self._masters)
+            name: {moment: moments[f"{moment}.{name}"].clone() for moment in self._moments}
+            for name in self._masters
             if f"step.{name}" in moments
         }
-        groups = self._adamw.state_dict()["param_groups"]
-        self._adamw.load_state_dict({"state": states, "param_groups": groups})
+        if isinstance(self._adamw, EightBitAdamW):
+            return self._adamw.load({self._masters[name]: state for name, state in states.items()})
+        groups, names = self._adamw.state_dict()["param_groups"], list(self._masters)
+        by_index = {names.index(name): state for name, state in states.items()}
+        self._adamw.load_state_dict({"state": by_index, "param_groups": groups})
+
+    def _are_ours(self, moments: Mapping[str, Tensor]) -> bool:
+        kinds = {moment for kind in _MOMENTS.values() for moment in kind}
+        found = {moment for moment in (name.partition(".")[0] for name in moments) if moment in kinds}
+        return not found or found == set(self._moments)
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self._masters.values() if master.grad is not None]
@@ -98,6 +117,14 @@ class MasterAdamW:
         for name, parameter in self._parameters.items():
             if parameter is not self._masters[name]:
                 parameter.copy_(self._masters[name])
+
+
+def _adamw(masters: Iterable[nn.Parameter], settings: algorithm.OptimizerSettings) -> torch.optim.AdamW | EightBitAdamW:
+    if settings.bits == 8:
+        return EightBitAdamW(masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    return torch.optim.AdamW(
+        masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+    )
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

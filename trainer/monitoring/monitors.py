@@ -139,7 +139,7 @@ class Monitors:
                 open_now[name] = step
                 _log.error("alarm_raised", alarm=name, reason=raised.reason, step=step)
         except LedgerError as error:
-            _log.warning("alarm_not_told", alarm=name, reason=str(error))
+            _log.warning("alarm_not_recorded", alarm=name, reason=str(error))
         self._history = msgspec.structs.replace(self._history, raised=open_now)
 
     def _write(self) -> None:

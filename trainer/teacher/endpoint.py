@@ -49,7 +49,7 @@ _SAMPLER = (
 _MOST_SPECIALS = 256
 
 #: Status and JSON of an answer, or why there was none after a few tries.
-_Heard = tuple[int, Any] | TeacherAway
+_Response = tuple[int, Any] | TeacherAway
 
 _Read = TypeVar("_Read")
 
@@ -118,12 +118,12 @@ class RemoteTeacher:
         refused: defaultdict[str, list[int]] = defaultdict(list)
         failed: defaultdict[str, list[int]] = defaultdict(list)
         found: list[_Read] = []
-        for turn, heard in sorted(self._all(bodies).items()):
-            if isinstance(heard, tuple) and heard[0] in _REFUSED:
-                refused[f"the teacher refuses it: {_message(heard[1])}"] += [each.id for each in calls[turn]]
+        for turn, response in sorted(self._all(bodies).items()):
+            if isinstance(response, tuple) and response[0] in _REFUSED:
+                refused[f"the teacher refuses it: {_message(response[1])}"] += [each.id for each in calls[turn]]
                 continue
             try:
-                found.append(read(turn, self._fine(heard)))
+                found.append(read(turn, self._fine(response)))
             except TeacherAway as error:
                 failed[str(error)] += [each.id for each in calls[turn]]
         if refused:
@@ -132,10 +132,10 @@ class RemoteTeacher:
             raise TeacherAway(next(iter(failed)), dict(failed) if found else {})
         return found
 
-    def _fine(self, heard: _Heard) -> dict[str, Any]:
-        if isinstance(heard, TeacherAway):
-            raise heard
-        status, answer = heard
+    def _fine(self, response: _Response) -> dict[str, Any]:
+        if isinstance(response, TeacherAway):
+            raise response
+        status, answer = response
         if status != 200:
             raise TeacherAway(f"{self._url} answers {status}: {_message(answer)}")
         return _choice(answer)
@@ -145,32 +145,32 @@ class RemoteTeacher:
 
     # Asking.
 
-    def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Heard]:
-        """What was heard to the requests, by their number; to some nothing, if too many before them failed in a row.
+    def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Response]:
+        """The answers to the requests, by their number; to some nothing, if too many before them failed in a row.
 
         The threads are daemons: a hanging one keeps nobody alive.
         """
         # By chance, so that rows which always fail do not hide those behind them for ever.
         turns, given_up = iter(random.sample(range(len(bodies)), len(bodies))), threading.Event()
-        heard: queue.SimpleQueue[tuple[int, _Heard]] = queue.SimpleQueue()
+        responses: queue.SimpleQueue[tuple[int, _Response]] = queue.SimpleQueue()
 
         def ask() -> None:
             # Each closes its own: nobody else can tell when it is done with it.
             with self._client() as client:
                 while not given_up.is_set() and (turn := next(turns, None)) is not None:
                     try:
-                        heard.put((turn, self._patiently(client, bodies[turn])))
+                        responses.put((turn, self._patiently(client, bodies[turn])))
                     except TeacherAway as error:
-                        heard.put((turn, error))
+                        responses.put((turn, error))
 
         threads = [threading.Thread(target=ask, name="teacher", daemon=True) for _ in range(_AT_ONCE)]
         for thread in threads:
             thread.start()
-        answers: dict[int, _Heard] = {}
+        answers: dict[int, _Response] = {}
         failed_in_a_row = 0
         try:
             while len(answers) < len(bodies) and failed_in_a_row < _AT_ONCE:
-                turn, answer = self._next(heard, threads)
+                turn, answer = self._next(responses, threads)
                 answers[turn] = answer
                 failed_in_a_row = failed_in_a_row + 1 if isinstance(answer, TeacherAway) else 0
         finally:
@@ -178,12 +178,12 @@ class RemoteTeacher:
         return answers
 
     def _next(
-        self, heard: "queue.SimpleQueue[tuple[int, _Heard]]", threads: Sequence[threading.Thread]
-    ) -> tuple[int, _Heard]:
+        self, responses: "queue.SimpleQueue[tuple[int, _Response]]", threads: Sequence[threading.Thread]
+    ) -> tuple[int, _Response]:
         while True:
             alive = any(thread.is_alive() for thread in threads)
             try:
-                return heard.get(timeout=0.2)
+                return responses.get(timeout=0.2)
             except queue.Empty:
                 if self._stop.is_set():
                     raise TeacherAway("told to stop") from None
@@ -235,17 +235,17 @@ _SCORE: Mapping[str, object] = {"max_tokens": 1, "temperature": 1.0, "prompt_log
 
 def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
     """Of each token from the first reply token on; raises TeacherAway if the answer is about other tokens."""
-    told = choice.get("prompt_logprobs")
-    if not isinstance(told, list) or len(told) != len(sequence.ids):
+    logprobs = choice.get("prompt_logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != len(sequence.ids):
         raise TeacherAway("the teacher does not tell a log-probability of each token")
     row = np.zeros(len(sequence.ids), np.float32)
     for at in np.flatnonzero(sequence.of >= 0):
-        row[at] = _number(told[at], int(sequence.ids[at]))
+        row[at] = _number(logprobs[at], int(sequence.ids[at]))
     return torch.from_numpy(row[sequence.start :])
 
 
-def _number(told: Any, token: int) -> float:
-    entry = told.get(str(token)) if isinstance(told, dict) else None
+def _number(logprobs: Any, token: int) -> float:
+    entry = logprobs.get(str(token)) if isinstance(logprobs, dict) else None
     if not isinstance(entry, dict):
         raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
     number = entry.get("logprob")

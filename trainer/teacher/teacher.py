@@ -18,7 +18,7 @@ from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAw
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import collate, micro_batches
-from tuneloop.trainer.batches.sequences import TokenSequence, saying
+from tuneloop.trainer.batches.sequences import TokenSequence, with_completion
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 from tuneloop.trainer.models.model import Actor
 
@@ -83,7 +83,7 @@ class LocalTeacher:
         batch = collate(sequences)
         batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
         all_BR = torch.zeros_like(batch.sampled_BR)
-        budget, padded = self._settings.trainer.micro_batch_tokens, not self._actor.is_packed
+        budget, padded = self._settings.trainer.tokens_at_once, not self._actor.is_packed
         for index_B in micro_batches(batch.lengths_B, budget, padded=padded):
             part_BR = self._actor.logprobs(batch.rows(index_B)).cpu()
             all_BR[index_B, : part_BR.shape[1]] = part_BR
@@ -150,7 +150,7 @@ def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], 
         elif not all(0 <= token < known for token in said):
             refused[f"the teacher's reply has a token beyond the tokenizer's {known}"].append(sample.id)
         else:
-            taught.append(saying(sample, said))
+            taught.append(with_completion(sample, said))
     if refused:
         raise SamplesRefused(dict(refused))
     return taught

@@ -33,7 +33,7 @@ class RewardOutbox:
 
     def __init__(self, journal: Journal, services: Mapping[str, ServiceClient], say: Callable[[str], None]) -> None:
         self._journal, self._services, self._say = journal, services, say
-        self._has_said_cut = False
+        self._reported_cut = False
         self._waiting: list[tuple[RunResult, asyncio.Future[None]]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -99,8 +99,8 @@ class RewardOutbox:
 
     def _say_cut(self, results: Sequence[RunResult]) -> None:
         most = max((len(result.metrics) for result in results), default=0)
-        if most > _MOST_METRICS and not self._has_said_cut:
-            self._has_said_cut = True
+        if most > _MOST_METRICS and not self._reported_cut:
+            self._reported_cut = True
             self._say(f"a run has {most} metrics: the service gets the first {_MOST_METRICS} of each (said once)")
 
 

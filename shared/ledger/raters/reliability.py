@@ -1,4 +1,4 @@
-"""How far each rater can be relied on, by what others said of the same replies. Pure.
+"""How far each rater can be relied on, by the verdicts of others on the same replies. Pure.
 
 A rater agrees with the others about a reply as far as their verdicts are alike: 1 where they are the same, 0 where they
 are as far apart as verdicts under that metric are. The verdict of the others is their median, in which each counts by
@@ -121,16 +121,16 @@ def by_voice(opinions: Iterable[tuple[object, Opinion]]) -> float:
 def figures(
     verdicts: Iterable[RaterVerdict], *, trusted: Collection[str] = (), ignored: Collection[Rater] = ()
 ) -> dict[Rater, RaterFigures]:
-    """The figures of all who gave the verdicts. `trusted` are sources; those ignored are compared, but not heard."""
-    said: dict[tuple[object, str], dict[Rater, float]] = defaultdict(dict)
+    """The figures of all who gave the verdicts. `trusted` are sources; those ignored are compared, but do not count."""
+    by_subject: dict[tuple[object, str], dict[Rater, float]] = defaultdict(dict)
     for verdict in verdicts:
-        said[verdict.subject, verdict.metric][verdict.rater] = verdict.value
-    found = dict.fromkeys((rater for each in said.values() for rater in each), RaterFigures())
-    ranges = _ranges(said, trusted)
+        by_subject[verdict.subject, verdict.metric][verdict.rater] = verdict.value
+    found = dict.fromkeys((rater for each in by_subject.values() for rater in each), RaterFigures())
+    ranges = _ranges(by_subject, trusted)
     weights: Mapping[Rater, float] = dict.fromkeys(found, LEAST_WEIGHT)
     for _ in range(_ROUNDS):
         agreed: dict[Rater, list[float]] = defaultdict(list)
-        for (_, metric), by_rater in said.items():
+        for (_, metric), by_rater in by_subject.items():
             for rater, value in by_rater.items():
                 others = _others(rater, by_rater, trusted, ignored)
                 if others and ranges[metric] > 0:
@@ -152,10 +152,12 @@ def _others(
     return golden or (others if len(others) > 1 else [])
 
 
-def _ranges(said: Mapping[tuple[object, str], Mapping[Rater, float]], trusted: Collection[str]) -> dict[str, float]:
+def _ranges(
+    by_subject: Mapping[tuple[object, str], Mapping[Rater, float]], trusted: Collection[str]
+) -> dict[str, float]:
     """How far verdicts under each metric are apart: those of all together, so that one alone cannot stretch it."""
     middles: dict[str, list[float]] = defaultdict(list)
-    for (_, metric), by_rater in said.items():
+    for (_, metric), by_rater in by_subject.items():
         golden = [Opinion(value, 1.0) for rater, value in by_rater.items() if rater[1] in trusted]
         middles[metric].append(together(golden or [Opinion(value, 1.0) for value in by_rater.values()]))
     return {metric: max(values) - min(values) for metric, values in middles.items()}

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, func, literal_column, select, tuple_
+from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
 
 from tuneloop.shared.experience import Feedback, Outcome
 from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, in_time_for, newest_corrections
@@ -110,3 +110,20 @@ def _runs(names: Sequence[Any]) -> Select[Any]:
 def _stored_replies(msg_ids: Sequence[Any]) -> Select[Any]:
     """Which of these replies are there."""
     return select(experiences.c.msg_id).distinct().where(experiences.c.msg_id.in_(msg_ids))
+
+
+def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
+    """Those of the replies about which feedback came too late."""
+    late = feedback.c.outcome == Outcome.LATE
+    found: set[str] = set()
+    for portion in portions(msg_ids):
+        about = or_(
+            feedback.c.msg_id == experiences.c.msg_id,
+            feedback.c.other_msg_id == experiences.c.msg_id,
+            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in TRAJECTORY)),
+        )
+        corrected = select(experiences.c.msg_id).where(
+            experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
+        )
+        found |= set(connection.execute(corrected).scalars())
+    return found

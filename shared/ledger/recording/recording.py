@@ -117,14 +117,14 @@ class Recording(LedgerPart):
 
     def without_room(self, events: Collection[Feedback]) -> set[str]:
         """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
-        room = _Room()
+        quota = _FeedbackQuota()
         for query in _earlier_feedback(events):
             for row in self._read(query):
-                room.take(row)
+                quota.take(row)
         full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
         of_full = [event for event in events if event.tenant in full]
         unknown = self._early.without_reply(of_full, self._read) | {e.event_id for e in of_full if e.msg_id is None}
-        return unknown | {event.event_id for event in events if not room.is_left_for(event)}
+        return unknown | {event.event_id for event in events if not quota.allows(event)}
 
     def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
@@ -226,40 +226,40 @@ class Recording(LedgerPart):
 def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
     """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
     last: dict[object, Any] = {}
-    room = _Room()
+    quota = _FeedbackQuota()
     earlier = [row for query in _earlier_feedback(events) for row in connection.execute(query)]
     for row in sorted(earlier, key=event_order):
         last[_subject(row)] = row
-        room.take(row)
+        quota.take(row)
     new = []
     for event in events:
         before = last.get(_subject(event))
         if before is not None and _is_repeated(connection, before, event):
             continue
         # Who has said something may take it back whatever others have said since.
-        if (event.kind is Kind.RETRACTION and before is not None) or room.is_left_for(event):
-            room.take(event)
+        if (event.kind is Kind.RETRACTION and before is not None) or quota.allows(event):
+            quota.take(event)
             last[_subject(event)] = event
             new.append(event)
     return new
 
 
-class _Room:
-    """How much has been said of each reply or run, and by whom."""
+class _FeedbackQuota:
+    """How many events each reply or run has, and from whom."""
 
     def __init__(self) -> None:
-        self._said: Counter[object] = Counter()
+        self._by_subject: Counter[object] = Counter()
         self._by_voice: Counter[object] = Counter()
 
     def take(self, event: Any) -> None:
         """Count an event."""
-        self._said[_thing(event)] += 1
+        self._by_subject[_thing(event)] += 1
         self._by_voice[_thing(event), _voice(event)] += 1
 
-    def is_left_for(self, event: Any) -> bool:
+    def allows(self, event: Any) -> bool:
         """Whether there is room for an event."""
         by_voice = self._by_voice[_thing(event), _voice(event)]
-        return self._said[_thing(event)] < MAX_SAID and by_voice < MAX_SAID_BY_ONE
+        return self._by_subject[_thing(event)] < MAX_SAID and by_voice < MAX_SAID_BY_ONE
 
 
 def _thing(event: Any) -> object:

@@ -123,15 +123,15 @@ def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[str, Event, float]]
     by_metric: dict[str, list[tuple[Event, float]]] = {}
     for metric, event, value in counting:
         by_metric.setdefault(metric, []).append((event, value))
-    parts = {metric: _part(rule, rule.weights[metric], said) for metric, said in by_metric.items()}
+    parts = {metric: _part(rule, rule.weights[metric], events) for metric, events in by_metric.items()}
     return _clip(rule, sum(parts.values()))
 
 
-def _part(rule: RewardRule, weight: float, said: Sequence[tuple[Event, float]]) -> float:
+def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]) -> float:
     """A metric's part of the reward."""
     if rule.aggregate == "mean":
-        return weight * fmean(value for _, value in said)
-    return by_voice((_voice(event), Opinion(_clip(rule, weight * value), event.weight)) for event, value in said)
+        return weight * fmean(value for _, value in events)
+    return by_voice((_voice(event), Opinion(_clip(rule, weight * value), event.weight)) for event, value in events)
 
 
 def _voice(event: Event) -> object:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import (
     Connection,
-    and_,
     bindparam,
     case,
     exists,
@@ -22,6 +21,7 @@ from sqlalchemy import (
 )
 
 from tuneloop.shared.experience import Exchange, Kind, Outcome, State
+from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import Standing, without_quarantined
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
@@ -109,14 +109,7 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
     """The changes to the replies by all the feedback about them."""
     decided = Plan([], [], [], {})
     for portion in portions(msg_ids):
-        found = [RewardRow(*row) for row in connection.execute(_rows(portion))]
-        feedback_rows = [*connection.execute(_about_replies(portion))]
-        feedback_rows += retractions(
-            connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE}
-        )
-        rows = _with_labels(found, without_quarantined(connection, feedback_rows))
-        feedback_rows += _about_trajectories(connection, rows)
-        events = _Events(feedback_rows, Standing(connection, feedback_rows))
+        found, rows, events = _read(connection, portion)
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
         for row in rows:
             reward = events.reward(rule, row)
@@ -128,6 +121,23 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
         decided.outcomes.update(outcomes)
         decided.repeats.extend(_repeats(rule, rows, events, outcomes))
     return decided
+
+
+def rewards_without(
+    connection: Connection, apart: Mapping[int, Collection[Rater]], msg_ids: Collection[str], rule: RewardRule
+) -> dict[int, float | None]:
+    """What the rewards of these replies' rows would be without what some voices say of them, by the rows' ids."""
+    found = {}
+    for portion in portions(msg_ids):
+        _, rows, events = _read(connection, portion)
+        for row in rows:
+            if (voices := apart.get(row.id)) is not None:
+                heard = (
+                    event for event in events.about(row) if (row.tenant, voice_of(event.source or "")) not in voices
+                )
+                reward = reward_of(rule, heard, sampled_at=row.sampled_at)
+                found[row.id] = None if reward is None else reward.value
+    return found
 
 
 def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) -> None:
@@ -155,23 +165,6 @@ def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> 
         yield from connection.execute(query.where(experiences.c.task_id.is_not(None), named.in_(portion))).scalars()
 
 
-def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
-    """Those of the replies about which feedback came too late."""
-    late = feedback.c.outcome == Outcome.LATE
-    found: set[str] = set()
-    for portion in portions(msg_ids):
-        about = or_(
-            feedback.c.msg_id == experiences.c.msg_id,
-            feedback.c.other_msg_id == experiences.c.msg_id,
-            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in TRAJECTORY)),
-        )
-        corrected = select(experiences.c.msg_id).where(
-            experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
-        )
-        found |= set(connection.execute(corrected).scalars())
-    return found
-
-
 def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
     """The replies that these were preferred to."""
     for portion in portions(msg_ids):
@@ -179,6 +172,16 @@ def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> It
         yield from connection.execute(
             select(feedback.c.other_msg_id).where(feedback.c.msg_id.in_(portion), preferred)
         ).scalars()
+
+
+def _read(connection: Connection, msg_ids: Sequence[str]) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
+    """The rows of some replies, the same with the labels that feedback names, and the feedback about them."""
+    found = [RewardRow(*row) for row in connection.execute(_rows(msg_ids))]
+    feedback_rows = [*connection.execute(_about_replies(msg_ids))]
+    feedback_rows += retractions(connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE})
+    rows = _with_labels(found, without_quarantined(connection, feedback_rows))
+    feedback_rows += _about_trajectories(connection, rows)
+    return found, rows, _Events(feedback_rows, Standing(connection, feedback_rows))
 
 
 class _Events:

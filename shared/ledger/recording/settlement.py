@@ -8,8 +8,9 @@ from sqlalchemy import Connection, func, select, update
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.recording.outcomes import too_late_for
 from tuneloop.shared.ledger.recording.reward_rule import definition, rule_of
-from tuneloop.shared.ledger.recording.rewards import Plan, plan, too_late_for, write
+from tuneloop.shared.ledger.recording.rewards import Plan, plan, write
 from tuneloop.shared.ledger.storage.schema import experiences, reward_rules
 from tuneloop.shared.ledger.storage.transactions import ignoring, portions
 from tuneloop.shared.settings.feedback import RewardRule

@@ -1,4 +1,4 @@
-"""No rater's word weighs more in a batch than its share: what is beyond it waits for others' feedback.
+"""No rater's word weighs more in a batch than its share: what is beyond it is not heard, or waits for others' feedback.
 
 What a row's reward is made of is shared evenly by those who said it. Feedback without a source, and that of trusted
 raters, is the owner's own and not limited; nor is anybody's before there are so many raters that each can have a share.
@@ -16,6 +16,8 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
 from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
+from tuneloop.shared.ledger.recording.rewards import rewards_without
+from tuneloop.shared.ledger.recording.settlement import rules_of
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -49,54 +51,133 @@ def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
 def within_shares(connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int) -> list[Unit]:
     """The first units, of `size` rows at least if there are so many, in which no rater has more than its share.
 
-    A rater may have one unit whatever its size. If there are not enough in a full window, the older half of the others
-    is dropped.
+    A rater may have one unit whatever its size. If there are not enough, those that others rated too are taken without
+    the word of who has its share: nobody holds up others' replies by rating them as well. If there are still not enough
+    in a full window, the older half of the rest is dropped.
     """
-    words = _words(connection, [row for unit in units for row in unit.rows])
-    most = policy.max_rater_share * size
-    had: dict[Rater, float] = defaultdict(float)
-    taken: list[Unit] = []
-    total = 0
-    over: list[Unit] = []
-    for unit in units:
-        if total >= size:
-            return taken
-        parts = _parts(words, unit, policy.trusted_raters)
-        if any(had[rater] and had[rater] + part > most for rater, part in parts.items()):
-            over.append(unit)
-            continue
-        for rater, part in parts.items():
-            had[rater] += part
-        taken.append(unit)
-        total += len(unit.rows)
-    if total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
-        _drop(connection, [row for unit in over[: (len(over) + 1) // 2] for row in unit.rows])
-    return taken
+    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows]), policy, size)
+    over = shares.take_whole(units)
+    rest = shares.take_in_part(connection, over) if shares.total < size else []
+    if shares.total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
+        _drop(connection, [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows])
+    return shares.taken
+
+
+class _Shares:
+    """What each rater has of a batch so far."""
+
+    def __init__(self, words: Mapping[int, Collection[Rater]], policy: BatchPolicy, size: int) -> None:
+        self.taken: list[Unit] = []
+        self.total = 0
+        self._words, self._trusted, self._size = words, policy.trusted_raters, size
+        self._most = policy.max_rater_share * size
+        self._had: dict[Rater, float] = defaultdict(float)
+
+    def take_whole(self, units: Sequence[Unit]) -> list[Unit]:
+        """Take units with all that was said of them; those that would give a rater too much."""
+        over = []
+        for unit in units:
+            if self.total >= self._size:
+                break
+            words = _of_unit(self._words, unit)
+            if self._over(words):
+                over.append(unit)
+            else:
+                self._take(unit, words)
+        return over
+
+    def take_in_part(self, connection: Connection, units: Sequence[Unit]) -> list[Unit]:
+        """Take units, of which those who have their share said nothing; those of which nothing is left then."""
+        heard = {unit: self._audible(unit) for unit in units}
+        apart = {
+            row: {_voice(rater) for rater in self._words[row]} - {_voice(rater) for rater in words}
+            for each in heard.values()
+            for row, words in (each or {}).items()
+        }
+        rewards = _rewards_without(connection, {row: voices for row, voices in apart.items() if voices})
+        rest, changed = [], {}
+        for unit in units:
+            # Meanwhile others may have got their share.
+            words = None if self.total >= self._size else heard[unit]
+            values = {row: rewards.get(row) for row in words or () if apart[row]}
+            if words is None or self._over(words) or None in values.values():
+                rest.append(unit)
+                continue
+            self._take(unit, words)
+            changed.update(values)
+        for row, reward in changed.items():
+            connection.execute(update(experiences).where(experiences.c.id == row).values(reward=reward))
+        return rest
+
+    def _audible(self, unit: Unit) -> dict[int, Collection[Rater]] | None:
+        """Who is heard of each row of a unit, without those that have their share; None if nobody is of one."""
+        words = _of_unit(self._words, unit)
+        while over := self._over(words):
+            words = {row: [rater for rater in by if _voice(rater) not in over] for row, by in words.items()}
+            if any(self._words.get(row) and not by for row, by in words.items()):
+                return None
+        return words
+
+    def _over(self, words: Mapping[int, Collection[Rater]]) -> set[Rater]:
+        """Who would have too much with a unit of which this was said."""
+        parts = _parts(words, self._trusted)
+        return {rater for rater, part in parts.items() if self._had[rater] and self._had[rater] + part > self._most}
+
+    def _take(self, unit: Unit, words: Mapping[int, Collection[Rater]]) -> None:
+        for rater, part in _parts(words, self._trusted).items():
+            self._had[rater] += part
+        self.taken.append(unit)
+        self.total += len(unit.rows)
+
+
+def _voice(rater: Rater) -> Rater:
+    return rater[0], voice_of(rater[1])
+
+
+def _rewards_without(connection: Connection, apart: Mapping[int, Collection[Rater]]) -> dict[int, float | None]:
+    """The rewards of rows without what some voices say of them, each under the rule that made its reward."""
+    replies: set[str] = set()
+    for portion in portions(apart):
+        replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
+    found: dict[int, float | None] = {}
+    for rule, msg_ids in rules_of(connection, replies).values():
+        found |= rewards_without(connection, apart, msg_ids, rule)
+    return found
 
 
 def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> dict[int, Rater | None]:
-    """By the number of each unit, the rater whose word it is most of all; None where it is nobody's who is limited."""
+    """By the number of each unit, the rater whose it is: of several the one who has the fewest; None if nobody limited.
+
+    So who rates all that others rate, too, is not the one whose share they come out of.
+    """
     words = _words(connection, [row for unit in units for row in unit.rows])
-    parts = ((unit.number, _parts(words, unit, policy.trusted_raters)) for unit in units)
-    return {number: max(found, key=lambda rater: found[rater], default=None) for number, found in parts}
+    parts = {unit.number: _parts(_of_unit(words, unit), policy.trusted_raters) for unit in units}
+    has: dict[Rater, float] = defaultdict(float)
+    for found in parts.values():
+        for rater, part in found.items():
+            has[rater] += part
+    return {number: min(found, key=lambda rater: (has[rater], rater), default=None) for number, found in parts.items()}
 
 
-def _parts(words: Mapping[int, Collection[Rater]], unit: Unit, trusted: Collection[str]) -> dict[Rater, float]:
+def _of_unit(words: Mapping[int, Collection[Rater]], unit: Unit) -> dict[int, Collection[Rater]]:
+    return {row: words.get(row, ()) for row in unit.rows}
+
+
+def _parts(words: Mapping[int, Collection[Rater]], trusted: Collection[str]) -> dict[Rater, float]:
     """How much of a unit is each rater's word, in rows."""
     parts: dict[Rater, float] = defaultdict(float)
-    for row in unit.rows:
-        by = words.get(row, ())
+    for by in words.values():
         for rater in by:
             if rater[1] and rater[1] not in trusted:
-                parts[rater[0], voice_of(rater[1])] += 1 / len(by)
+                parts[_voice(rater)] += 1 / len(by)
     return parts
 
 
 def _words(connection: Connection, ids: Collection[int]) -> dict[int, set[Rater]]:
-    """Who said something that counts of each of the rows."""
+    """Whose feedback counts for the reward of each of the rows."""
     rows = [row for portion in portions(ids) for row in connection.execute(_names_of(portion))]
     by_target: dict[object, set[Rater]] = defaultdict(set)
-    for event in without_quarantined(connection, [*_said_of(connection, rows)]):
+    for event in without_quarantined(connection, [*_feedback_on(connection, rows)]):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
     return {row.id: by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id] for row in rows}
 
@@ -106,14 +187,14 @@ def _names_of(ids: Collection[int]) -> Any:
     return select(*names).where(experiences.c.id.in_(ids))
 
 
-def _said_of(connection: Connection, rows: Collection[Any]) -> Iterator[Any]:
-    said = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
+def _feedback_on(connection: Connection, rows: Collection[Any]) -> Iterator[Any]:
+    columns = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
     for portion in portions({row.msg_id for row in rows}):
-        yield from connection.execute(said.where(feedback.c.msg_id.in_(portion)))
+        yield from connection.execute(columns.where(feedback.c.msg_id.in_(portion)))
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
     for few in portions(runs, of=3):
-        yield from connection.execute(said.where(feedback.c.msg_id.is_(None), named.in_(few)))
+        yield from connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
 
 
 def _drop(connection: Connection, ids: Collection[int]) -> None:

@@ -58,7 +58,7 @@ class Restoration(LedgerPart):
                 _leave_out(connection, version, epoch, path, Decision(RESTORE, now, reason))
         return Numbers(max(version, newest), epoch)
 
-    def lost(self, minted_at: Mapping[str, float]) -> set[str]:
+    def missing(self, minted_at: Mapping[str, float]) -> set[str]:
         """Which of these replies, each minted then, the ledger lost when it was put back: the older ones not there.
 
         All that was acknowledged must be in the database.

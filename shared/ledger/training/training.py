@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Select, and_, exists, func, insert, select, u
 from tuneloop.shared.errors import LeaseLost, StaleEpoch
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
+from tuneloop.shared.ledger.recording.outcomes import too_late_for
 from tuneloop.shared.ledger.recording.recording import LEASE_S
-from tuneloop.shared.ledger.recording.rewards import too_late_for
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.rows import sample
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_main import tuneloop
-from tuneloop.cli.setup.capacity import GIB, disk_speed, save_interval, trainer_memory, version_disk
 from tuneloop.cli.setup.init_command import settings_text
 from tuneloop.cli.setup.model_families import FAMILIES, parsers_of
-from tuneloop.cli.setup.model_shape import ModelShape, read_shape
 from tuneloop.cli.setup.plan_command import make_plan
+from tuneloop.shared.capacity.memory import GIB, disk_speed, save_interval, trainer_memory, version_disk
+from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
@@ -146,9 +146,8 @@ def test_a_plan_says_which_gpus_idle_and_what_does_not_fit(tmp_path: Path) -> No
     assert plan.idle_gpus == [3]
     assert [each for each in plan.problems if "GPU" in each] == []
     assert plan.publish_s == pytest.approx(16.7, rel=0.01)
-    [problem] = [
-        each for each in make_plan(settings_of(folder), gpu_bytes=48 * 10**9, speed=1e9).problems if "GPU" in each
-    ]
+    fixed = settings_of(folder, trainer={"micro_batch_tokens": 8192})
+    [problem] = [each for each in make_plan(fixed, gpu_bytes=48 * 10**9, speed=1e9).problems if "GPU" in each]
     assert problem.startswith("GPU 0 is too small: engine 0 and trainer take 57.6 GB, it has 48.0 GB")
 
 
@@ -223,6 +222,33 @@ def test_init_shares_gpus_out_so_that_it_fits(tmp_path: Path, gpus: int, gb: int
     assert found == expected
     problems = make_plan(settings, gpu_bytes=gb * 10**9, speed=1e9).problems
     assert [each for each in problems if not each.startswith("checkpoint_root_dir")] == []
+
+
+def main_memory_problems(settings: Settings, *, gpu_bytes: int | None, free: int) -> list[str]:
+    problems = make_plan(settings, gpu_bytes=gpu_bytes, speed=1e9, free=free).problems
+    return [each for each in problems if "main memory" in each]
+
+
+def test_what_main_memory_does_not_hold_is_a_problem(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", weights=30_000_000_000)
+    alone = settings_of(folder, cluster={"gpu_per_node": 0}, algorithm={"algorithm_type": "reinforce"})
+    [problem] = main_memory_problems(alone, gpu_bytes=None, free=23 * 10**9)
+    assert re.match(
+        r"model\.model_path: main memory is too small without GPUs: the engine [\d.]+ GB, the trainer [\d.]+ GB, the "
+        r"explorer [\d.]+ GB, 23\.0 GB are free; choose a smaller model",
+        problem,
+    )
+    assert main_memory_problems(alone, gpu_bytes=None, free=10**13) == []
+    on_gpus = settings_of(folder, cluster={"gpu_per_node": 8}, mode="train")
+    assert main_memory_problems(on_gpus, gpu_bytes=10**12, free=10**9) == []
+
+
+def test_init_writes_no_file_for_what_main_memory_does_not_hold(tmp_path: Path) -> None:
+    folder, file = model_folder(tmp_path / "m", weights=30_000_000_000_000), tmp_path / "x.yaml"
+    code, _, error = tuneloop("init", file, "--model", folder, "--gpus", 0, "--where", tmp_path / "data")
+    assert code == 3
+    assert "main memory is too small without GPUs" in error
+    assert not file.exists()
 
 
 def test_one_gpu_that_is_too_small_is_said_to_be_so(tmp_path: Path) -> None:

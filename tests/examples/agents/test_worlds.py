@@ -178,7 +178,7 @@ def test_a_model_can_be_taught_and_played(world: Task, monkeypatch: pytest.Monke
     assert 0.0 <= teach(world, model, words, Schooling(early_steps=2, late_steps=1, batch=2), seed=0) <= 1.0
     assert any(bool((a != b).any()) for a, b in zip(before, model.parameters(), strict=True))
     played = Player(world, model, words, seed=0).play(world.questions()[:2])
-    assert all(run.said for run in played)
+    assert all(run.replies for run in played)
 
 
 def test_sizes_come_near_what_was_asked_for() -> None:

@@ -17,7 +17,7 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_
 from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant
-from tuneloop.shared.settings.feedback import TenantSettings
+from tuneloop.shared.settings.feedback import FeedbackSettings, TenantSettings
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 READ, COMMIT, INFERENCE, FEEDBACK, ADMIN = Scope.READ, Scope.COMMIT, Scope.INFERENCE, Scope.FEEDBACK, Scope.ADMIN
@@ -74,6 +74,9 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("POST", "/ping"): set(),
 }
 
+#: The routes about all tenants.
+OF_ALL = ("/admin/versions", "/metrics")
+
 Headers = dict[str, str]
 
 
@@ -96,6 +99,7 @@ class Names(NamedTuple):
     task: str
     run: str
     tag: str
+    key_id: str
 
 
 class Tenant(NamedTuple):
@@ -109,7 +113,7 @@ class Tenant(NamedTuple):
 UNKNOWN = Names(
     "chatcmpl-06gvpfojv39qtg7p5hf4v7lb077k9f1ug8tl37d8",
     "resp_06gvpfojv39qtg7p5hf4v7lb077k9f1ug8tl37d8",
-    *("task-of-nobody", "run-of-nobody", "tag-of-nobody"),
+    *("task-of-nobody", "run-of-nobody", "tag-of-nobody", "key_000000000000"),
 )
 
 
@@ -134,7 +138,9 @@ def tenant(explorer: RunningExplorer, name: str) -> Tenant:
     response = explorer.http.post(RESPONSES, json=asked, headers=headers).json()["id"]
     explorer.http.post("/feedback", json={"msg_ids": [completion], "reward": 1}, headers=headers)
     explorer.until_flushed()
-    return Tenant(headers, by_scope, Names(completion, response, task, run, tag))
+    grant = KeyGrant(name="spare", scopes=(READ,), tenant=name)
+    spare, _ = explorer.ledger.keys.create(grant, actor="test")
+    return Tenant(headers, by_scope, Names(completion, response, task, run, tag, spare.key_id))
 
 
 @pytest.fixture
@@ -157,11 +163,18 @@ def test_every_route_asks_for_its_scopes(prefix: str) -> None:
         assert required_scopes(method, prefix + path) == scopes, (method, path)
 
 
+@pytest.mark.parametrize("path", ["/trinity" * 20_000 + "/feedback", "/trinity/trinity/feedback", "/trinity/"])
+def test_trinitys_prefix_is_taken_off_once(path: str) -> None:
+    assert required_scopes("POST", path) == {ADMIN}
+
+
 def test_no_key_opens_what_its_scope_does_not(explorer: RunningExplorer, acme: Tenant) -> None:
     for (method, path), scopes in ROWS.items():
         for scope, headers in acme.by_scope.items():
             answer = explorer.http.request(method, path, headers=headers, json={} if method == "POST" else None)
             is_open = not scopes or scope in scopes or scope is ADMIN
+            if scope is ADMIN and path.startswith(OF_ALL):
+                is_open = False
             assert (answer.status_code != 403) == is_open, (method, path, scope)
             assert answer.status_code != 401
         without = explorer.http.request(method, path, json={} if method == "POST" else None)
@@ -205,7 +218,11 @@ ABOUT_OBJECTS: dict[str, Ask] = {
     "commit a task": ask("POST", "/commit", task_id="{task}"),
     "count calls": ask("GET", "/training/calls?task_id={task}&run_id={run}"),
     "count tokens": ask("GET", "/training/calls?task_id={task}&run_id={run}&tokens=true"),
+    "revoke a key": ask("DELETE", "/admin/keys/{key_id}"),
 }
+
+#: What only an administrator may ask.
+ADMINS = {"revoke a key"}
 
 
 def masked(answer: httpx.Response, names: Names) -> tuple[int, str, Any]:
@@ -228,11 +245,12 @@ def test_anothers_object_is_answered_as_one_that_never_was(
     explorer: RunningExplorer, acme: Tenant, globex: Tenant, what: str
 ) -> None:
     send, before = ABOUT_OBJECTS[what], rows(explorer, "acme")
-    others = masked(send(explorer.http, globex.headers, acme.names), acme.names)
-    nobodys = masked(send(explorer.http, globex.headers, UNKNOWN), UNKNOWN)
+    theirs, mine = (each.by_scope[ADMIN] if what in ADMINS else each.headers for each in (globex, acme))
+    others = masked(send(explorer.http, theirs, acme.names), acme.names)
+    nobodys = masked(send(explorer.http, theirs, UNKNOWN), UNKNOWN)
     assert others == nobodys
     assert rows(explorer, "acme") == before
-    own = masked(send(explorer.http, acme.headers, acme.names), acme.names)
+    own = masked(send(explorer.http, mine, acme.names), acme.names)
     assert own != others or what in {"stream a response", "rate a run"}, "else it would show nothing"
 
 
@@ -248,6 +266,31 @@ def test_a_list_and_a_count_are_of_the_tenant_alone(explorer: RunningExplorer, a
     training = explorer.http.get("/training", headers=acme.headers).json()
     assert sum(training["experiences"].values()) == 2
     assert training["reasons"] == []
+
+
+def test_an_administrator_lists_and_makes_keys_and_raters_of_the_tenant_alone(
+    explorer: RunningExplorer, acme: Tenant, globex: Tenant
+) -> None:
+    explorer.ledger.raters.assess(FeedbackSettings())
+    http, admin = explorer.http, acme.by_scope[ADMIN]
+    for path in ("/admin/keys", "/admin/keys/audit", "/admin/raters"):
+        answer = http.get(path, headers=admin)
+        found = answer.json()["data"]
+        assert {each["tenant"] for each in found} == {"acme"}, path
+        assert "globex" not in answer.text
+    made = http.post("/admin/keys", json={"name": "new"}, headers=admin).json()
+    assert made["tenant"] == "acme"
+    for grant in ({"tenant": "globex"}, {"tenant": "default", "scopes": ["admin"]}, {"scopes": ["metrics"]}):
+        answer = http.post("/admin/keys", json={"name": "new", **grant}, headers=admin)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operator_only"), grant
+    assert http.delete(f"/admin/keys/{made['key_id']}", headers=admin).status_code == 200
+    grant = KeyGrant(name="ops", scopes=(ADMIN,))
+    operator = {"Authorization": f"Bearer {explorer.ledger.keys.create(grant, actor='test')[1]}"}
+    eventually(lambda: http.get("/metrics", headers=operator).status_code == 200)
+    assert {each["tenant"] for each in http.get("/admin/keys", headers=operator).json()["data"]} >= {"acme", "globex"}
+    assert http.get("/admin/versions", headers=operator).status_code == 200
+    for path in ("/admin/versions", "/admin/versions/0", "/metrics", "/trinity/metrics"):
+        assert http.get(path, headers=admin).json()["error"]["code"] == "operator_only", path
 
 
 def test_two_tenants_have_the_same_names_without_meeting(
@@ -300,11 +343,13 @@ def test_what_is_the_operators_does_not_reach_the_engine(
     explorer: RunningExplorer, acme: Tenant, double: EngineDouble
 ) -> None:
     fields = {"priority": -5, "request_id": "x", "kv_transfer_params": {"do_remote_decode": True}, "cache_salt": "mine"}
+    fields |= {"session_id": "s", "vllm_xargs": {"kv_transfer_params": "x", "session_id": "s"}}
+    operators = fields.keys() - {"cache_salt"}
     answer = explorer.http.post(CHAT, json=HELLO | fields, headers=acme.headers)
     assert answer.status_code == 200
     sent = double.chats[-1].body
-    assert not {"priority", "request_id", "kv_transfer_params"} & sent.keys()
+    assert not operators & sent.keys()
     assert sent["cache_salt"] == "acme:mine"
-    assert {"priority", "request_id", "kv_transfer_params"} <= set(answer.headers["x-tuneloop-ignored"].split(", "))
+    assert operators <= set(answer.headers["x-tuneloop-ignored"].split(", "))
     explorer.http.post(CHAT, json=HELLO, headers=acme.headers)
     assert double.chats[-1].body["cache_salt"] == "acme"

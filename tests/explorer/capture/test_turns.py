@@ -38,7 +38,7 @@ def source_of(own: Spool) -> Source:
 def tenants_of(queue: SlotQueue) -> Iterator[list[str]]:
     while group := queue.take():
         yield [decode(entry.payload).tenant for entry in group]
-        queue.done(group, 0.0)
+        queue.finish(group, 0.0)
 
 
 async def test_who_comes_behind_a_flood_is_answered_after_one_group_of_it(own: Spool) -> None:
@@ -91,8 +91,8 @@ async def test_what_is_left_in_the_middle_of_a_flood_is_moved_after_a_restart(ow
     assert queue.read([source_of(own)])
     first, others = queue.take(), queue.take()
     assert [decode(entry.payload) for entry in others] == [other]
-    assert queue.done(others, 0.0) == {}  # it lies behind what is not done: a restart reads it again
-    [done] = queue.done(first, 0.0).values()
+    assert queue.finish(others, 0.0) == {}  # it lies behind what is not done: a restart reads it again
+    [done] = queue.finish(first, 0.0).values()
     own.flushed.move(done)
     gate.may.release(100)
     with flushing(own, gate, slots_of(own)) as (flusher, _):
@@ -116,7 +116,7 @@ async def test_who_makes_much_work_has_small_groups_and_others_have_not(own: Spo
     while group := queue.take():
         [tenant] = {decode(entry.payload).tenant for entry in group}
         sizes[tenant].append(len(group))
-        queue.done(group, 10.0 if tenant == "acme" and len(sizes["acme"]) < 8 else 0.0)
+        queue.finish(group, 10.0 if tenant == "acme" and len(sizes["acme"]) < 8 else 0.0)
     assert sizes["other"] == [GROUP] * 4
     assert sizes["acme"][:8] == [512, 256, 128, 64, 32, 16, 8, 8]
     assert max(sizes["acme"][8:]) == GROUP  # it is no work any more
@@ -170,7 +170,7 @@ async def test_a_tenant_has_no_more_turns_for_having_more_keys(own: Spool) -> No
     while group := queue.take():
         [whose] = {(entry.owner.tenant, entry.owner.key) for entry in group}
         turns.append(whose)
-        queue.done(group, 0.0)
+        queue.finish(group, 0.0)
     first = [("acme", "key 0"), ("other", ""), ("acme", "key 1"), ("other", ""), ("acme", "key 2"), ("other", "")]
     assert turns == first + 2 * [("acme", f"key {number}") for number in range(3)]
 

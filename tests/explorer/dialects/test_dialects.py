@@ -215,7 +215,8 @@ def test_what_the_engine_refuses_is_told_in_an_envelope(
     explorer: RunningExplorer, engine: Clever, path: str, status: int, body: bytes, answer: int
 ) -> None:
     engine.passed_status, engine.answer_to_passed = status, body
-    reply = explorer.http.request("GET" if "models" in path else "POST", path)
+    asked = ("GET", path, None) if "models" in path else ("POST", path, {"model": "t", "prompt": "ab"})
+    reply = explorer.http.request(*asked[:2], json=asked[2])
     assert reply.status_code == answer
     assert reply.content == body if body == REFUSED else reply.json()["error"]["message"]
     if path == COUNT and body != REFUSED:

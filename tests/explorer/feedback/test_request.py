@@ -26,7 +26,7 @@ FIRST, SECOND = (SIGNER.mint("acme", 2) for _ in range(2))
 
 def heard(body: dict[str, Any], header: str | None = None) -> list[Feedback]:
     """The events of a body."""
-    heard = EventFactory(SIGNER, Caller(tenant="acme")).hear(parse_entries(body, header))
+    heard = EventFactory(SIGNER, Caller(tenant="acme")).events_of(parse_entries(body, header))
     return [each.event for each in heard if each.event is not None]
 
 

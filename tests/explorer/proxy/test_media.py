@@ -9,7 +9,7 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tuneloop.explorer.engines.vllm import command
-from tuneloop.explorer.proxy.media import remote_files
+from tuneloop.explorer.proxy.media import is_public, remote_files
 from tuneloop.shared.errors import RequestRefused
 
 METADATA = "http://169.254.169.254/latest/meta-data"
@@ -29,6 +29,24 @@ def explorer(tmp_path_factory: pytest.TempPathFactory, engine: EngineDouble) -> 
 
 def chat(part: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}]}
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.1", "127.0.0.1", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1", "240.0.0.1"),
+        *("::1", "::", "::ffff:10.0.0.1", "::ffff:8.8.8.8", "fe80::1", "fc00::1", "fec0::1", "ff02::1", "2001:db8::1"),
+        *("64:ff9b::a00:1", "64:ff9b::808:808", "64:ff9b:1::a00:1", "::a00:1", "::808:808", "2002:a00:1::1", "100::1"),
+        *("2001:0:a00:1::1", "5f00::1", "4000::1"),
+    ],
+)
+def test_what_leads_into_somebodys_own_network_is_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "2a00:1450:4001::1"])
+def test_everybodys_network_is_public(address: str) -> None:
+    assert is_public(address)
 
 
 @pytest.mark.parametrize("url", [METADATA, "file:///etc/passwd", "ftp://x/y", "//x/y", "HTTP://X/", " http://x/"])

@@ -155,3 +155,9 @@ def test_every_curve_is_written_down() -> None:
     curves = {curve for path in sources for curve in re.findall(r'"([a-z_]+/[a-z_/0-9]+)"', path.read_text())}
     written = DOCS.read_text()
     assert {curve for curve in curves - {"application/json"} if f"`{curve}`" not in written} == set()
+
+
+def test_to_who_comes_from_elsewhere_health_tells_no_version(explorer: RunningExplorer) -> None:
+    told = explorer.http.get("/health/ready", headers={"X-Forwarded-For": "203.0.113.9"}).json()
+    assert told == {"status": "ready"}
+    assert explorer.http.get("/health/ready").json()["engines"]

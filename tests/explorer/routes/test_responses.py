@@ -11,7 +11,8 @@ import pytest
 from tests.doubles.engine import MODEL, EnginePlace
 from tests.doubles.responding import RESPONSES, RespondingDouble, message_item
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.shared.experience import Exchange, State
+from tuneloop.shared.experience import DEFAULT_TENANT, Exchange, Scope, State
+from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 Json = dict[str, Any]
 
@@ -230,6 +231,39 @@ def test_background_responses_hold_their_places(explorer: RunningExplorer, engin
     assert post(explorer, PLAIN).status_code == 429
     holder(engines, names[0]).finish(names[0])
     eventually(lambda: post(explorer, PLAIN).status_code == 200)
+
+
+def test_a_background_response_counts_as_one_of_its_key_until_it_is_finished(
+    places: list[EnginePlace], tmp_path: Path
+) -> None:
+    double = places[0].double = RespondingDouble(url=places[0].url)
+    grant = KeyGrant(name="web", scopes=(Scope.INFERENCE,), limits=KeyLimits(max_concurrent=1))
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        headers = {"x-api-key": explorer.ledger.keys.create(grant, actor="test")[1]}
+        eventually(lambda: post(explorer, PLAIN, headers=headers).status_code == 200)
+        eventually(lambda: post(explorer, PLAIN).status_code == 401)
+        name = post(explorer, BACKGROUND, headers=headers).json()["id"]
+        assert post(explorer, PLAIN, headers=headers).json()["error"]["code"] == "key_limit_concurrency"
+        double.finish(name)
+        eventually(lambda: post(explorer, PLAIN, headers=headers).status_code == 200)
+
+
+@pytest.mark.parametrize("query", ["", "?stream=true"])
+def test_of_an_erased_response_the_engine_tells_nothing(
+    explorer: RunningExplorer, engines: list[RespondingDouble], query: str
+) -> None:
+    name = post(explorer, BACKGROUND | {"user": "ann"}).json()["id"]
+    holder(engines, name).finish(name)
+    assert again(explorer, name).status_code == 200
+    explorer.ledger.retention.erase(DEFAULT_TENANT, "ann")
+    assert name in holder(engines, name).held
+    assert again(explorer, name, query).status_code == 404
+
+
+def test_what_must_not_be_stored_is_not_made_in_the_background(
+    explorer: RunningExplorer, engines: list[RespondingDouble]
+) -> None:
+    assert post(explorer, BACKGROUND | {"store": False}).status_code == 400
 
 
 def test_a_background_response_whose_engine_forgot_it_is_kept_as_cut_off(

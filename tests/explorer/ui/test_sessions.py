@@ -57,6 +57,14 @@ def test_the_admin_key_opens_the_page(keyed: Filled):
     assert http.get("/ui").status_code == 200
 
 
+@pytest.mark.parametrize("broken", ["//[", "http://[", "/ui//[x", "//[::g]/ui"])
+def test_what_is_no_address_is_neither_an_origin_nor_where_to_go(keyed: Filled, broken: str):
+    http = keyed.explorer.http
+    assert http.get("/ui/login", params={"next": broken}).status_code == 200
+    assert log_in(http, next=broken).headers["location"] in {"/ui", broken if broken.startswith("/ui/") else "/ui"}
+    assert http.post("/ui/login", data={"key": KEY}, headers={"Origin": broken}).status_code == 403
+
+
 def test_another_key_does_not(keyed: Filled):
     answer = log_in(keyed.explorer.http, "another")
     assert answer.status_code == 401
@@ -160,7 +168,10 @@ def test_a_key_with_the_scope_admin_opens_the_page_of_its_tenant_until_it_is_rev
         eventually(lambda: http.get("/ui").status_code == 303)
         assert httpx.get(f"{filled.explorer.url}/ui", cookies=before).status_code == 303
         assert log_in(http, other).status_code == 401
-        assert log_in(http, secret).status_code == 303
+        assert log_in(http, secret).headers["location"] == "/ui/exchanges"
+        for path in ("/ui", "/ui/versions", "/ui/trainer", "/ui/doctor", "/ui/events", "/ui/waiting"):
+            assert http.get(path).status_code == 403, path
+        assert http.post("/ui/versions/0/promote").status_code == 403
         assert "No exchange is in the ledger yet" in http.get("/ui/exchanges").text
         assert http.get(f"/ui/exchanges/{filled.planted.msg_id}").status_code == 404
         keys.revoke(made.key_id, actor="test")

@@ -101,6 +101,22 @@ def test_a_version_whose_engine_fails_is_rolled_back_and_nobody_notices(
     assert "failed" in ended(explorer)[1]
 
 
+def test_a_client_whose_request_no_engine_can_answer_rolls_nothing_back(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    """A grammar that refers to itself, of which vLLM dies in one request, not in one version."""
+    explorer = trying(running_explorer, doubles)
+    for each in doubles:
+        each.fails_at = lambda request: "$ref" in str(request.get("structured_outputs"))
+    poison = {"structured_outputs": {"json": {"$ref": "#"}}}
+    statuses = [explorer.chat(user=f"user-{number}", **poison).status_code for number in range(20)]
+    assert set(statuses) <= {500, 502}
+    for _ in range(3):
+        assert set(answered(explorer).values()) == {0, 1}
+    assert version(explorer, 1).state is VersionState.CANARY
+    assert explorer.decisions("rolled_back") == 0
+
+
 @pytest.mark.parametrize("mode", ["canary", "shadow"])
 def test_a_version_that_refuses_is_rolled_back_however_it_writes_it(
     running_explorer: Run, doubles: list[EngineDouble], mode: str

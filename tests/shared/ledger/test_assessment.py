@@ -232,3 +232,53 @@ def test_groups_are_limited_as_rows_are(ledger: Ledger) -> None:
     batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, policy)
     assert [each.task_id for each in batch[::2]] == ["task-0", *(f"task-{number}" for number in range(4, 8))]
     assert len(ids(batch)) == 10
+
+
+def rated_by_eve_too(ledger: Ledger, count: int) -> list[Exchange]:
+    """Replies that two of twenty raters rated, the half of them good, and a key that says of each what they say."""
+    said = [exchange() for _ in range(count)]
+    events = []
+    for number, each in enumerate(said):
+        names = (f"rater-{number % 20}", f"rater-{(number + 7) % 20}", "key:eve")
+        events += [feedback(msg_id=each.msg_id, source=name, value=float(number % 2)) for name in names]
+    ledger.recording.record([*said, *events])
+    ledger.recording.commit("acme")
+    ledger.raters.assess(OPTIONS)
+    return said
+
+
+@pytest.mark.parametrize("waiting", [64, 256])
+def test_one_key_that_rates_every_reply_holds_up_none(ledger: Ledger, waiting: int) -> None:
+    said = rated_by_eve_too(ledger, waiting)
+    epoch = ledger.training.take_epoch("trainer")
+    batches = [ledger.training.lease(epoch, 64, LIMITED) for _ in range(waiting // 64)]
+    assert sorted(each.msg_id for batch in batches for each in batch) == sorted(each.msg_id for each in said)
+    assert ledger.reports.counts()[State.DROPPED] == 0
+
+
+def test_who_has_its_share_is_not_heard_of_the_other_replies(ledger: Ledger, engine: Engine) -> None:
+    """One that nobody yet knows to be wrong, and one honest rater, of each reply."""
+    said = [exchange() for _ in range(20)]
+    honest = [feedback(msg_id=each.msg_id, source=f"rater-{n}", value=1.0) for n, each in enumerate(said)]
+    ledger.recording.record([*said, *honest, *(feedback(msg_id=each.msg_id, source="eve", value=0.0) for each in said)])
+    ledger.recording.commit("acme")
+    ledger.raters.assess(OPTIONS)
+    epoch = ledger.training.take_epoch("trainer")
+    batch = ledger.training.lease(epoch, 20, LIMITED)
+    assert sorted(each.reward for each in batch) == [0.5] * 4 + [1.0] * 16
+    ledger.training.release(epoch)
+    ledger.recording.record([feedback(msg_id=said[-1].msg_id, source="rater-3", value=1.0)])
+    assert rewards(engine)[-1] == 1.0
+
+
+def test_a_group_is_taken_without_the_word_of_who_has_its_share(ledger: Ledger) -> None:
+    said = [exchange(task_id=f"task-{n // 2}", run_id=str(n)) for n in range(20)]
+    names = [("eve", f"rater-{n % 10}") for n in range(20)]
+    ledger.recording.record(said)
+    ledger.recording.record(
+        [feedback(msg_id=each.msg_id, source=name) for each, both in zip(said, names, strict=True) for name in both]
+    )
+    ledger.recording.commit("acme")
+    ledger.raters.assess(OPTIONS)
+    policy = LIMITED._replace(group_by="task", group_size=2)
+    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 20, policy)) == 20

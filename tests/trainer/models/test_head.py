@@ -12,7 +12,7 @@ from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
 from tuneloop.trainer.batches.batch import scatter_tokens
 from tuneloop.trainer.models import head as heads
-from tuneloop.trainer.models.head import AllowedSets, Head, Said
+from tuneloop.trainer.models.head import AllowedSets, Head, ScoredTokens
 
 N, D, V = 70, 8, 90
 
@@ -40,7 +40,7 @@ def _given(*, bias, tempered, grammar):
         bits[np.arange(N), tokens_N.numpy()] = 1
         rows = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
         allowed = AllowedSets(torch.where(torch.arange(N) % 3 == 0, -1, torch.arange(N)), rows)
-    return leaves, Said(tokens_N, temperatures_N, allowed)
+    return leaves, ScoredTokens(tokens_N, temperatures_N, allowed)
 
 
 def _whole(leaves, said):
@@ -145,7 +145,7 @@ def test_the_loss_with_an_entropy_bonus_is_that_of_others_through_the_head(case)
     """As in tests/trainer/golden/test_actor.py, with logits that a head of ones on its diagonal makes."""
     mask_BR, logits = case.inputs["mask"], case.inputs["logits"].clone().float().requires_grad_()
     eye_VV = torch.eye(logits.shape[-1])
-    scored = Head(eye_VV, None, compiled=False).score(logits[mask_BR], Said(case.inputs["said"][mask_BR]))
+    scored = Head(eye_VV, None, compiled=False).score(logits[mask_BR], ScoredTokens(case.inputs["said"][mask_BR]))
     logprobs_BR, entropy_BR = (scatter_tokens(each_N, mask_BR) for each_N in scored)
     algorithm = _algorithm(case)
     x = case.inputs

@@ -397,7 +397,7 @@ def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, le
         ):
             patch.setattr(part, verb, away)
         assert learn(watch, [40], first=4)[0]["drift/alarms"] == 0
-    assert {each["event"] for each in said} == {"monitors_not_read", "alarm_not_told"}
+    assert {each["event"] for each in said} == {"monitors_not_read", "alarm_not_recorded"}
     assert ledger.alarms.all() == []
     learn(watch, [40], first=5)
     assert [alarm.name for alarm in ledger.alarms.all()] == ["reply_length"]

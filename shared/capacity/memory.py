@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tuneloop.cli.setup.model_shape import ModelShape
+from tuneloop.shared.capacity.model_shape import ModelShape
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
@@ -36,6 +36,9 @@ _COMPILED = 0.59
 
 #: vLLM's CPU build keeps so much for keys and values unless told otherwise (explorer/engines/vllm.py).
 _CPU_CACHE_BYTES = 1 * GIB
+
+#: AdamW's two moments of a parameter in 8 bits, with a float32 scale of each for 256 of them.
+EIGHT_BIT_MOMENTS = 2 + 2 * 4 / 256
 
 _WITH_CRITIC = frozenset({"ppo"})
 _PIECE, _PIECES = 4 << 20, 16
@@ -105,25 +108,32 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
     size = 4 if settings.trainer_dtype == "float32" else 2
     trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
     frozen = shape.weights * size if lora else 0
+    optimizer = int(trained * optimizer_bytes(algorithm.optimizer.bits, size))
     if algorithm.algorithm_type in _WITH_CRITIC:
         body = critic.weights - critic.head_weights
-        trained += trained_weights(critic, settings) if lora else body
+        also = trained_weights(critic, settings) if lora else body
+        optimizer += int(also * optimizer_bytes(algorithm.critic_optimizer.bits, size))
+        trained += also
         frozen += body * size if lora else 0
     # With an adapter the reference is the model without it.
     reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
-    tokens = settings.trainer.micro_batch_tokens
+    tokens = settings.trainer.tokens_at_once
     logits = min(_LOGIT_TOKENS, tokens) * shape.vocabulary * _LOGIT_BYTES
     memory = TrainerMemory(
         base=_CUDA_BASE if on_gpu else TRAINER_BASE,
         weights=frozen + trained * size,
-        # AdamW's two moments in float32, and float32 masters of weights that are not.
-        optimizer=trained * (8 if size == 4 else 12),
+        optimizer=optimizer,
         gradients=trained * 4,
         reference=reference,
         activations=tokens * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
         logits=logits,
     )
     return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))
+
+
+def optimizer_bytes(bits: int, size: int) -> float:
+    """Of each parameter of `size` bytes: AdamW's two moments, and a float32 master if it is smaller."""
+    return (8 if bits == 32 else EIGHT_BIT_MOMENTS) + (0 if size == 4 else 4)
 
 
 def _kept_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
@@ -170,12 +180,11 @@ def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) 
 def version_disk(shape: ModelShape, critic: ModelShape, settings: Settings) -> VersionDisk:
     """What versions take in the job folder: the formula of docs/operations.md, Disk and memory."""
     size = 4 if settings.trainer_dtype == "float32" else 2
-    whole = size + (8 if size == 4 else 12)
-    trained = trained_weights(shape, settings)
-    newest = trained * whole
-    if settings.algorithm.algorithm_type in _WITH_CRITIC:
-        lora = settings.model.lora.rank > 0
-        newest += whole * (trained_weights(critic, settings) if lora else critic.weights - critic.head_weights)
+    algorithm, trained = settings.algorithm, trained_weights(shape, settings)
+    newest = int(trained * (size + optimizer_bytes(algorithm.optimizer.bits, size)))
+    if algorithm.algorithm_type in _WITH_CRITIC:
+        also = trained_weights(critic, settings) if settings.model.lora.rank else critic.weights - critic.head_weights
+        newest += int(also * (size + optimizer_bytes(algorithm.critic_optimizer.bits, size)))
     older = trained * size
     kept = settings.trainer.max_checkpoints_to_keep
     return VersionDisk(newest, older, 2 * newest + kept * older)

@@ -1,0 +1,87 @@
+"""What is chosen for a GPU's memory: it fits by the reckoning, and `tuneloop plan` prints the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.setup.test_setup import model_folder
+from tuneloop.cli.setup.plan_command import make_plan
+from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, shapes_of
+from tuneloop.shared.settings.settings import Settings
+
+GB = 10**9
+EIGHT_BITS = {"optimizer": {"bits": 8}, "critic_optimizer": {"bits": 8}}
+
+
+def settings_of(folder: Path, **sections: Any) -> Settings:
+    """A trainer with a GPU of its own."""
+    tree = {"checkpoint_root_dir": folder.parent, "model": {"model_path": folder}, "cluster": {"gpu_per_node": 1}}
+    return Settings.model_validate(tree | {"mode": "train"} | sections)
+
+
+@pytest.mark.parametrize(
+    ("gb", "algorithm", "expected"),
+    [
+        (80, {}, (32768, False)),
+        (48, {}, (8192, False)),
+        (24, EIGHT_BITS, (1024, False)),
+        (21, EIGHT_BITS, (1024, True)),
+        (24, {"algorithm_type": "reinforce"}, (2048, False)),
+    ],
+)
+def test_what_is_chosen_for_the_06b_shape_fits(
+    tmp_path: Path, gb: int, algorithm: dict[str, Any], expected: tuple[int, bool]
+) -> None:
+    settings = settings_of(model_folder(tmp_path / "m"), algorithm=algorithm)
+    shapes = shapes_of(settings)
+    chosen = fit_trainer(settings, shapes, gb * GB)
+    assert chosen is not None
+    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == expected
+    assert reckon(chosen, shapes).total <= 0.95 * gb * GB
+    more = {"micro_batch_tokens": 2 * expected[0]}
+    larger = chosen.model_copy(update={"trainer": chosen.trainer.model_copy(update=more)})
+    assert expected[0] == 32768 or reckon(larger, shapes).total > 0.95 * gb * GB
+    plan = make_plan(settings, gpu_bytes=gb * GB, speed=1e9, free=64 * GB)
+    assert plan.micro_batch == expected
+    assert plan.trainer == reckon(chosen, shapes)
+    assert [each for each in plan.problems if "GPU" in each] == []
+
+
+def test_where_nothing_fits_the_plan_says_what_to_do(tmp_path: Path) -> None:
+    settings = settings_of(model_folder(tmp_path / "m"))
+    assert fit_trainer(settings, shapes_of(settings), 24 * GB) is None
+    [problem] = [each for each in make_plan(settings, gpu_bytes=24 * GB, speed=1e9).problems if "GPU" in each]
+    for cure in ("model.lora.rank: 16", "algorithm.optimizer.bits: 8"):
+        assert cure in problem
+
+
+def test_what_is_set_is_not_chosen(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    set_ = settings_of(folder, trainer={"micro_batch_tokens": 65536})
+    chosen = fit_trainer(set_, shapes_of(set_), 24 * GB)
+    assert chosen is not None
+    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (65536, False)
+    never = settings_of(folder, trainer={"activation_checkpointing": False}, algorithm={"algorithm_type": "sft"})
+    always = settings_of(folder, trainer={"activation_checkpointing": True}, algorithm={"algorithm_type": "sft"})
+    for settings, again in ((never, False), (always, True)):
+        found = fit_trainer(settings, shapes_of(settings), 48 * GB)
+        assert found is not None
+        assert found.trainer.activation_checkpointing is again
+
+
+@pytest.mark.parametrize("sections", [{"trainer": {"device": "cpu"}}, {"cluster": {"gpu_per_node": 0}}])
+def test_on_a_cpu_it_is_8192(tmp_path: Path, sections: dict[str, Any]) -> None:
+    settings = settings_of(model_folder(tmp_path / "m"), **sections)
+    chosen = fit_trainer(settings, shapes_of(settings), 24 * GB)
+    assert chosen is not None
+    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (8192, False)
+
+
+def test_an_engine_on_the_same_gpu_leaves_the_rest(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    share = {"explorer": {"rollout_model": {"gpu_memory_utilization": 0.4}}}
+    shared = settings_of(folder, mode="both", **share)
+    apart = settings_of(folder, mode="both", cluster={"gpu_per_node": 2}, **share)
+    assert room_for_trainer(shared, 100 * GB) == 60 * GB
+    assert room_for_trainer(apart, 100 * GB) == 100 * GB

@@ -1,0 +1,136 @@
+"""AdamW whose two moments take a byte each, with a float32 scale for every 256 of them.
+
+A moment is kept as the logarithm of its share of the largest of its block: 8 steps to an octave and a sign for the
+first, 12 for the root of the second. A second moment moves by a thousandth at a time, far less than a step, so what
+lies between two is rounded up or down in turn: by a number that is different for each place and each update, spreads
+evenly, and follows from both, so that a run that is resumed is the same to the bit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_BLOCK = 256
+#: So many at a time: what is made of them in between takes a few hundred megabytes.
+_CHUNK = 1 << 22
+
+_FIRST_STEPS, _FIRST_LEVELS = 8, 127
+_SECOND_STEPS, _SECOND_LEVELS = 12, 255
+
+#: Multiples of the golden ratio and of another irrational number, as shares of 2³², spread evenly.
+_BY_PLACE, _BY_UPDATE = 2654435769, 3242174889
+
+
+class EightBitAdamW:
+    """What of torch.optim.AdamW is used: `param_groups` with one group, `state`, `step`, `zero_grad`."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        found = list(parameters)
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": found, "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
+        ]
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                if parameter not in self.state:
+                    self.state[parameter] = _nothing(parameter)
+                state = self.state[parameter]
+                state["step"] += 1
+                self._update(parameter, state)
+
+    def load(self, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Go on from these states."""
+        self.state = {
+            parameter: {name: each.to("cpu" if name == "step" else parameter.device) for name, each in state.items()}
+            for parameter, state in states.items()
+        }
+
+    def _update(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        group, updates = self.param_groups[0], int(state["step"])
+        (one, two), lr = group["betas"], group["lr"]
+        corrections = 1 - one**updates, (1 - two**updates) ** 0.5
+        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
+        for part in _chunks(len(weights)):
+            gradient, chunk = gradients[part], dict(_parts(state, part))
+            dither = _dither(part, updates, device=parameter.device)
+            first = _first(chunk).mul_(one).add_(gradient, alpha=1 - one)
+            second = _second(chunk).square_().mul_(two).addcmul_(gradient, gradient, value=1 - two)
+            root = second.sqrt_()
+            weights[part].mul_(1 - lr * group["weight_decay"])
+            weights[part].sub_(first / (root / corrections[1]).add_(group["eps"]), alpha=lr / corrections[0])
+            _keep(chunk, "exp_avg", first, dither)
+            _keep(chunk, "exp_avg_sq", root, dither)
+
+
+def _nothing(parameter: Tensor) -> dict[str, Tensor]:
+    count, device = parameter.numel(), parameter.device
+    blocks = -(-count // _BLOCK)
+    return {
+        "step": torch.zeros(()),
+        "exp_avg": torch.zeros(count, dtype=torch.int8, device=device),
+        "exp_avg_scale": torch.zeros(blocks, device=device),
+        "exp_avg_sq": torch.zeros(count, dtype=torch.uint8, device=device),
+        "exp_avg_sq_scale": torch.zeros(blocks, device=device),
+    }
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    for start in range(0, count, _CHUNK):
+        yield slice(start, min(count, start + _CHUNK))
+
+
+def _parts(state: Mapping[str, Tensor], part: slice) -> Iterator[tuple[str, Tensor]]:
+    blocks = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
+    for name, each in state.items():
+        if name != "step":
+            yield name, each[blocks if name.endswith("_scale") else part]
+
+
+def _dither(part: slice, updates: int, *, device: torch.device) -> Tensor:
+    """Numbers from 0 to 1, one for each place."""
+    places = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+    mixed = (places * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
+    return (mixed >> 8).float() / (1 << 24)
+
+
+def _spread(scale: Tensor, count: int) -> Tensor:
+    """The scale of each place."""
+    return scale.repeat_interleave(_BLOCK)[:count]
+
+
+def _first(chunk: Mapping[str, Tensor]) -> Tensor:
+    levels = chunk["exp_avg"].float()
+    sizes = torch.exp2((levels.abs() - _FIRST_LEVELS) / _FIRST_STEPS) * levels.sign()
+    return sizes * _spread(chunk["exp_avg_scale"], len(levels))
+
+
+def _second(chunk: Mapping[str, Tensor]) -> Tensor:
+    """The roots."""
+    levels = chunk["exp_avg_sq"].float()
+    sizes = torch.where(levels > 0, torch.exp2((levels - _SECOND_LEVELS) / _SECOND_STEPS), 0.0)
+    return sizes * _spread(chunk["exp_avg_sq_scale"], len(levels))
+
+
+def _keep(chunk: Mapping[str, Tensor], name: str, values: Tensor, dither: Tensor) -> None:
+    steps, most = (_FIRST_STEPS, _FIRST_LEVELS) if name == "exp_avg" else (_SECOND_STEPS, _SECOND_LEVELS)
+    sizes, scale = values.abs(), chunk[f"{name}_scale"]
+    padded = nn.functional.pad(sizes, (0, len(scale) * _BLOCK - len(sizes)))
+    scale.copy_(padded.view(-1, _BLOCK).amax(1))
+    shares = sizes / _spread(scale, len(sizes)).clamp_min(torch.finfo(torch.float32).tiny)
+    levels = (most + steps * shares.log2() + dither).floor_().clamp_(max=most)
+    # A second moment that is forgotten would make the next update endless; a first one that is, is nothing.
+    levels = levels.clamp_(min=1).where(sizes > 0, 0) if name == "exp_avg_sq" else levels.where(levels >= 1, 0)
+    chunk[name].copy_(levels * values.sign())

@@ -158,7 +158,6 @@ class RequestParser:
         key = _user_key(raw.caller.tenant, labels, msg_id)
         if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
-        name = msg_id.removeprefix(dialect.prefix)
         verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
         captured = verbatim is not None or self.capture.asks(msg_id, upstream, sampling)
         added_fields = self._added_fields(dialect, upstream, captured=captured) | salt if verbatim is None else {}
@@ -169,7 +168,7 @@ class RequestParser:
             upstream,
             _EXPLORER_FIELDS.union(ignored_fields),
         )
-        writer = dialect.writer(body, msg_id, dialect.upstream_prefix + name)
+        writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = captured
         return Request(
             dialect=dialect,

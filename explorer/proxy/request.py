@@ -161,13 +161,8 @@ class RequestParser:
         verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
         captured = verbatim is not None or self.capture.asks(msg_id, upstream, sampling)
         added_fields = self._added_fields(dialect, upstream, captured=captured) | salt if verbatim is None else {}
-        encode = partial(
-            _encode_upstream,
-            orjson.dumps(body) if pin else raw_body,
-            body,
-            upstream,
-            _EXPLORER_FIELDS.union(ignored_fields),
-        )
+        sent = orjson.dumps(body) if pin else raw_body
+        encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored_fields))
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = captured
         return Request(

@@ -320,5 +320,6 @@ def open_services(
         limits=limits,
         spool=spool,
     )
-    tasks = [limits.run(metrics), proxy.background.run(), shadow.run()]
+    watching = proxy.parser.capture.watch(ledger.alarms, metrics)
+    tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
     return services, tasks if tracing is None else [*tasks, close_at_end(tracing)]

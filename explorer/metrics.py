@@ -42,6 +42,7 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.captured = _captures(registry)
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
@@ -298,6 +299,11 @@ class ProcessTotals:
         for (name, sample, labels), value in values.items():
             by_name[name].add_sample(sample, dict(labels), value)
         yield from families
+
+
+def _captures(registry: CollectorRegistry) -> Counter:
+    help_text = "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
+    return Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
 
 
 def _samples(family: Metric) -> list[MetricSample]:

@@ -166,10 +166,11 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a reply, as it was sampled.
 
     `prompt_ids` and `completion_ids` are little-endian int32 bytes, `logprobs` float32 bytes (natural log, one per
-    completion id, under the distribution that was sampled from). Weights may change while a reply is being sampled:
-    `version_min` and `version_max` say which versions wrote it. `tool_calls` is the JSON list of the reply's message.
-    `drop_reason` is set when it must not be trained on; `unsampled` when `logprobs` are not those of a sample of the
-    policy, so that only what needs no ratio of probabilities can learn from it. With a `grammar` they are those of the
+    completion id, under the distribution that was sampled from; all NaN where the engine was not asked for them).
+    Weights may change while a reply is being sampled: `version_min` and `version_max` say which versions wrote it.
+    `tool_calls` is the JSON list of the reply's message. `drop_reason` is set when it must not be trained on;
+    `unsampled` when `logprobs` are not those of a sample of the policy, so that only what needs no ratio of
+    probabilities can learn from it. With a `grammar` they are those of the
     policy among the tokens that it allows.
     """
 
@@ -268,6 +269,11 @@ def decode(data: bytes) -> Record:
     return _decoder.decode(data)
 
 
+def is_captured(logprobs: Float32s) -> bool:
+    """Whether an engine told log-probabilities, or there is nothing to tell of."""
+    return not (len(logprobs) and bool(np.isnan(logprobs).all()))
+
+
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
@@ -295,7 +301,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     `unsampled` says why `logprobs` are not those of a sample of the policy, None where they are. `demonstration` is the
     reply as it should have been, by the latest edited answer that was not retracted: text, or a message as JSON.
     `logprobs` are those of the policy among the tokens that its `grammar` allows: `allowed`, once the trainer has
-    rebuilt it.
+    rebuilt it. `recomputed`: the trainer made them itself, of the weights that sampled it.
     """
 
     id: int
@@ -320,3 +326,4 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     sampled_at: float = 0.0
     grammar: Grammar | None = None
     allowed: AllowedTokens | None = None
+    recomputed: bool = False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.errors import EnvironmentRefused, NotFinite, TuneloopError
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
@@ -145,6 +145,13 @@ class Learner:
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
+    @torch.no_grad()
+    def recompute(self, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
+        """The log-probabilities of the replies as `actor` samples them, each at its temperature; on this rank."""
+        batch = _collate(assemble(samples, merge=False), tempered=True)
+        all_BR = self._over(batch, actor.logprobs, ALONE)
+        return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
+
     @property
     def _warming_up(self) -> bool:
         return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
@@ -208,7 +215,8 @@ class Learner:
         if self._asks.mismatched:
             divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
             targets = replace(targets, divergence=divergence)
-        fresh = [each.version_min == each.version_max == version for sequence in sequences for each in sequence.calls]
+        replies = [each for sequence in sequences for each in sequence.calls]
+        fresh = [each.version_min == each.version_max == version and not each.recomputed for each in replies]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))

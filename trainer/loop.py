@@ -36,9 +36,9 @@ from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
 from tuneloop.trainer.batches import metrics
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library
-from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
@@ -151,6 +151,7 @@ class TrainingLoop:
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
         self._finite = FiniteSteps(settings, ledger.alarms)
+        self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away = False
 
     def run(self) -> None:
@@ -253,8 +254,9 @@ class TrainingLoop:
         return batch
 
     def _lease(self, missing: int) -> None:
+        version = None if self._unpublished_steps else self._version
         leased = self._ledger.training.lease(self._epoch, missing, BatchPolicy.of(self._settings))
-        kept, refused = select(leased, self._settings, vocabulary=self._learner.actor.vocabulary)
+        kept, refused = self._recomputation.select(leased, self._learner, version=version)
         self._held += kept
         for reason, samples in refused.items():
             self._drop(samples, reason)
@@ -283,6 +285,7 @@ class TrainingLoop:
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
+        learnt |= self._recomputation.take_figures()
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)

@@ -17,11 +17,11 @@ from tuneloop.shared.capacity.fit import CURE, fit_trainer, reckon, room_for_tra
 from tuneloop.shared.capacity.memory import GIB
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.models.model import device_of
+from tuneloop.trainer.models.model import Actor, device_of
 
 _log = structlog.get_logger()
 
@@ -85,6 +85,16 @@ class MicroBatch:
                 return learner.step(samples, version=version) | self._memory(samples)
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
+            self._halve()
+
+    def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
+        """`learner.recompute`, in the same way."""
+        while True:
+            learner.micro_batch_tokens = self.tokens
+            try:
+                return learner.recompute(actor, samples)
+            except torch.OutOfMemoryError:
+                pass
             self._halve()
 
     def _memory(self, samples: Sequence[Sample]) -> Metrics:

@@ -3,6 +3,7 @@
     .venv/bin/python -m benchmarks.learning ours ppo grpo --seeds 0 1 2
     .venv/bin/python -m benchmarks.learning ours ppo --flip 0.2 | --offset 1 | --coin | --late 8
     .venv/bin/python -m benchmarks.learning ours reinforce --raw [--offset 1]
+    .venv/bin/python -m benchmarks.learning ours ppo reinforce --captured 0.05
     .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
     .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--tools strict] [--gpu]
     .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
@@ -78,6 +79,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--offset", type=float, default=0.0, help="added to each reward")
     parser.add_argument("--coin", action="store_true", help="rewards are tossed")
     parser.add_argument("--late", type=int, default=0, help="steps between sampling and learning; `ours` only")
+    parser.add_argument("--captured", type=float, default=1.0, help="share of log-probabilities; `ours` only")
     parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
     parser.add_argument("--raw", action="store_true", help="`ours reinforce` only: rewards are compared with nothing")
     parser.add_argument("--tools", choices=get_args(HeldTools), default="plain", help="grammar of calls; `loop` only")
@@ -102,6 +104,7 @@ def _wanted_trials(options: argparse.Namespace) -> Iterator[Wanted]:
                 offset=options.offset,
                 coin=options.coin,
                 late=options.late,
+                captured=options.captured,
                 offline=options.offline,
                 raw=options.raw,
                 gpu=options.gpu,

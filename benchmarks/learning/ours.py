@@ -25,11 +25,14 @@ from examples.tasks.methods import BATCH, GROUP, METHODS
 from examples.tasks.rating import Rater
 from examples.tasks.start import teacher_of
 from tuneloop.shared.experience import Sample
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.teacher.teacher import LocalTeacher
 
 
@@ -49,6 +52,7 @@ def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:
             "cluster": {"node_num": 1, "gpu_per_node": 0},
             "trainer": {"device": "cpu", "dtype": "float32", "seed": wanted.seed},
             "algorithm": method["algorithm"],
+            "explorer": {"capture": {"logprobs": "all" if wanted.captured == 1 else "share", "share": wanted.captured}},
             "buffer": {**method["buffer"], "trainer_input": {"experience_buffer": {"name": "learning"}}},
         }
     )
@@ -97,6 +101,7 @@ class Online:
         low, high = task.reward_range
         self._rater = Rater(low=low, high=high, flip=wanted.flip, offset=wanted.offset, coin=wanted.coin)
         self._chance = random.Random(f"rewards {wanted.seed}")  # not those by which the questions are drawn
+        self._captures = random.Random(f"captures {wanted.seed}")
         self._ids, self._asked = count(1), count(1)
 
     def __iter__(self) -> Iterator[tuple[list[Sample], float, int]]:
@@ -122,6 +127,8 @@ class Online:
             for said in run.replies:
                 row = Row(f"{run.text}#{group}", said.prompt, said.ids, said.logprobs, reward)
                 sample = sample_of(row, number=next(self._ids), run_id=str(number), group=group)
+                if self._captures.random() >= self._wanted.captured:
+                    sample = replace(sample, logprobs=np.full_like(sample.logprobs, np.nan))
                 yield replace(sample, version_min=version, version_max=version, demonstration=better)
 
     def _better(self, question: Any) -> str | None:
@@ -186,16 +193,18 @@ class _Steps:
 
     def __init__(self, learner: Learner, settings: Settings, *, raw: bool) -> None:
         self._learner, self._settings, self._raw = learner, settings, raw
+        self._recomputation = Recomputation(settings, Ledger.of(settings), MicroBatch(settings))
         self._held: list[Sample] = []
         self.last: dict[str, float] = {}
 
     def take(self, samples: Sequence[Sample]) -> None:
         kept, _ = select(samples, self._settings, vocabulary=self._learner.actor.vocabulary)
-        self._held += kept
+        # What waits for a full batch was recomputed when it came, by the weights that had sampled it.
+        self._held += self._recomputation.fill(kept, self._learner, version=self._learner.steps)[0]
         if len(self._held) >= self._settings.buffer.train_batch_size:
             if self._raw:
                 self._learner.baselines = {"reinforce": Moments(0.0, 0.0, 1.0)}
-            self.last = dict(self._learner.step(self._held))
+            self.last = {**self._learner.step(self._held), **self._recomputation.take_figures()}
             self._held = []
 
 

@@ -23,10 +23,11 @@ class Wanted:
     """One run. `samples` counts replies, runs of a task in the loop.
 
     `flip`: the share of rewards that say the opposite; `offset`: added to each; `coin`: rewards are tossed; `late`:
-    steps between sampling and learning; `offline`: learn from replies of the start weights alone; `raw`: the advantage
-    of `reinforce` is the reward, compared with nothing, which no setting can do; `gpu`: the loop's vLLM is on a GPU;
-    `tools`: how the loop's engine holds calls to a grammar; `changes`: settings of `algorithm` over the method's own,
-    as NAME=VALUE.
+    steps between sampling and learning; `captured`: the share of replies whose log-probabilities are captured, those of
+    the others are recomputed (of no `late` ones); `offline`: learn from replies of the start weights alone; `raw`: the
+    advantage of `reinforce` is the reward, compared with nothing, which no setting can do; `gpu`: the loop's vLLM is on
+    a GPU; `tools`: how the loop's engine holds calls to a grammar; `changes`: settings of `algorithm` over the method's
+    own, as NAME=VALUE.
     """
 
     place: Place
@@ -38,6 +39,7 @@ class Wanted:
     offset: float = 0.0
     coin: bool = False
     late: int = 0
+    captured: float = 1.0
     offline: bool = False
     raw: bool = False
     gpu: bool = False
@@ -49,6 +51,7 @@ class Wanted:
         """What seeds have in common."""
         marks = {"flip": self.flip, "offset": self.offset, "late": self.late}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
+        said += [f"captured{self.captured:g}"] if self.captured < 1 else []
         said += [mark for mark in ("coin", "offline", "raw", "gpu") if getattr(self, mark)]
         said += [self.tools] if self.tools != "plain" else []
         return "-".join([self.place, self.task, self.method, *said, *self.changes, str(self.samples)])

@@ -120,6 +120,11 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
         if not all(map(math.isfinite, (self.latency_s, self.temperature))):
             raise ValueError("latency_s and temperature must be finite")
 
+    @property
+    def _lacks_logprobs(self) -> bool:
+        missing = [each is None or math.isnan(each) for each in self.logprobs]
+        return self.state is not State.DROPPED and bool(missing) and all(missing)
+
     def records(self) -> Iterator[Record]:
         """The reply and its feedback."""
         calls = orjson.dumps(self.tool_calls) if isinstance(self.tool_calls, list) else self.tool_calls
@@ -136,7 +141,8 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
             text=self.text,
             tool_calls=calls.encode() if isinstance(calls, str) else calls,
             drop_reason=(self.reason or "imported") if self.state is State.DROPPED else None,
-            unsampled=self.unsampled,
+            # The weights that would know what was not captured are another experiment's.
+            unsampled=self.unsampled or ("not_captured" if self._lacks_logprobs else None),
         )
         yield Exchange(
             msg_id=self.msg_id,

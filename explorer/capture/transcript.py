@@ -4,6 +4,7 @@ Sans-I/O: a whole reply is a stream of one piece. Only what is kept is decoded, 
 cut out of the bytes; a reply is never written anew where bytes can pass.
 """
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
@@ -101,8 +102,10 @@ class CapturedChoice:
     finish_reason: str | None = None
     unreadable: bool = False
 
-    def take_down(self, ids: Sequence[int] | None, logprobs: Sequence[float]) -> None:
-        """Add tokens."""
+    def take_down(self, ids: Sequence[int] | None, logprobs: Sequence[float], *, captured: bool) -> None:
+        """Add tokens. Where nothing is `captured`, NaN stands for their log-probabilities."""
+        if not captured and not logprobs:
+            logprobs = [math.nan] * len(ids or ())
         if len(ids or ()) != len(logprobs):
             self.unreadable = True
         elif ids:
@@ -118,7 +121,9 @@ class RequestedFields(NamedTuple):
 
 
 class Transcript(ABC):
-    """One reply being heard, named `msg_id`."""
+    """One reply being heard, named `msg_id`. `captured`: the engine was asked for its log-probabilities."""
+
+    captured = True
 
     def __init__(self, msg_id: str, wants: RequestedFields) -> None:
         self.choices: dict[int, CapturedChoice] = {}
@@ -196,6 +201,8 @@ class Transcript(ABC):
             return "no_token_ids"
         if not ids:
             return "no_token_ids" if any(choice.text) else "empty"
+        if not self.captured and all(map(math.isnan, choice.logprobs)):
+            return None
         finite = max(choice.logprobs) <= 0 and min(choice.logprobs) >= -_LARGEST
         return None if finite else "logprobs_not_finite"
 
@@ -257,7 +264,11 @@ class ChatTranscript(Transcript):
         choice.finish_reason = update.finish_reason or choice.finish_reason
         try:
             found = _chat_logprobs.decode(update.logprobs)
-            choice.take_down(_ids.decode(update.token_ids), [each.logprob for each in (found and found.content) or ()])
+            choice.take_down(
+                _ids.decode(update.token_ids),
+                [each.logprob for each in (found and found.content) or ()],
+                captured=self.captured,
+            )
         except msgspec.ValidationError:
             choice.unreadable = True
         only_ours = streamed and update.finish_reason is None and bytes(update.delta) == b"{}"
@@ -303,7 +314,7 @@ class TextTranscript(Transcript):
             if ids is not None and len(logprobs) != len(ids):
                 # With `echo` the prompt's come first, and the very first has none.
                 logprobs = logprobs[len(choice.prompt_ids or b"") // _ID_BYTES :]
-            choice.take_down(ids, [each for each in logprobs if each is not None])
+            choice.take_down(ids, [each for each in logprobs if each is not None], captured=self.captured)
         except msgspec.ValidationError:
             choice.unreadable = True
 

@@ -53,6 +53,11 @@ def is_held_out(key: str, share: float) -> bool:
     return _bucket(b"held out", key) < share
 
 
+def is_captured(msg_id: str, share: float) -> bool:
+    """Whether a reply is one of that share whose log-probabilities engines are asked for."""
+    return _bucket(b"captured", msg_id) < share
+
+
 def split_of(mode: str, version: int, share: float) -> TrafficSplit:
     """The split of a rollout in a mode: shadow or canary."""
     return TrafficSplit(version, shadow_share=share) if mode == "shadow" else TrafficSplit(version, share=share)

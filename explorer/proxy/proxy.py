@@ -103,7 +103,7 @@ class Proxy:
         """`shadow` may send a copy of a request to a shadow version."""
         explorer = settings.explorer
         self._fleet = fleet
-        self._parser = RequestParser(settings, signer)
+        self.parser = RequestParser(settings, signer)
         self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
@@ -117,12 +117,12 @@ class Proxy:
 
     async def answer(self, dialect: Dialect, raw: RawRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
-        started = time.monotonic()
-        outcome = RequestOutcome()
+        started, outcome = time.monotonic(), RequestOutcome()
         try:
-            request = await self._parser.parse(dialect, raw, started)
+            request = await self.parser.parse(dialect, raw, started)
             if request.store:
                 self._recorder.admit()
+                self._metrics.captured.labels(request.captured_by).inc()
             await self.admission.acquire(request.caller.identity)
             try:
                 await self._answer_in_time(request, raw, outcome)

@@ -17,6 +17,7 @@ from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
+from tuneloop.explorer.proxy.capture_choice import CaptureChoice
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.explorer.proxy.token_charge import TokenCharge
@@ -83,6 +84,11 @@ class Request(NamedTuple):
         """What its engine is chosen by."""
         return self.pin or self.key
 
+    @property
+    def captured_by(self) -> str:
+        """Who makes the log-probabilities of its reply."""
+        return "engine" if self.writer.transcript.captured else "trainer"
+
     def engine_headers(self) -> Mapping[str, str]:
         """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
@@ -111,6 +117,7 @@ class RequestParser:
 
     def __init__(self, settings: Settings, signer: ReplyIdSigner) -> None:
         explorer = settings.explorer
+        self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
@@ -151,16 +158,13 @@ class RequestParser:
         key = _user_key(raw.caller.tenant, labels, msg_id)
         if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
             sampling = sampling._replace(drop_reason=HELD_OUT)
-        name = msg_id.removeprefix(dialect.prefix)
         verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
-        added_fields = self._added_fields(dialect, upstream) | salt if verbatim is None else {}
-        encode = partial(
-            _encode_upstream,
-            orjson.dumps(body) if pin else raw_body,
-            body,
-            upstream,
-            _EXPLORER_FIELDS.union(ignored_fields),
-        )
+        captured = verbatim is not None or self.capture.asks(msg_id, upstream, sampling)
+        added_fields = self._added_fields(dialect, upstream, captured=captured) | salt if verbatim is None else {}
+        sent = orjson.dumps(body) if pin else raw_body
+        encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored_fields))
+        writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
+        writer.transcript.captured = captured
         return Request(
             dialect=dialect,
             body=raw_body,
@@ -180,7 +184,7 @@ class RequestParser:
             received_at=steady_time.now() - (waited_s := time.monotonic() - started),
             stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
-            writer=dialect.writer(body, msg_id, dialect.upstream_prefix + name),
+            writer=writer,
             charge=TokenCharge.of(raw.caller.meter, upstream, body_bytes=len(raw_body), choices=choices),
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
@@ -206,13 +210,13 @@ class RequestParser:
     def _tenant(self, caller: Caller) -> TenantSettings:
         return self._tenants.get(caller.tenant, _ANY_TENANT)
 
-    def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any]) -> dict[str, object]:
-        """The fields that the engine gets beside the client's."""
+    def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any], *, captured: bool) -> dict[str, object]:
+        """The fields that the engine gets beside the client's: its log-probabilities are `captured` or not."""
         added = {name: value for name, value in self._defaults.items() if name not in upstream}
         added |= {
             name: value
             for name, value in dialect.capture_fields(upstream).items()
-            if not _includes(upstream.get(name), value)
+            if not _includes(upstream.get(name), value) and (captured or name != "logprobs")
         }
         # Not vLLM's own default, max_new_tokens: that one also caps what clients request.
         if self._default_tokens and dialect.length_field and not _has_max_tokens(upstream):

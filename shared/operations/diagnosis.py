@@ -20,6 +20,9 @@ _NEARLY_ALL = 20
 #: The alarm while a version waits for room on the disk.
 DISK_FULL = "disk_full"
 
+#: The alarm that makes engines tell all log-probabilities again: those that the trainer recomputes are others.
+CAPTURE_MISMATCH = "capture_mismatch"
+
 #: The states before training, in their order.
 WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 

@@ -13,11 +13,15 @@ from tuneloop.shared.settings.types import (
     NotNegativeReal,
     Port,
     Positive,
+    PositiveReal,
     Seconds,
     Secret,
     Section,
     Share,
 )
+
+#: The share of replies that are captured to be compared where none were asked for.
+LEAST_CAPTURED = 0.01
 
 #: What the linear layers of most models are called: all of attention and of the feed-forward part.
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -130,6 +134,19 @@ class RolloutModelSettings(Section):
         return int(self.spare_place is not False)
 
 
+class CaptureSettings(Section):
+    """Of which replies engines are asked for log-probabilities; of the others the trainer recomputes them."""
+
+    logprobs: Literal["all", "share", "none"] = "all"
+    share: Share = 0.05
+    max_mismatch: PositiveReal = 0.01
+
+    @property
+    def captured_share(self) -> float:
+        """The share of replies that engines are asked for them, whoever wants them: the others are held against it."""
+        return {"all": 1.0, "share": self.share, "none": LEAST_CAPTURED}[self.logprobs]
+
+
 class ExplorerSettings(Section):
     """The service that answers requests."""
 
@@ -151,6 +168,7 @@ class ExplorerSettings(Section):
     min_running_model_num: NotNegative | None = None
     prefix_affinity: bool = True
     train_on_grammars: bool = True
+    capture: CaptureSettings = CaptureSettings()
     durability: Literal["fsync", "write"] = "fsync"
     spool_dir: Path | None = None
     spool_max_bytes: Positive = 1 << 30

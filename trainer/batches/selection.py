@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from tuneloop.shared.experience import MAX_REWARD, REDACTED, Sample
+from tuneloop.shared.experience import MAX_REWARD, REDACTED, Sample, is_captured
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
@@ -79,7 +79,8 @@ def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int
     if not algorithm.of_any_reply:
         rules |= {
             "it was redacted: what was sampled cannot be read again": len(known) == len(ids),
-            "a log-probability is not finite": bool(np.isfinite(sample.logprobs).all()),
+            "a log-probability is not finite": not is_captured(sample.logprobs)
+            or bool(np.isfinite(sample.logprobs).all()),
             "the reply was chosen at temperature 0, not sampled": 0 < sample.temperature < float("inf"),
         }
     return next((reason for reason, fulfilled in rules.items() if not fulfilled), None)

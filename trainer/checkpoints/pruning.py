@@ -1,43 +1,66 @@
 """Which checkpoints stay, and which keep critic and optimiser."""
 
+from collections.abc import Callable, Collection
+
 import structlog
 
 from tuneloop.shared.checkpoints.file_checks import newest_with_state
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.settings.settings import Settings
 
 _log = structlog.get_logger()
 
+#: Versions that are kept only because replies wait that they sampled. Those of older ones cannot be recomputed.
+_WAITED_FOR = 8
 
-def prune_by_settings(settings: Settings, store: CheckpointStore, versions: Versions, *, writing: int = 0) -> None:
+
+def prune_by_settings(settings: Settings, store: CheckpointStore, ledger: Ledger, *, writing: int = 0) -> None:
     """Delete what the settings do not keep; the state of version `writing` is about to be written."""
-    keeps = settings.trainer
-    prune(store, versions, keep=keeps.max_checkpoints_to_keep, keep_interval=keeps.keep_interval, writing=writing)
+    keeps, all_captured = settings.trainer, settings.explorer.capture.logprobs == "all"
+    prune(
+        store,
+        ledger.versions,
+        keep=keeps.max_checkpoints_to_keep,
+        keep_interval=keeps.keep_interval,
+        writing=writing,
+        still_sampled=None if all_captured else ledger.training.versions_waiting,
+    )
 
 
 def prune(
-    store: CheckpointStore, versions: Versions, *, keep: int, keep_interval: int | None = None, writing: int = 0
+    store: CheckpointStore,
+    versions: Versions,
+    *,
+    keep: int,
+    keep_interval: int | None = None,
+    writing: int = 0,
+    still_sampled: Callable[[Collection[int]], list[int]] | None = None,
 ) -> None:
-    """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is gone on from.
+    """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is resumed from.
 
     `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
-    if there is such a version. All keep their weights alone but the one that is gone on from, and the newest before it
-    that has critic and optimiser, while it has none, and `writing`. A disk that refuses is no reason to stop training.
+    if there is such a version, and the newest _WAITED_FOR of those that `still_sampled` says replies wait of, which may
+    have to be recomputed. All keep their weights alone but the one that is resumed from, and the newest before it that
+    has critic and optimiser, while it has none, and `writing`. A disk that refuses is no reason to stop training.
     """
     registered = versions.all()
     numbers = [each.version for each in registered]
     last = numbers[-keep:] if keep else numbers
     may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
     needed = {each.version for each in registered if each.pinned or each.state in may_serve}
-    gone_on_from = versions.newest().version
+    resumed_from = versions.newest().version
     milestones = {each.version for each in registered if keep_interval and each.step % keep_interval == 0}
-    spared = {*last, *needed, *milestones, gone_on_from, versions.champion_before() or 0}
+    spared = {*last, *needed, *milestones, resumed_from, versions.champion_before() or 0}
+    if still_sampled is not None:
+        others = [each.version for each in registered if each.version not in spared and each.path.exists()]
+        spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
     places = {each.version: each.path for each in registered if each.version in spared}
     try:
         gone = store.prune(places.values(), newest=numbers[-1])
-        for version in spared - {0, gone_on_from, newest_with_state(places, upto=gone_on_from), writing}:
+        for version in spared - {0, resumed_from, newest_with_state(places, upto=resumed_from), writing}:
             store.strip(places[version])
     except OSError as error:
         _log.warning("prune_failed", reason=str(error))

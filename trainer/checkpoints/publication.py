@@ -81,7 +81,7 @@ class Publisher:
     def _make_room(self) -> None:
         """Delete now what is otherwise deleted behind the next version."""
         self.states.join()
-        prune_by_settings(self._settings, self._store, self._ledger.versions)
+        prune_by_settings(self._settings, self._store, self._ledger)
 
     def _note(self, version: int) -> None:
         try:

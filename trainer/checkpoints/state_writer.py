@@ -133,7 +133,7 @@ class StateWriter:
         """In the thread."""
         started, measured = time.perf_counter(), {}
         try:
-            prune_by_settings(self._settings, self._store, self._ledger.versions, writing=published.version)
+            prune_by_settings(self._settings, self._store, self._ledger, writing=published.version)
             measured["time/publish/prune"] = time.perf_counter() - started
         except LedgerError as error:  # The loop meets it in its own verbs.
             _log.warning("prune_failed", reason=str(error))

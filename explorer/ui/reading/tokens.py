@@ -20,19 +20,19 @@ _WRITTEN = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"})
 
 
 class Token(NamedTuple):
-    """A token: how it is written, or its id in brackets where nobody could tell."""
+    """A token: how it is written, or its id in brackets where nobody could tell. `logprob`: None if not captured."""
 
     text: str
     id: int
-    logprob: float
+    logprob: float | None
 
 
 class TokenList(NamedTuple):
-    """The tokens of a reply, and the sum of all their log-probabilities; `named`: they are shown as text."""
+    """The tokens of a reply, and their log-probabilities added up, if captured; `named`: they are shown as text."""
 
     tokens: list[Token]
     total: int
-    logprob: float
+    logprob: float | None
     prompt_tokens: int
     named: bool
 
@@ -44,7 +44,9 @@ async def list_tokens(fleet: Fleet, model: str, view: TokenView) -> TokenList:
         Token(names[place] if place < len(names) else f"[{number}]", number, logprob)
         for place, (number, logprob) in enumerate(zip(view.completion_ids, view.logprobs, strict=True))
     ]
-    return TokenList(tokens[:MAX_TOKENS], len(tokens), sum(view.logprobs), view.prompt_tokens, bool(names))
+    captured = [each for each in view.logprobs if each is not None]
+    total = sum(captured) if len(captured) == len(tokens) else None
+    return TokenList(tokens[:MAX_TOKENS], len(tokens), total, view.prompt_tokens, bool(names))
 
 
 async def _names(fleet: Fleet, model: str, view: TokenView) -> list[str]:

@@ -1,5 +1,6 @@
 """One exchange whole: its request, its replies with their log-probabilities, and what was said of them."""
 
+import math
 from typing import Any, NamedTuple
 
 from sqlalchemy import and_, or_, select
@@ -82,11 +83,11 @@ class ExchangeView(NamedTuple):
 
 
 class TokenView(NamedTuple):
-    """The tokens of a reply: ids, and the log-probability that each was sampled with."""
+    """The tokens of a reply: ids, and the log-probability that each was sampled with; None if it was not captured."""
 
     prompt_tokens: int
     completion_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
     text: str
 
 
@@ -132,7 +133,8 @@ class ExchangeViews(LedgerPart):
         if not rows:
             return None
         prompt_ids, completion_ids, logprobs = codec.from_blob(rows[0].blob)
-        return TokenView(len(prompt_ids), completion_ids.tolist(), logprobs.tolist(), rows[0].text)
+        told = [None if math.isnan(each) else each for each in logprobs.tolist()]
+        return TokenView(len(prompt_ids), completion_ids.tolist(), told, rows[0].text)
 
 
 def _reply(row: Any) -> ReplyView:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, func, insert, select, update
+from sqlalchemy import Connection, Select, and_, exists, func, insert, select, update
 
 from tuneloop.shared.errors import LeaseLost, StaleEpoch
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
@@ -23,6 +23,9 @@ from tuneloop.shared.ledger.training.held_out import held_out_replies, newest_he
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.events import Decision, note
 from tuneloop.shared.ledger.versions.versions import SERVABLE
+
+#: The states from which a row may come to be trained on.
+_WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
 class Training(LedgerPart):
@@ -106,6 +109,12 @@ class Training(LedgerPart):
             _fence(connection, epoch)
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
+
+    def versions_waiting(self, among: Collection[int]) -> list[int]:
+        """Those of the versions that have sampled replies which may still be trained on."""
+        waits = (experiences.c.version_min == versions.c.version, experiences.c.state.in_(_WAITING))
+        query = select(versions.c.version).where(versions.c.version.in_(among), exists().where(*waits))
+        return [row.version for row in self._read(query)]
 
     def next_version(self) -> int:
         """The number that the next version gets, unless another trainer registers one before."""

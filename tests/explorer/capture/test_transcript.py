@@ -9,7 +9,7 @@ import pytest
 from tests.doubles.engine import pieces, recorded
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Transcript
-from tuneloop.shared.experience import Experience
+from tuneloop.shared.experience import Experience, is_captured
 
 ON_POLICY = Sampling(1.0)
 
@@ -271,3 +271,22 @@ def test_a_streamed_reply_with_logprobs_keeps_its_empty_pieces() -> None:
 
 def test_the_id_of_a_reply_is_ours() -> None:
     assert all(piece["id"] == "chatcmpl-ours" for piece in told("stream_captured.sse", msg_id="chatcmpl-ours"))
+
+
+@pytest.mark.parametrize("name", ["whole_ids.json", "stream_nousage_ids.sse"])
+def test_log_probabilities_that_were_not_asked_for_are_not_captured(name: str) -> None:
+    found = transcript()
+    found.captured = False
+    for piece in said(name):
+        feed(found, piece)
+    [experience] = experiences(found)
+    told = np.frombuffer(experience.logprobs, "<f4")
+    assert len(told) == len(experience.completion_ids) // 4 > 0
+    assert not is_captured(told)
+    assert experience.drop_reason is None
+
+
+@pytest.mark.parametrize("name", ["whole_ids.json", "stream_nousage_ids.sse"])
+def test_log_probabilities_that_were_asked_for_and_did_not_come_make_a_reply_unreadable(name: str) -> None:
+    [experience] = experiences(heard(name))
+    assert experience.drop_reason == "no_token_ids"

@@ -16,7 +16,7 @@ from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
 from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
-from tuneloop.shared.operations.diagnosis import DISK_FULL
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
 from tuneloop.trainer.monitoring import finite_steps
 from tuneloop.trainer.monitoring.drift import RULES
@@ -73,7 +73,7 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 def test_every_alarm_is_on_its_page() -> None:
     of_explorers = {attestation.ALARM, loading.DAMAGED, LEDGER_OLDER, REFUSES, QUARANTINED, CLOCK_SKEW}
-    alarms = of_explorers | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL}
+    alarms = of_explorers | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
     page = (DOCS / "reasons.md").read_text()
     assert _first_column(page, "| alarm |") == alarms
     assert _first_column(page, "| monitor |") == RULES.keys()

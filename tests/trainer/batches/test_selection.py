@@ -22,7 +22,7 @@ def _ids(*values):
         ({"prompt_ids": _ids()}, "prompt"),
         ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1])}, "per token"),
         ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1, -np.inf])}, "not finite"),
-        ({"completion_ids": _ids(1), "logprobs": np.float32([np.nan])}, "not finite"),
+        ({"completion_ids": _ids(1, 2), "logprobs": np.float32([-1, np.nan])}, "not finite"),
         ({"reward": float("nan")}, "reward"),
         ({"reward": float("-inf")}, "reward"),
         ({"reward": 1e30}, "reward"),

@@ -1,0 +1,92 @@
+"""Engines are asked for the log-probabilities of a share of the replies, and of all while these are mistrusted."""
+
+import numpy as np
+import pytest
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.conftest import Run
+from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tuneloop.explorer.capture.sampling import Sampling
+from tuneloop.explorer.proxy import capture_choice
+from tuneloop.explorer.proxy.capture_choice import CaptureChoice
+from tuneloop.shared.experience import HELD_OUT, is_captured
+from tuneloop.shared.ledger.storage.codec import from_blob
+from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
+from tuneloop.shared.settings.serving import CaptureSettings
+
+SAMPLED = Sampling(1.0)
+NAMES = [f"chatcmpl-{number}" for number in range(4000)]
+
+
+def share_asked(choice: CaptureChoice, *, sampling: Sampling = SAMPLED, **upstream: object) -> float:
+    return float(np.mean([choice.asks(name, upstream, sampling) for name in NAMES]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 1.0),
+        ({"logprobs": "share"}, 0.05),
+        ({"logprobs": "share", "share": 0.5}, 0.5),
+        ({"logprobs": "none"}, 0.01),
+    ],
+)
+def test_the_share_of_the_settings_is_asked_for(settings: dict[str, object], share: float) -> None:
+    choice = CaptureChoice(CaptureSettings.model_validate(settings))
+    assert share_asked(choice) == pytest.approx(share, abs=0.03 if share == 0.5 else 0.012)
+
+
+def test_held_out_replies_and_what_clients_ask_for_are_always_captured() -> None:
+    choice = CaptureChoice(CaptureSettings(logprobs="none"))
+    assert share_asked(choice, sampling=Sampling(1.0, drop_reason=HELD_OUT)) == 1
+    assert share_asked(choice, logprobs=True) == share_asked(choice, logprobs=0) == 1
+    assert share_asked(choice, logprobs=False) < 0.03
+
+
+@pytest.fixture
+def explorer(running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> RunningExplorer:
+    """An explorer of which no reply is one of the share."""
+    monkeypatch.setattr(capture_choice, "is_captured", lambda msg_id, share: False)
+    monkeypatch.setattr(capture_choice, "_LOOK_S", 0.05)
+    return running_explorer(double, capture={"logprobs": "none"})
+
+
+def newest_logprobs(explorer: RunningExplorer) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+    explorer.until_flushed()
+    row = explorer.rows("SELECT blob, reason, unsampled FROM experiences ORDER BY id DESC LIMIT 1")[0]
+    assert (row.reason, row.unsampled) == (None, None)
+    return from_blob(row.blob)[2]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_is_not_asked_tells_token_ids_alone(
+    explorer: RunningExplorer, double: EngineDouble, stream: bool
+) -> None:
+    answer = explorer.http.post("/v1/chat/completions", json=HELLO | {"stream": stream})
+    assert answer.status_code == 200
+    assert '"token_ids":[' not in answer.text.replace(" ", "")
+    assert "logprobs" not in double.chats[-1].body
+    assert double.chats[-1].body["return_token_ids"] is True
+    assert not is_captured(newest_logprobs(explorer))
+    assert 'tuneloop_replies_captured_total{by="trainer"} 1.0' in explorer.http.get("/metrics").text
+
+
+def test_a_client_that_asks_for_log_probabilities_gets_them(explorer: RunningExplorer, double: EngineDouble) -> None:
+    [choice] = explorer.http.post("/v1/chat/completions", json=HELLO | {"logprobs": True}).json()["choices"]
+    assert choice["logprobs"]["content"]
+    assert is_captured(newest_logprobs(explorer))
+
+
+def test_while_the_alarm_is_open_all_are_captured(explorer: RunningExplorer, double: EngineDouble) -> None:
+    def asked() -> bool:
+        explorer.chat()
+        return double.chats[-1].body.get("logprobs") is True
+
+    assert not asked()
+    explorer.ledger.alarms.raise_alarm(Alarm(CAPTURE_MISMATCH, "they are not the same"))
+    eventually(asked)
+    explorer.until_flushed()
+    assert is_captured(newest_logprobs(explorer))
+    explorer.ledger.alarms.clear(CAPTURE_MISMATCH)
+    eventually(lambda: not asked())

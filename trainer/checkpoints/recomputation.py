@@ -1,0 +1,213 @@
+"""Log-probabilities that no engine was asked for: the trainer makes them of the weights that sampled the reply.
+
+At the temperature of the request and under its grammar, so that they are those that the engine would have told. Of the
+replies that an engine did tell them of, some are recomputed all the same, and compared.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import msgspec
+import numpy as np
+import structlog
+import torch
+from torch import nn
+
+from tuneloop.shared.checkpoints.file_checks import check_files
+from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused
+from tuneloop.shared.experience import Float32s, Sample, is_captured
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.selection import Refused, select
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.model import Actor, device_of
+
+_log = structlog.get_logger()
+
+#: Actors of older versions that are kept in main memory.
+_KEPT = 2
+
+#: The mismatch is the mean over the last so many tokens, and none before there are so many.
+_WINDOW_TOKENS, _FEWEST_TOKENS = 4096, 256
+
+#: Where the two are further apart, in nats, the estimate of their divergence would overflow.
+_FURTHEST = 20.0
+
+_LOST = "its log-probabilities were not captured, and the weights of version {} that sampled it are gone"
+_MIXED = "its log-probabilities were not captured, and more than one version sampled it"
+
+
+class Recomputation:
+    """Fills in what was not captured. `version` is always the one that the learner's actor is, None if it is none."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, micro_batch: MicroBatch) -> None:
+        self._settings, self._ledger, self._micro_batch = settings, ledger, micro_batch
+        self._capture = settings.explorer.capture
+        self._actors: dict[int, Actor] = {}
+        #: Of each reply that was compared: the divergences of its tokens added up, and their number.
+        self._compared: deque[tuple[float, int]] = deque()
+        self._mismatch: float | None = None
+        self._recomputed = 0
+
+    def select(
+        self, samples: Sequence[Sample], learner: Learner, *, version: int | None
+    ) -> tuple[list[Sample], Refused]:
+        """What can be trained on, all of it with log-probabilities; and the others by the reason."""
+        there, lost = self.without_lost(samples, version=version)
+        kept, refused = select(there, self._settings, vocabulary=learner.actor.vocabulary)
+        filled, damaged = self.fill(kept, learner, version=version)
+        return filled, {**refused, **lost, **damaged}
+
+    def without_lost(self, samples: Sequence[Sample], *, version: int | None) -> tuple[list[Sample], Refused]:
+        """The samples; and those that were not captured and cannot be recomputed, by the reason."""
+        missing = [] if self._settings.algorithm.of_any_reply else [each for each in samples if _is_missing(each)]
+        if not missing:
+            return list(samples), {}
+        refused: Refused = defaultdict(list)
+        places = {each.version: each for each in self._ledger.versions.all()}
+        there = {number: number == version or _is_there(places.get(number)) for number in _versions_of(missing)}
+        for sample in missing:
+            if sample.version_min != sample.version_max:
+                refused[_MIXED].append(sample)
+            elif not there[sample.version_min]:
+                refused[_LOST.format(sample.version_min)].append(sample)
+        lost = {sample.id for samples in refused.values() for sample in samples}
+        return [each for each in samples if each.id not in lost], dict(refused)
+
+    def fill(self, samples: Sequence[Sample], learner: Learner, *, version: int | None) -> tuple[list[Sample], Refused]:
+        """The samples, all with log-probabilities; and those whose weights turn out to be damaged.
+
+        A method that learns from any reply looks at none: they are 0 there.
+        """
+        if self._settings.algorithm.of_any_reply:
+            return [_silence(each) for each in samples], {}
+        wanted = {each.id: each for each in [*filter(_is_missing, samples), *self._to_compare(samples)]}
+        if not wanted:
+            return list(samples), {}
+        found: dict[int, Float32s] = {}
+        lost: Refused = {}
+        for number in sorted(_versions_of(wanted.values())):
+            rows = [each for each in wanted.values() if each.version_min == number]
+            try:
+                with self._actor_of(number, learner, live=number == version) as actor:
+                    logprobs = self._micro_batch.recompute(learner, actor, rows)
+            except CheckpointRejected as error:
+                _log.warning("version_not_readable", version=number, reason=str(error))
+                lost[_LOST.format(number)] = [each for each in rows if _is_missing(each)]
+            else:
+                found |= {each.id: told for each, told in zip(rows, logprobs, strict=True)}
+        gone = {each.id for rows in lost.values() for each in rows}
+        filled = [_with(each, found) for each in samples if each.id not in gone]
+        self._recomputed += sum(each.recomputed for each in filled)
+        self._compare([each for each in wanted.values() if not _is_missing(each) and each.id in found], found)
+        return filled, {reason: rows for reason, rows in lost.items() if rows}
+
+    def take_figures(self) -> Metrics:
+        """How many replies were recomputed since this was asked last, and how far those that are compared diverge."""
+        recomputed, self._recomputed = self._recomputed, 0
+        if not recomputed and self._capture.logprobs == "all":
+            return {}
+        told: Metrics = {"capture/recomputed": float(recomputed)}
+        return told if self._mismatch is None else told | {"capture/mismatch": self._mismatch}
+
+    def _to_compare(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Some that were captured, where not all are: no more than the share that always is."""
+        if self._capture.logprobs == "all":
+            return []
+        captured = [
+            each
+            for each in samples
+            if not _is_missing(each) and each.unsampled is None and each.version_min == each.version_max
+        ]
+        return captured[: math.ceil(self._capture.captured_share * len(samples))]
+
+    def _compare(self, captured: Sequence[Sample], found: dict[int, Float32s]) -> None:
+        """The divergence of what is recomputed from what the engine told; beyond the bound that is an alarm."""
+        for each in captured:
+            apart = np.clip(found[each.id].astype(float) - each.logprobs, -_FURTHEST, _FURTHEST)
+            self._compared.append((float((np.exp(apart) - 1 - apart).sum()), len(apart)))
+        tokens = sum(count for _, count in self._compared)
+        while tokens > _WINDOW_TOKENS and len(self._compared) > 1:
+            tokens -= self._compared.popleft()[1]
+        if tokens < _FEWEST_TOKENS:
+            return
+        self._mismatch = sum(total for total, _ in self._compared) / tokens
+        if self._mismatch > self._capture.max_mismatch:
+            self._raise(self._mismatch, self._capture.max_mismatch)
+
+    def _raise(self, mismatch: float, bound: float) -> None:
+        self._compared.clear()  # Once the alarm is cleared, what came before it does not count.
+        reason = (
+            f"recomputed log-probabilities diverge from those that engines told by {mismatch:.3g} nats a token: all are"
+            " captured from now on; find out why the trainer's weights or numbers are not the engine's, then clear it"
+        )
+        alarm = Alarm(name=CAPTURE_MISMATCH, reason=reason, value=mismatch, threshold=bound)
+        if self._ledger.alarms.raise_alarm(alarm):
+            _log.error("alarm_raised", alarm=CAPTURE_MISMATCH, reason=reason)
+
+    @contextmanager
+    def _actor_of(self, version: int, learner: Learner, *, live: bool) -> Iterator[Actor]:
+        """Who sampled it. Raises CheckpointRejected if its weights are not what was published."""
+        if live:
+            yield learner.actor
+            return
+        if version == 0 and learner.reference is not None:
+            yield learner.reference
+            return
+        actor = self._actors.pop(version, None) or self._load(version)
+        try:
+            _move(actor, device_of(self._settings))
+            yield actor
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentRefused(
+                "explorer.capture.logprobs: the GPU's memory has no room for the weights of an older version beside"
+                " those in training, which replies that were not captured need; write all"
+            ) from error
+        finally:
+            _move(actor, torch.device("cpu"))
+        self._actors[version] = actor
+        while len(self._actors) > _KEPT:
+            del self._actors[min(self._actors)]
+
+    def _load(self, version: int) -> Actor:
+        if not version:
+            return snapshot.actor_in(self._settings, self._settings.model.model_path)
+        row = self._ledger.versions.all()[version]
+        check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
+        return snapshot.actor_in(self._settings, row.path / ACTOR)
+
+
+def _move(actor: Actor, device: torch.device) -> None:
+    cast(nn.Module, actor.network).to(device)
+
+
+def _is_missing(sample: Sample) -> bool:
+    return not is_captured(sample.logprobs)
+
+
+def _is_there(version: Version | None) -> bool:
+    return version is not None and (version.version == 0 or (version.path / ACTOR).is_dir())
+
+
+def _versions_of(samples: Iterable[Sample]) -> set[int]:
+    return {each.version_min for each in samples}
+
+
+def _with(sample: Sample, found: dict[int, Float32s]) -> Sample:
+    if not _is_missing(sample):
+        return sample
+    return msgspec.structs.replace(sample, logprobs=found[sample.id], recomputed=True)
+
+
+def _silence(sample: Sample) -> Sample:
+    return msgspec.structs.replace(sample, logprobs=np.zeros_like(sample.logprobs)) if _is_missing(sample) else sample

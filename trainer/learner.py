@@ -145,13 +145,6 @@ class Learner:
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
-    @torch.no_grad()
-    def recompute(self, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
-        """The log-probabilities of the replies as `actor` samples them, each at its temperature; on this rank."""
-        batch = _collate(assemble(samples, merge=False), tempered=True)
-        all_BR = self._over(batch, actor.logprobs, ALONE)
-        return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
-
     @property
     def _warming_up(self) -> bool:
         return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
@@ -215,8 +208,7 @@ class Learner:
         if self._asks.mismatched:
             divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
             targets = replace(targets, divergence=divergence)
-        replies = [each for sequence in sequences for each in sequence.calls]
-        fresh = [each.version_min == each.version_max == version and not each.recomputed for each in replies]
+        fresh = [_is_fresh(each, version) for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))
@@ -243,6 +235,19 @@ class Learner:
     @property
     def _models(self) -> list[Actor | Critic]:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
+
+
+def _is_fresh(sample: Sample, version: int | None) -> bool:
+    """Whether an engine with the weights of `version` said how likely the reply is."""
+    return sample.version_min == sample.version_max == version and not sample.recomputed
+
+
+@torch.no_grad()
+def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
+    """The log-probabilities of the replies as `actor` samples them, each at its temperature; on this rank."""
+    batch = _collate(assemble(samples, merge=False), tempered=True)
+    all_BR = learner._over(batch, actor.logprobs, ALONE)
+    return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
 
 
 def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:

@@ -145,8 +145,7 @@ class TrainingLoop:
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch = MicroBatch(settings)
         self._monitors = Monitors(settings, ledger)
-        self._pace = PaceLog(settings, ledger)
-        self._examination = Examination(settings, ledger)
+        self._pace, self._examination = PaceLog(settings, ledger), Examination(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
         self._unpublished_steps = 0
@@ -222,12 +221,8 @@ class TrainingLoop:
 
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
-        if newest.version:
-            require_weights(newest, self._store)
         with room_for_weights():
-            state = find_state(newest, self._ledger.versions, self._store) if newest.version else None
-            weights = newest.path if newest.version else None
-            self._learner: Learner = snapshot.resume(self._settings, weights, state, self._ranks)
+            self._learner = _load(self._settings, self._ledger, self._store, newest, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
@@ -329,6 +324,13 @@ class TrainingLoop:
         self._pace.end_version(self._epoch, consumed, publish_s=self._publisher.measured["time/save_checkpoint"])
         self._examination.examine(self._learner, self._version)
         self._waiting_since = time.perf_counter()
+
+
+def _load(settings: Settings, ledger: Ledger, store: CheckpointStore, newest: Version, ranks: Ranks) -> Learner:
+    if not newest.version:
+        return snapshot.resume(settings, None, None, ranks)
+    require_weights(newest, store)
+    return snapshot.resume(settings, newest.path, find_state(newest, ledger.versions, store), ranks)
 
 
 def _log_step(learnt: metrics.Metrics, *, step: int, version: int) -> None:

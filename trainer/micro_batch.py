@@ -20,7 +20,7 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.learner import Learner, recompute
 from tuneloop.trainer.models.model import Actor, device_of
 
 _log = structlog.get_logger()
@@ -88,11 +88,11 @@ class MicroBatch:
             self._halve()
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
-        """`learner.recompute`, in the same way."""
+        """The log-probabilities of `recompute`, in the same way."""
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
-                return learner.recompute(actor, samples)
+                return recompute(learner, actor, samples)
             except torch.OutOfMemoryError:
                 pass
             self._halve()

@@ -351,7 +351,6 @@ REFUSED: dict[str, tuple[str, Json]] = {
     "tokens of no type": (CHAT, {"max_tokens": "many"}),
     "more at least than at most": (CHAT, {"min_tokens": 9}),
     "greedy choices": (CHAT, {"n": 2}),
-    "too many choices": (CHAT, {"n": 100_000, "temperature": 1}),
     "too hot": (CHAT, {"temperature": 3}),
     "no nucleus": (CHAT, {"top_p": 0}),
     "too large a nucleus": (CHAT, {"top_p": 2}),

@@ -89,4 +89,10 @@ def _train(settings: Settings, stop: Stop) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and RENDEZVOUS_VARIABLE in os.environ:
+        # At once: the others fail when its sockets close, and torch may take longer to go than the launcher waits.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

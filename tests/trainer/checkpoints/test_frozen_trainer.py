@@ -23,13 +23,17 @@ from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.loop import run
 
-#: Stops itself when a checkpoint is about to get its name, or one is about to be moved out of the way.
+#: Stops itself, once, when a checkpoint is about to get its name.
 FREEZES = """
 import os, signal, sys
 from tuneloop.trainer.__main__ import main
 
+frozen = []
+
 def freeze(event, arguments):
-    if event == "os.rename" and "global_step_" in str(arguments[1]) and ".staging-" in str(arguments[0]):
+    renames = event == "os.rename" and "global_step_" in str(arguments[1]) and ".staging-" in str(arguments[0])
+    if renames and not frozen:
+        frozen.append(True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
 sys.addaudithook(freeze)
@@ -105,7 +109,7 @@ def test_it_keeps_no_successor_waiting_and_takes_nothing_away_from_it(
 
 
 @pytest.mark.postgres
-def test_what_it_put_there_before_its_successor_came_is_left_alone_and_pruned_later(
+def test_what_it_put_there_before_its_successor_came_is_pruned_when_another_has_its_number(
     chosen: Settings, ledger: Ledger, frozen: "subprocess.Popen[str]"
 ) -> None:
     with ledger.transactions.engine.connect() as connection:
@@ -120,7 +124,7 @@ def test_what_it_put_there_before_its_successor_came_is_left_alone_and_pruned_la
     newest = ledger.versions.newest()
     check_files(newest.path, read_manifest(newest.path, sha256=newest.manifest_sha256))
     assert (newest.version, newest.path.name) == (1, "global_step_1-1")
-    assert orphan.exists()
+    assert not orphan.exists()
     run(chosen.model_copy(update={"trainer": chosen.trainer.model_copy(update={"total_steps": 2})}), Event())
     assert sorted(path.name for path in chosen.job_dir.glob("global_step_*")) == ["global_step_1-1", "global_step_2"]
     assert os.listdir(ledger.versions.newest().path)

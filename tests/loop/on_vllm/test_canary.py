@@ -116,7 +116,8 @@ class OnVllm(Stage):
         if scrambled:
             scramble(learner)
         epoch = self.ledger.training.take_epoch("by hand")
-        return Publication(settings, store, learner, epoch=epoch, parent=parent).register(self.ledger.training, [])
+        publication = Publication(settings, store, learner, epoch=epoch, parent=parent)
+        return publication.register(self.ledger.training, []).version
 
     def distances(self, version: int) -> list[float]:
         """How far each engine is from a version's checkpoint, read by transformers: nats a token."""

@@ -5,6 +5,7 @@ says when to stop, and a rank why it refuses to start, which starting again woul
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -89,10 +90,13 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
             '".[trainer,ray]"'
         ) from None
     folder = os.getcwd()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(address=settings.cluster.ray_address, namespace=_NAMESPACE)
     except ConnectionError as error:
         raise EnvironmentRefused(f"cluster.ray_address: {settings.cluster.ray_address}: {error}") from None
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # Ray's own ends this process with a dump of its stack.
     on_gpu = trainer_on_gpu(settings)
     try:
         board: Any = ray.remote(NoticeBoard).options(num_cpus=0).remote()

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.trainer.factories import commit, sample
+from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 
 
@@ -27,6 +29,12 @@ def _ray_workers():
             if b"RayTrainWorker" in title and session == os.getsid(0):
                 found.append(int(folder.name))
     return sorted(found)
+
+
+def _newest(ledger):
+    with suppress(LedgerError):
+        return ledger.versions.newest().version
+    return 0
 
 
 def _until(condition, process):
@@ -48,12 +56,12 @@ def test_a_killed_worker_of_ray_train_is_replaced_and_exactly_once_holds(setting
     process = subprocess.Popen(command, env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"})
     try:
         for killed, rows in ((0, 8), (1, 16)):
-            _until(lambda version=killed + 1: ledger.versions.newest().version == version, process)
+            _until(lambda version=killed + 1: _newest(ledger) == version, process)
             workers = _ray_workers()
             assert len(workers) == 2
             commit(ledger, [sample(i) for i in range(rows, rows + 8)])
             os.kill(workers[killed], signal.SIGKILL)
-        _until(lambda: ledger.versions.newest().version == 3, process)
+        _until(lambda: _newest(ledger) == 3, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     finally:
@@ -62,13 +70,3 @@ def test_a_killed_worker_of_ray_train_is_replaced_and_exactly_once_holds(setting
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 24}
     assert [each.consumed for each in ledger.versions.all()] == [0, 8, 8, 8]
     assert ledger.reports.imbalance() == []
-
-
-def test_a_cluster_that_is_not_there_is_one_sentence_and_an_exit_code(settings, tmp_path):
-    config = tmp_path / "trainer.yaml"
-    chosen = settings(trainer={"workers": 2}, cluster={"ray_address": "127.0.0.1:1"})
-    config.write_text(yaml.safe_dump(chosen.model_dump(mode="json", exclude_unset=True)))
-    command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 3
-    assert "trainer: cluster.ray_address: 127.0.0.1:1: " in done.stderr

@@ -86,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         asked = [f"{random.randrange(60)}+{random.randrange(40)}" for _ in range(options.tasks)]
         unhappy = let_users_ask(options.service, model, asked, turn)
-        stored = (each for each in read_stored_completions(options.service) if each.exchange_id in unhappy)
-        new, _ = tasks_of(stored)
+        new, _ = tasks_of(each for each in read_stored_completions(options.service) if each.exchange_id in unhappy)
         if options.writer and new:
             with Endpoint(base_url=options.writer, model=options.writer_model, temperature=0.8).open() as writer:
                 made = augment_tasks(new, writer, each=2)

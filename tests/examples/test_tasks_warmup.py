@@ -34,7 +34,7 @@ def test_each_prompt_of_a_run_goes_on_where_the_last_reply_ended() -> None:
     task, question = Calculator(), Sequel(3, "+", 4, "*", 5)
     dialogue = task.dialogue(question)
     first = warmup.prompt_ids(task, words, next(dialogue))
-    said = [*words(warmup.written(call_of("calc", expr="3+4"))).input_ids, words.eos_token_id]
+    said = [*words(warmup.text_of(call_of("calc", expr="3+4"))).input_ids, words.eos_token_id]
     second = warmup.prompt_ids(task, words, dialogue.send(call_of("calc", expr="3+4")))
     assert second[: len(first) + len(said)] == first + said
 

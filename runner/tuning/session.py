@@ -307,8 +307,8 @@ def _in_thread(main: Callable[[], Coroutine[Any, Any, TuneResult]]) -> TuneResul
             future.set_exception(error)
 
     thread = threading.Thread(target=work, name="tuneloop-tune", daemon=True)
-    thread.start()
     try:
+        thread.start()  # It may be at work before this returns.
         return future.result()
     except KeyboardInterrupt:
         for loop, task in under_way:

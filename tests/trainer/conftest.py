@@ -81,7 +81,7 @@ def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
             },
             "model": {"model_path": base},
             "trainer": {"device": "cpu", "poll_interval": 0.02, "micro_batch_tokens": 64},
-            "buffer": {"train_batch_size": 4},
+            "buffer": {"train_batch_size": 4, "max_backlog": None},
         }
         for section, values in but.items():
             tree[section] = tree.get(section, {}) | values

@@ -111,10 +111,10 @@ def test_a_file_that_says_nothing_sensible_counts_for_nothing(settings, content)
 
 
 def test_weights_that_have_no_room_are_refused_with_what_to_do(settings, ledger, monkeypatch):
-    def load(*_):
+    def resume(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free")
 
-    monkeypatch.setattr(snapshot, "load", load)
+    monkeypatch.setattr(snapshot, "resume", resume)
     with pytest.raises(EnvironmentRefused, match=r"CUDA out of memory\. Lower .*gpu_memory_utilization"):
         run(settings(), Event())
 

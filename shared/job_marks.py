@@ -3,7 +3,7 @@
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
-{job_dir}/told.json      the newest decision about a version that was announced: by one explorer of several, once
+{job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
@@ -25,7 +25,7 @@ from tuneloop.shared.held_files import append_unlinked, read_unlinked
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
-_TOLD, _TELLING = "told.json", ".told.lock"
+_ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -109,21 +109,21 @@ def newest_announced(job_dir: Path) -> int | None:
     A damaged file says nothing.
     """
     try:
-        return msgspec.json.decode(read_unlinked(job_dir / _TOLD), type=AnnouncedEvent).event
+        return msgspec.json.decode(read_unlinked(job_dir / _ANNOUNCED), type=AnnouncedEvent).event
     except (OSError, msgspec.MsgspecError):
         return None
 
 
 def note_announced(job_dir: Path, event: int) -> None:
     """Write down what was announced. Raises OSError."""
-    _write(job_dir / _TOLD, AnnouncedEvent(event))
+    _write(job_dir / _ANNOUNCED, AnnouncedEvent(event))
 
 
 @contextmanager
-def telling(job_dir: Path) -> Iterator[None]:
+def announcing(job_dir: Path) -> Iterator[None]:
     """Only one explorer that shares this folder is in such a block. Raises OSError."""
     job_dir.mkdir(parents=True, exist_ok=True)
-    with append_unlinked(job_dir / _TELLING) as lock:
+    with append_unlinked(job_dir / _ANNOUNCING) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

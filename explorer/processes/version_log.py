@@ -10,7 +10,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import VersionAction
-from tuneloop.shared.job_marks import newest_announced, note_announced, telling
+from tuneloop.shared.job_marks import announcing, newest_announced, note_announced
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.events import VersionEvent
 from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
@@ -35,8 +35,8 @@ _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 class VersionLog:
     """Follows the decisions in the table `version_events`, from where the last explorer of the experiment stopped.
 
-    Of several explorers that share the job's folder one tells each decision. One that dies between telling and writing
-    that down leaves the decision to be told again.
+    Of several explorers that share the job's folder one announces each decision. One that dies between announcing and
+    writing that down leaves the decision to be announced again.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VersionLog:
             self._seen = self._begin()
             self._champion = self._champion_at(self._seen)
         if events := self._versions.events_since(self._seen, DECISIONS):
-            with telling(self._job_dir):
+            with announcing(self._job_dir):
                 told = newest_announced(self._job_dir) or 0
                 for event in events:
                     self._seen = event.id  # whatever happens next: a full disk must not have it told every second
@@ -78,7 +78,7 @@ class VersionLog:
 
     def _begin(self) -> int:
         """The newest decision that was told. A ledger that was restored may have none of that number."""
-        with telling(self._job_dir):
+        with announcing(self._job_dir):
             told = newest_announced(self._job_dir)
             newest = self._versions.last_event(DECISIONS)
             if told is None or told > newest:

@@ -1,4 +1,4 @@
-"""What training goes on from: the newest weights, and the newest critic and optimiser that belong to them."""
+"""What training resumes from: the newest weights, and the newest critic and optimiser that belong to them."""
 
 from pathlib import Path
 
@@ -20,8 +20,7 @@ _GIVEN_UP = (VersionState.REJECTED, VersionState.ROLLED_BACK)
 def require_weights(version: Version, store: CheckpointStore) -> None:
     """Raise EnvironmentRefused unless all files of a registered version are those that were published."""
     try:
-        store.check_place(version.path)
-        check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))
+        _check(version, store)
     except CheckpointRejected as error:
         raise EnvironmentRefused(
             f"checkpoint_root_dir: the newest version is damaged, {version.path.parent}/{error}; restore that folder, "
@@ -31,7 +30,7 @@ def require_weights(version: Version, store: CheckpointStore) -> None:
 
 
 def find_state(version: Version, versions: Versions, store: CheckpointStore) -> Path | None:
-    """The folder whose critic and optimiser are gone on with: the version's own, or the nearest older one's.
+    """The folder whose critic and optimiser training resumes with: the version's own, or the nearest older one's.
 
     None if there is none that can be read.
     """
@@ -49,11 +48,15 @@ def find_state(version: Version, versions: Versions, store: CheckpointStore) -> 
             return None
         found = older.pop(newest)
         try:
-            store.check_place(found.path)
-            check_files(found.path, read_manifest(found.path, sha256=found.manifest_sha256))
+            _check(found, store)
         except CheckpointRejected as error:
             _log.warning("state_not_resumed", version=newest, reason=str(error))
             continue
         _log.warning("state_resumed_from", version=newest, behind=version.step - found.step)
         return found.path
     return None
+
+
+def _check(version: Version, store: CheckpointStore) -> None:
+    store.check_place(version.path)
+    check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))

@@ -101,7 +101,7 @@ def test_a_ledger_that_was_restored_or_a_mark_that_is_damaged_makes_nobody_tell_
     assert [trained(ledger) for _ in range(2)] == [1, 2]
     ledger.versions.promote(1)
     for mark in (b'{"event": 1000}', b"half a fi"):
-        (tmp_path / "told.json").write_bytes(mark)
+        (tmp_path / "announced.json").write_bytes(mark)
         assert told_by(log_of(ledger, tmp_path)[0]) == []
     ledger.versions.promote(2)
     assert told_by(log_of(ledger, tmp_path)[0]) == [("version_promoted", 2, 1)]

@@ -59,9 +59,9 @@ class Learner:
         self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
         self.actor, self.critic, self.reference = actor, critic, reference
-        self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
+        self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer, ranks)}
         if critic is not None:
-            self.optimizers["critic"] = MasterAdamW(critic, settings.algorithm.critic_optimizer)
+            self.optimizers["critic"] = MasterAdamW(critic, settings.algorithm.critic_optimizer, ranks)
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
@@ -107,7 +107,7 @@ class Learner:
         with self.ranks.agree():
             metrics = self._share(batch, targets)
         for optimizer in self.optimizers.values():
-            optimizer.add_up(self.ranks)
+            optimizer.add_up()
         return self.ranks.add_up_numbers(metrics)
 
     def _share(self, batch: Batch, targets: Targets) -> Metrics:

@@ -104,7 +104,7 @@ def trained_weights(shape: ModelShape, settings: Settings) -> int:
 
 
 def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> TrainerMemory:
-    """The trainer at the peak of a step, with micro-batches as full as the settings allow."""
+    """The trainer, or each of its workers, at the peak of a step, with micro-batches as full as the settings allow."""
     algorithm, lora = settings.algorithm, settings.model.lora.rank > 0
     size = 4 if settings.trainer_dtype == "float32" else 2
     trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
@@ -123,7 +123,7 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
     memory = TrainerMemory(
         base=_CUDA_BASE if on_gpu else TRAINER_BASE,
         weights=frozen + trained * size,
-        optimizer=optimizer,
+        optimizer=optimizer // settings.trainer_workers,
         gradients=trained * 4,
         reference=reference,
         activations=tokens * max(_kept_bytes(each, settings, size) for each in (shape, critic)),

@@ -59,9 +59,10 @@ class Learner:
         self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
         self.actor, self.critic, self.reference = actor, critic, reference
-        self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer, ranks)}
+        offload, chosen = settings.trainer.optimizer_offload, settings.algorithm
+        self.optimizers = {"actor": MasterAdamW(actor.network, chosen.optimizer, ranks, offload=offload)}
         if critic is not None:
-            self.optimizers["critic"] = MasterAdamW(critic, settings.algorithm.critic_optimizer, ranks)
+            self.optimizers["critic"] = MasterAdamW(critic, chosen.critic_optimizer, ranks, offload=offload)
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)

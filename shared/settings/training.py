@@ -28,6 +28,7 @@ class TrainerSettings(Section):
     micro_batch_tokens: Positive | None = None
     activation_checkpointing: bool | None = None
     compile: bool | None = None
+    optimizer_offload: bool = False
     poll_interval: Seconds = 1.0
     max_staleness: NotNegative | None = None
     max_age: Seconds | None = None

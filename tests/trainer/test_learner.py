@@ -24,9 +24,9 @@ def collate(samples):
 
 def _gradients(learner):
     return {
-        f"{name}.{shard.name}": master.grad.clone()
+        f"{name}.{shard.name}": gradient.clone()
         for name, optimizer in learner.optimizers.items()
-        for shard, master in optimizer._masters.items()
+        for shard, gradient in optimizer.gradients.items()
     }
 
 

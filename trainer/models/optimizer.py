@@ -1,21 +1,24 @@
 """AdamW over float32 master weights, for a model that may run in a smaller type.
 
 Of several ranks each has the masters and moments of its shards alone (ZeRO, Rajbhandari et al. 2020): gradients are
-added up at their owners, who make the update and hand the new weights to all.
+added up at their owners, who make the update and hand the new weights to all. Offloaded, masters and moments are in
+main memory, and the CPU makes the update.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
 from tuneloop.trainer.models.eight_bit import EightBitAdamW
+from tuneloop.trainer.models.offloading import OffloadedGradients
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.ranks.shards import BLOCK, Shard, cut
 
@@ -30,6 +33,9 @@ _MOMENTS = {
         "exp_avg_sq_scale": torch.float32,
     },
 }
+#: As torch.nn.utils.clip_grad_norm_ has it.
+_LEAST_NORM = 1e-6
+
 _STEP, _MASTER = "step", "master"
 
 #: Makes memory for a tensor of this name that is like another one, but may be elsewhere.
@@ -39,19 +45,28 @@ Room = Callable[[str, Tensor], Tensor]
 class MasterAdamW:
     """The master weights of what is trained of `module`, their gradients and moments: of the rank's shards.
 
-    A float32 parameter is its own master. Any other has a float32 copy, and its gradients are added up in float32,
-    micro-batch by micro-batch; the parameter becomes the copy rounded.
+    A float32 parameter is its own master, unless that is offloaded. Any other has a float32 copy, and its gradients
+    are added up in float32, micro-batch by micro-batch; the parameter becomes the copy rounded.
     """
 
-    def __init__(self, module: nn.Module, settings: algorithm.OptimizerSettings, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: algorithm.OptimizerSettings,
+        ranks: Ranks = ALONE,
+        *,
+        offload: bool = False,
+    ) -> None:
         self.updates = 0
         self._settings, self._ranks = settings, ranks
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._sums = {name: _Sum(each) for name, each in self._parameters.items() if each.dtype != torch.float32}
         self._shards = cut({name: each.numel() for name, each in self._parameters.items()}, ranks.size)
-        self._masters = {
-            shard: nn.Parameter(self._part(shard).float()) for shard in self._shards if shard.owner == ranks.rank
-        }
+        own = [shard for shard in self._shards if shard.owner == ranks.rank]
+        self._masters = {shard: nn.Parameter(_master(self._part(shard), offload=offload)) for shard in own}
+        #: What the masters' gradients are, where the model is.
+        self.gradients: dict[Shard, Tensor] = {}
+        self._offloaded = OffloadedGradients() if offload else None
         self._moments = _MOMENTS[settings.bits]
         self._adamw = _adamw(self._masters, settings)
 
@@ -68,7 +83,7 @@ class MasterAdamW:
 
     def gradient_norm(self) -> float:
         """The norm of all gradients together, of all ranks; not finite as soon as one of them is not."""
-        own = float(get_total_norm([each.grad for each in self._masters.values() if each.grad is not None]))
+        own = float(get_total_norm(self.gradients.values()))
         return own if self._ranks.size == 1 else math.sqrt(self._ranks.add_up_numbers({"square": own**2})["square"])
 
     def update(self, *, norm: float, max_norm: float) -> None:
@@ -77,10 +92,13 @@ class MasterAdamW:
         None where all gradients are 0: AdamW's memory alone would move the weights, and nothing says where to.
         """
         if norm:
-            clip_grads_with_norm_(self._masters.values(), max_norm, torch.tensor(norm))
+            _scale_down(self.gradients.values(), norm, max_norm)
             self._adamw.param_groups[0]["lr"] = self.lr
-            self._adamw.step()
-            self._publish()
+            with self._taken() as gradients:
+                for shard, gradient in gradients.items():
+                    self._masters[shard].grad = gradient
+                self._adamw.step()
+                self._publish()
             self.updates += 1
         self.forget()
 
@@ -92,12 +110,12 @@ class MasterAdamW:
         learnt = {name for name, count in zip(names, there.tolist(), strict=True) if count}
         parts = [(shard, self._gradient_part(shard)) for shard in self._shards if shard.name in learnt]
         for shard, part in self._ranks.add_up_shards(parts).items():
-            master = self._masters[shard]
-            master.grad = part if master.grad is None else master.grad + part
+            self.gradients[shard] = self.gradients[shard] + part if shard in self.gradients else part
         self._forget_parts()
 
     def forget(self) -> None:
         """Throw the gradients away."""
+        self.gradients.clear()
         self._adamw.zero_grad()
         self._forget_parts()
 
@@ -176,6 +194,9 @@ class MasterAdamW:
         gradient = self._gradient(shard.name)
         return None if gradient is None else gradient.reshape(-1)[shard.span]
 
+    def _taken(self) -> AbstractContextManager[Mapping[Shard, Tensor]]:
+        return nullcontext(self.gradients) if self._offloaded is None else self._offloaded.taken(self.gradients)
+
     def _forget_parts(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.grad = None
@@ -198,7 +219,7 @@ class MasterAdamW:
     @torch.no_grad()
     def _publish(self) -> None:
         for shard, master in self._masters.items():
-            if shard.name in self._sums:
+            if shard.name in self._sums or self._offloaded is not None:
                 self._part(shard).copy_(master)
         self._ranks.spread([(shard, self._part(shard)) for shard in self._shards])
 
@@ -219,6 +240,17 @@ class _Sum:
         else:
             self.value += filled.grad
         filled.grad = None
+
+
+def _master(part: Tensor, *, offload: bool) -> Tensor:
+    return part.to("cpu", torch.float32, copy=True) if offload else part.float()
+
+
+def _scale_down(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
+    """Clip gradients that together, with those of other ranks, have the norm."""
+    if (share := max_norm / (norm + _LEAST_NORM)) < 1:
+        for each in gradients:
+            each.mul_(share)
 
 
 def _place(kind: str, shard: Shard) -> slice:

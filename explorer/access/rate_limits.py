@@ -94,9 +94,7 @@ class KeyMeter:
         """Something is to be stored. Raises RequestRefused where the database holds as much as it may of the key's."""
         most = self._limits.max_stored_bytes
         if most is not None and self.stored_bytes >= most:
-            reason = (
-                f"this key may store {most} bytes, and has {self.stored_bytes}: delete some, or send store: false"
-            )
+            reason = f"this key may store {most} bytes, and has {self.stored_bytes}: delete some, or send store: false"
             raise RequestRefused(reason, status=429, code="key_limit_stored_bytes")
 
     def begin_request(self) -> None:

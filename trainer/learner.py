@@ -71,6 +71,8 @@ class Learner:
         #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
+        #: Called before each pass of a micro-batch through a model; it may wait.
+        self.before_pass: Callable[[], None] | None = None
         self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device
 
@@ -115,6 +117,7 @@ class Learner:
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
         for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
+            self._begin_pass()
             part = batch.rows(index_B)
             goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
@@ -222,7 +225,15 @@ class Learner:
         return self._score(self.actor, batch) - self._score(require(self.reference), batch)
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
-        return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks)
+        def one(part: Batch) -> Tensor:
+            self._begin_pass()
+            return each(part)
+
+        return _gather(batch, one, self._micro_batches(batch, None, ranks), ranks)
+
+    def _begin_pass(self) -> None:
+        if self.before_pass is not None:
+            self.before_pass()
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""

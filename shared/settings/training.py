@@ -28,6 +28,8 @@ class TrainerSettings(Section):
     micro_batch_tokens: Positive | None = None
     activation_checkpointing: bool | None = None
     compile: bool | None = None
+    yield_to_traffic: bool = False
+    longest_yield: Seconds | None = None
     poll_interval: Seconds = 1.0
     max_staleness: NotNegative | None = None
     max_age: Seconds | None = None

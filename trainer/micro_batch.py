@@ -85,18 +85,19 @@ class MicroBatch:
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
-        learner.smaller, learner.before_pass = self._halve, self._yielding
+        learner.smaller = self._halve
+        self._yield_before_passes(learner)
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
-                return learner.step(samples, version=version) | self._memory(samples) | self._yielded()
+                return learner.step(samples, version=version) | self._memory(samples) | self._time_yielded()
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._halve()
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
-        learner.before_pass = self._yielding
+        self._yield_before_passes(learner)
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
@@ -105,7 +106,11 @@ class MicroBatch:
                 pass
             self._halve()
 
-    def _yielded(self) -> Metrics:
+    def _yield_before_passes(self, learner: Learner) -> None:
+        if self._yielding is not None:
+            learner.before_pass = self._yielding
+
+    def _time_yielded(self) -> Metrics:
         return {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
 
     def _memory(self, samples: Sequence[Sample]) -> Metrics:

@@ -121,8 +121,7 @@ class Proxy:
         try:
             request = await self.parser.parse(dialect, raw, started)
             if request.store:
-                request.caller.meter.check_stored()
-                self._recorder.admit()
+                self._recorder.admit(request.caller.meter)
                 self._metrics.captured.labels(request.captured_by).inc()
             await self.admission.acquire(request.caller.identity)
             try:

@@ -39,7 +39,7 @@ def event_sizes(rows: _Rows) -> list[_Row]:
     return [{**row, "stored_bytes": EVENT_BYTES + _size(row["text"]) if row["key"] else 0} for row in rows]
 
 
-def unstored(connection: Connection, name: Column[str], rows: _Rows) -> list[_Row]:
+def new_rows(connection: Connection, name: Column[str], rows: _Rows) -> list[_Row]:
     """Those of the rows of keys that are not stored yet, by the column that names them: a spool may be read twice."""
     keyed = {row[name.name]: row for row in rows if row["key"]}
     for portion in portions(list(keyed)):

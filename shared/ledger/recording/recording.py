@@ -27,7 +27,7 @@ from tuneloop.shared.ledger.recording.tags import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
 from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, ignoring, portions, put
-from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, unstored
+from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
@@ -99,14 +99,14 @@ class Recording(LedgerPart):
             new_exchanges = mark_untrusted(connection, new_exchanges)
             choices = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
             rows = exchange_sizes([exchange_row(each) for each in new_exchanges], choices)
-            counted = unstored(connection, exchanges.c.msg_id, rows)
+            counted = new_rows(connection, exchanges.c.msg_id, rows)
             put(connection, exchanges, rows)
             tag(connection, new_exchanges)
             put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback):
                 events = event_sizes([feedback_row(each) for each in changed])
-                counted += unstored(connection, feedback.c.event_id, events)
+                counted += new_rows(connection, feedback.c.event_id, events)
                 connection.execute(ignoring(connection, feedback), events)
             self._settlement.settle(
                 connection, with_earlier_feedback(connection, new_exchanges) | set(_replies(connection, changed))

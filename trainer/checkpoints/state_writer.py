@@ -202,12 +202,12 @@ class PinnedCopies:
             _log.warning("state_not_kept" if several else "state_written_in_the_foreground", reason=reason)
             return None
         pinned = learner.actor.network.device.type == "cuda"
-        copied = snapshot.copy_state(learner, self._pinned if pinned else lambda _, like: _on_cpu(like))
+        copied = snapshot.copy_state(learner, self._pin if pinned else lambda _, like: _on_cpu(like))
         if pinned:
             torch.cuda.synchronize()
         return copied
 
-    def _pinned(self, place: str, like: Tensor) -> Tensor:
+    def _pin(self, place: str, like: Tensor) -> Tensor:
         held = self._buffers.get(place)
         if held is None or held.shape != like.shape or held.dtype != like.dtype:
             held = self._buffers[place] = _on_cpu(like, pinned=True)

@@ -17,7 +17,7 @@ class OffloadedGradients:
         self._held: dict[Shard, Tensor] = {}
 
     @contextmanager
-    def taken(self, gradients: dict[Shard, Tensor]) -> Iterator[Mapping[Shard, Tensor]]:
+    def take(self, gradients: dict[Shard, Tensor]) -> Iterator[Mapping[Shard, Tensor]]:
         """The copies, for an update that is made within; the originals are let go of."""
         copies = {}
         for shard, gradient in gradients.items():

@@ -94,7 +94,7 @@ class MasterAdamW:
         if norm:
             _scale_down(self.gradients.values(), norm, max_norm)
             self._adamw.param_groups[0]["lr"] = self.lr
-            with self._taken() as gradients:
+            with self._take_gradients() as gradients:
                 for shard, gradient in gradients.items():
                     self._masters[shard].grad = gradient
                 self._adamw.step()
@@ -130,7 +130,7 @@ class MasterAdamW:
     def moments(self) -> dict[str, Tensor]:
         """AdamW's memory of a rank alone, as `moment.parameter`."""
         return {
-            f"{moment}.{shard.name}": _shaped(state[moment], self._parameters[shard.name])
+            f"{moment}.{shard.name}": _shape_like(state[moment], self._parameters[shard.name])
             for shard, master in self._masters.items()
             if (state := self._adamw.state.get(master))
             for moment in (_STEP, *self._moments)
@@ -194,8 +194,8 @@ class MasterAdamW:
         gradient = self._gradient(shard.name)
         return None if gradient is None else gradient.reshape(-1)[shard.span]
 
-    def _taken(self) -> AbstractContextManager[Mapping[Shard, Tensor]]:
-        return nullcontext(self.gradients) if self._offloaded is None else self._offloaded.taken(self.gradients)
+    def _take_gradients(self) -> AbstractContextManager[Mapping[Shard, Tensor]]:
+        return nullcontext(self.gradients) if self._offloaded is None else self._offloaded.take(self.gradients)
 
     def _forget_parts(self) -> None:
         for name, parameter in self._parameters.items():
@@ -261,7 +261,7 @@ def _scales(whole: Tensor) -> Tensor:
     return whole.new_empty(-(-whole.numel() // BLOCK))
 
 
-def _shaped(moment: Tensor, parameter: Tensor) -> Tensor:
+def _shape_like(moment: Tensor, parameter: Tensor) -> Tensor:
     """A moment in the shape of its parameter; scales and counts of updates have none."""
     return moment.view_as(parameter) if moment.dim() and moment.numel() == parameter.numel() else moment
 

@@ -12,8 +12,8 @@ from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
+from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
-from tuneloop.shared.evaluation.progress import EvaluationProgress
 from tuneloop.shared.evaluation.scores import KL, Figure, TaskReply, mean
 from tuneloop.shared.evaluation.tasks import Task, judge_of, without_reasoning
 from tuneloop.shared.settings.settings import Settings

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.evaluation.progress import EvaluationProgress
+from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
 from tuneloop.shared.evaluation.scores import KL, SCORE, Figure, TaskReply, figures_of, mean
 from tuneloop.shared.evaluation.tasks import Task, fingerprint
 from tuneloop.shared.settings.settings import Settings

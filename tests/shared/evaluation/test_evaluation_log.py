@@ -2,7 +2,7 @@
 
 from structlog.testing import capture_logs
 
-from tuneloop.shared.evaluation.progress import EVERY_S, EvaluationProgress
+from tuneloop.shared.evaluation.evaluation_log import EVERY_S, EvaluationProgress
 
 
 def test_a_line_tells_how_many_are_answered_and_the_end_is_not_told_twice() -> None:

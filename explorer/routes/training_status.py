@@ -68,11 +68,11 @@ def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, 
         "trainer_up": facts.trainer is not None and facts.trainer.up(now),
         "experiences": {state.value: facts.count(state).rows for state in State},
         "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],
-        "configured": _configured(settings),
+        "configured": _training_options(settings),
     }
 
 
-def _configured(settings: Settings) -> dict[str, object]:
+def _training_options(settings: Settings) -> dict[str, object]:
     """How it trains, which `tune()` compares with what it was told; no path of this machine."""
     buffer, model = settings.buffer, settings.model
     return {

@@ -91,7 +91,7 @@ class ServiceClient:
         answer = await self._patiently(lambda: self._http.get("/v1/models"))
         return str(answer.json()["data"][0]["id"])
 
-    async def configured(self) -> dict[str, Any]:
+    async def options(self) -> dict[str, Any]:
         """How it trains, as far as it says so."""
         answer = await self._patiently(lambda: self._http.get("/training"))
         return dict(answer.json().get("configured") or {})

@@ -58,7 +58,7 @@ class ServiceOpener:
         joined = {name: await self._join(url) for name, url in urls.items()}
         for name, client in joined.items():
             await client.until_ready(self._options.start_timeout_s)
-            for said in compare_options(client.url, await client.configured(), algorithm, configs.get(name)):
+            for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
                 self._say(said)
         wanted = algorithm or AlgorithmConfig()
         found = {

@@ -59,6 +59,13 @@ class TrainerSettings(Section):
     """Compile the layers and what follows the head with `torch.compile`: a step takes two thirds of the time on a GPU,
     the first one half a minute more; on a CPU the first take minutes. It needs a C compiler. null: on a GPU, where
     there is one. The numbers stay the same but for rounding. _Train._"""
+    yield_to_traffic: bool = False
+    """Wait before each micro-batch until no request has been in flight for 0.6 s: for an engine and a trainer that
+    share a GPU. A micro-batch that has begun ends first, so smaller `trainer.micro_batch_tokens` yield sooner. Training
+    stands still while there is traffic; `tuneloop doctor` says how far it lags. Explorer and trainer need the same, and
+    one job folder. _Train._"""
+    longest_yield: Seconds | None = None
+    """Seconds after which a micro-batch goes ahead beside traffic all the same; null: it waits for ever. _Train._"""
     poll_interval: Seconds = 1.0
     """Seconds between two looks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None

@@ -296,10 +296,8 @@ def trainer_table(found: Sequence[Timeline], curves: Mapping[str, Sequence[tuple
     if window_s > 0:
         shares = ", ".join(f"{name} {seconds / window_s:.1%}" for name, seconds in taken.items())
         rest = 1 - sum(taken.values()) / window_s
-        lines.append(
-            f"in {window_s:.1f} s: {(len(steps) - 1) / window_s:.2f} steps/s, {tokens / window_s:,.0f} tokens/s; {shares}, "
-            f"the rest {rest:.1%}"
-        )
+        speed = f"{(len(known) - 1) / window_s:.2f} steps/s, {tokens / window_s:,.0f} tokens/s"
+        lines.append(f"in {window_s:.1f} s: {speed}; {shares}, the rest {rest:.1%}")
     for name, values in sorted(points.items()):
         if values and name.startswith(("time/", "state/", "perf/", "off_policy/staleness", "capture/")):
             median, high = np.percentile(values, [50, 90])

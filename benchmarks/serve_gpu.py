@@ -95,7 +95,7 @@ def main() -> int:
         if not any(each.name == "bare" for each in subjects):
             raise RuntimeError("there is nothing to compare with: the bare engine is among the subjects")
         for subject in subjects:
-            _check(subject, tools, options.tokens, clock)
+            _check(subject, tools, options.tokens, clock, at_once=min(cell.at_once for cell in cells))
         took, number = 0.0, 0
         while number < options.rounds and (number == 0 or clock.left > took + _ROOM_S):
             began = clock.left
@@ -171,7 +171,7 @@ def _start(
             yield subject
 
 
-def _check(subject: Subject, tools: Path, tokens: int, clock: Clock) -> None:
+def _check(subject: Subject, tools: Path, tokens: int, clock: Clock, *, at_once: int) -> None:
     """That a reply is as long as it should be; and a small load to warm up. What fails is seen in the rounds too."""
     body = json.loads(subject.body(tools, tokens, stream=False).read_bytes())
     url = f"http://127.0.0.1:{subject.port}{_PATH}"
@@ -182,7 +182,7 @@ def _check(subject: Subject, tools: Path, tokens: int, clock: Clock) -> None:
         length, reason = reply["usage"]["completion_tokens"], choice["finish_reason"]
         clock.say(f"{subject.name}: {length} tokens, {reason}; clients see {told}")
         for stream in (False, True):
-            load(tools, subject.port, subject.body(tools, 64, stream=stream), _PATH, ["-c", 64, "-n", 64])
+            load(tools, subject.port, subject.body(tools, 64, stream=stream), _PATH, ["-c", at_once, "-n", 2 * at_once])
     except (httpx.HTTPError, LookupError, ValueError, RuntimeError) as error:
         clock.say(f"{subject.name}: warming up failed: {error!r}")
 

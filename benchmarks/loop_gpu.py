@@ -111,15 +111,15 @@ def main() -> int:
         pid = stack.enter_context(running(command, log, env={"TUNELOOP_LOG_JSON": "1"}))
         url = f"http://127.0.0.1:{_PORT}"
         try:
-            await_ready(f"{url}/health/ready", pid, log, timeout_s=clock.left - 40)
+            await_ready(f"{url}/health/ready", pid, log, timeout_s=clock.remaining - 40)
             clock.say("it serves")
             phases = [int(each) for each in options.lanes.split(",")]
             for number, lanes in enumerate(phases):
-                seconds = (clock.left - _END_S) / (len(phases) - number)
+                seconds = (clock.remaining - _END_S) / (len(phases) - number)
                 since = time.time()
                 asyncio.run(_use(url, lanes, seconds, traffic, tokens=options.tokens))
                 _report(settings, log, traffic, clock, lanes=lanes, since=since)
-            time.sleep(max(0.0, min(10.0, clock.left - 15)))
+            time.sleep(max(0.0, min(10.0, clock.remaining - 15)))
         finally:
             _tell_trouble(log, clock)
         _report(settings, log, traffic, clock, lanes=None, since=0.0)

@@ -97,10 +97,10 @@ def main() -> int:
         for subject in subjects:
             _check(subject, tools, options.tokens, clock, at_once=min(cell.at_once for cell in cells))
         took, number = 0.0, 0
-        while number < options.rounds and (number == 0 or clock.left > took + _ROOM_S):
-            began = clock.left
+        while number < options.rounds and (number == 0 or clock.remaining > took + _ROOM_S):
+            began = clock.remaining
             _round(number, subjects, cells, tools, options, clock)
-            took, number = began - clock.left, number + 1
+            took, number = began - clock.remaining, number + 1
             clock.say(f"after {number} rounds, load {os.getloadavg()[0]:.1f}:\n{_table(subjects, cells)}")
         for subject in subjects:
             _tell_recorded(subject, clock)
@@ -158,7 +158,7 @@ def _start(
         pid = stack.enter_context(service(folder / "settings.yaml", "explorer", folder / "explorer.log"))
         waiting.append(Subject(name=mode, port=port, pids=[pid], settings=settings))
     pid, log = engine
-    await_ready(f"http://127.0.0.1:{_PORT}/health", pid, log, timeout_s=max(60.0, clock.left - 60.0))
+    await_ready(f"http://127.0.0.1:{_PORT}/health", pid, log, timeout_s=max(60.0, clock.remaining - 60.0))
     clock.say("engine is up")
     yield from (Subject(name=each, port=_PORT, pids=[pid], more=_BARE[each]) for each in names if each in _BARE)
     for subject in waiting:

@@ -50,7 +50,7 @@ def main() -> int:
         gc.collect()
         if options.gpu:
             torch.cuda.empty_cache()
-        if clock.left < options.budget_seconds / 10:
+        if clock.remaining < options.budget_seconds / 10:
             clock.say("the time is over")
             break
     return failed
@@ -87,7 +87,7 @@ def _measure(size: str, folder: Path, options: argparse.Namespace, clock: Clock)
         publisher = Publisher(settings, ledger, CheckpointStore(settings.job_dir), epoch=epoch)
         version = 0
         for _ in range(options.versions):
-            if version and clock.left < 3 * publisher.measured["time/publish/registered"]:
+            if version and clock.remaining < 3 * publisher.measured["time/publish/registered"]:
                 break
             began = time.perf_counter()
             found = publisher.publish(learner, [], parent=version)

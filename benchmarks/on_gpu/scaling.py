@@ -53,7 +53,7 @@ def main() -> int:
     if RENDEZVOUS_VARIABLE in os.environ:
         return _take_part(options)
     with tempfile.TemporaryDirectory(prefix="scaling-", dir=options.work) as folder:
-        size = _fitting(options.size, on_gpu=options.gpu)
+        size = _size_for(options.size, on_gpu=options.gpu)
         device = torch.device("cuda" if options.gpu else "cpu")
         began = time.monotonic()
         make_model(size, Path(folder) / "model", torch.bfloat16 if options.gpu else torch.float32, device)
@@ -64,12 +64,12 @@ def main() -> int:
         what = f"Qwen3 {size}, {options.method}; the model was made in {taken:.0f} s"
         print(f"{options.workers} x {name}, torch {torch.__version__}; {what}", flush=True)
         left = options.budget_seconds - taken
-        command = [sys.executable, "-m", "benchmarks.on_gpu.scaling", "--folder", folder, *_handed_on(options)]
+        command = [sys.executable, "-m", "benchmarks.on_gpu.scaling", "--folder", folder, *_flags(options)]
         command += ["--size", size, "--budget-seconds", str(left)]
         return launch(command, options.workers, threading.Event())
 
 
-def _fitting(size: str, *, on_gpu: bool) -> str:
+def _size_for(size: str, *, on_gpu: bool) -> str:
     """The size, or one that fits the GPU."""
     if on_gpu and torch.cuda.get_device_properties(0).total_memory < _LEAST_BYTES.get(size, 0):
         print(f"{size} does not fit this GPU: 1.7b", flush=True)
@@ -77,7 +77,7 @@ def _fitting(size: str, *, on_gpu: bool) -> str:
     return size
 
 
-def _handed_on(options: argparse.Namespace) -> list[str]:
+def _flags(options: argparse.Namespace) -> list[str]:
     names = ("method", "sequences", "steps", "workers", "tokens")
     flags = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
     return [*flags, "--gpu" if options.gpu else "--no-gpu"]
@@ -143,9 +143,9 @@ def _lead(settings: Settings, ranks: JoinedRanks, options: argparse.Namespace) -
                 flush=True,
             )
         for step, (one, other) in enumerate(zip(told[1], told[ranks.size], strict=False)):
-            pairs = {name: (one[name], other[name]) for name in _compared(one)}
+            pairs = {name: (one[name], other[name]) for name in _names_compared(one)}
             print(f"step {step}: " + ", ".join(f"{name} {a:.6g} and {b:.6g}" for name, (a, b) in pairs.items()))
-        if clock.left < options.budget_seconds / 3:
+        if clock.remaining < options.budget_seconds / 3:
             clock.say("the time is over")
             break
 
@@ -154,7 +154,7 @@ def _steps(
     settings: Settings, ranks: Ranks, samples: Sequence[Sample], options: argparse.Namespace, clock: Clock
 ) -> tuple[float, list[Metrics]]:
     """The best time of a step, and what each said, from the base model's weights."""
-    learner = _loaded(settings, ranks)
+    learner = snapshot.load(settings, None, ranks)
     clock.say(f"{ranks.size} workers: loaded")
     taken, told = [], []
     for number in range(options.steps + 1):
@@ -172,16 +172,12 @@ def _steps(
     return min(taken[1:]), told
 
 
-def _loaded(settings: Settings, ranks: Ranks) -> Learner:
-    return snapshot.load(settings, None, ranks)
-
-
 def _wait(learner: Learner) -> None:
     if learner.actor.network.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _compared(metrics: Metrics) -> list[str]:
+def _names_compared(metrics: Metrics) -> list[str]:
     return [name for name in metrics if any(part in name for part in _NAMES)]
 
 
@@ -190,7 +186,7 @@ def _difference(one: Sequence[Metrics], other: Sequence[Metrics]) -> tuple[float
     return max(
         (abs(mine[name] - others[name]) / max(abs(mine[name]), 1e-6), f"step {step} {name}")
         for step, (mine, others) in enumerate(zip(one, other, strict=True))
-        for name in _compared(mine)
+        for name in _names_compared(mine)
     )
 
 

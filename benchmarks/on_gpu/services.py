@@ -24,7 +24,7 @@ class Clock:
         self._ends = self._began + seconds
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """In seconds; below 0 once it is over."""
         return self._ends - time.monotonic()
 

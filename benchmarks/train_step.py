@@ -1,11 +1,12 @@
 """What a step of each method costs, how much of the machine it uses, and what it takes of its memory.
 
     python -m benchmarks.train_step [--size 0.6b|1.7b|4b|8b|tiny] [--methods ppo,grpo,reinforce,sft]
-        [--settings micro_batch_tokens=32768,compile=true] [--sequences 64] [--steps 3] [--plain]
+        [--settings micro_batch_tokens=32768,compile=true] [--bits 8] [--sequences 64] [--steps 3] [--plain]
 
 Random weights of the shape of Qwen3, made on the spot; random replies whose lengths are log-normal, prompt and reply
-half each. One process, the learner alone (`Learner.step`): no ledger, no engine, no disk. Prints for each method the
-best of some steps after one to warm up:
+half each. One process, the learner alone (`Learner.step`): no ledger, no engine, no disk; what `--settings` leave open
+is chosen for the GPU's memory, as a trainer does that has it alone. Prints for each method the best of some steps after
+one to warm up:
 
     tokens/s       tokens of all sequences / seconds of a step
     of its floor   the seconds that the method's matmuls and attention would take at this machine's own peak, / seconds
@@ -37,6 +38,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.micro_batch import fit_to_memory
 
 #: Width, inner width, layers, heads, key-value heads, width of a head, vocabulary, tied head.
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
@@ -199,12 +201,19 @@ def measure_method(
             "mode": "train",
             "checkpoint_root_dir": folder.parent,
             "model": {"model_path": folder},
-            "algorithm": {"algorithm_type": method, "mini_batches": options.mini_batches, **METHODS[method]},
+            "algorithm": {
+                "algorithm_type": method,
+                "mini_batches": options.mini_batches,
+                "optimizer": {"bits": options.bits},
+                "critic_optimizer": {"bits": options.bits},
+                **METHODS[method],
+            },
             "buffer": {"group_by": "task", "group_size": GROUP},
             "trainer": {"device": options.device, "dtype": options.dtype, **chosen},
             "cluster": {"gpu_per_node": int(options.device == "cuda")},
         }
     )
+    settings = fit_to_memory(settings)
     device, memory, useful = torch.device(options.device), [], []
     rows = list(samples)
     if method == "dpo":  # Pairs of a group, with one prompt.
@@ -216,7 +225,8 @@ def measure_method(
     body, head = forward_flops(config, lengths, sum(len(each.completion_ids) for each in rows))
     actor, critic, reference = PASSES[method]
     floor = actor * (body + head) + critic * body + reference * (body + head)
-    return Figures(method, sum(lengths), seconds, floor, 3 * (body + head), memory[0], useful[-1])
+    name = f"{method}, {settings.trainer.tokens_at_once:,} at once"
+    return Figures(name, sum(lengths), seconds, floor, 3 * (body + head), memory[0], useful[-1])
 
 
 def _like(sample: Sample, other: Sample) -> Sample:
@@ -262,6 +272,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--settings", default="", help="of `trainer`, with commas: compile=true,micro_batch_tokens=32768"
     )
+    parser.add_argument("--bits", type=int, choices=[8, 32], default=32, help="of AdamW's moments")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--mean", type=int, default=675, help="tokens of a sequence")
     parser.add_argument("--longest", type=int, default=2475)

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.loopback import is_from_here
-from tuneloop.explorer.background_tasks import OnFailure, Task, run_task
+from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
@@ -32,6 +32,7 @@ from tuneloop.explorer.dialects.dialect import (
     TextDialect,
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
+from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
@@ -61,7 +62,7 @@ from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
-from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.job_marks import KEY, TRAFFIC_S, load_key, touch_traffic
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
 from tuneloop.shared.privacy.redactor import Redactor
@@ -259,6 +260,16 @@ def _open_shadow(settings: Settings, fleet: Fleet, control_client: ControlClient
     )
 
 
+def _tell_traffic(settings: Settings, admission: Admission, metrics: Metrics) -> Task:
+    """Keep the trainer told of whether requests are being answered."""
+
+    async def turn() -> None:
+        if admission.in_flight:
+            touch_traffic(settings.job_dir)
+
+    return every(TRAFFIC_S, turn, task="traffic", metrics=metrics)
+
+
 def _route_makers(tracing: "Tracing | None") -> tuple[Callable[..., Proxy], Callable[..., FeedbackRoutes]]:
     """What makes the proxy and the feedback routes: those that send traces, if traces are wanted."""
     if tracing is None:
@@ -322,4 +333,6 @@ def open_services(
     )
     watching = proxy.parser.capture.watch(ledger.alarms, metrics)
     tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
+    if settings.trainer.yield_to_traffic:
+        tasks.append(_tell_traffic(settings, proxy.admission, metrics))
     return services, tasks if tracing is None else [*tasks, close_at_end(tracing)]

@@ -4,6 +4,7 @@
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
 {job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
+{job_dir}/traffic        touched while requests are being answered, for a trainer that yields to them
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
@@ -26,6 +27,10 @@ SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 _ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"
+_TRAFFIC = "traffic"
+
+#: Seconds between two touches of the mark of traffic while there is any.
+TRAFFIC_S = 0.2
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -126,6 +131,23 @@ def announcing(job_dir: Path) -> Iterator[None]:
     with append_unlinked(job_dir / _ANNOUNCING) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def touch_traffic(job_dir: Path) -> None:
+    """Say that requests are being answered now. Raises OSError."""
+    descriptor = os.open(job_dir / _TRAFFIC, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def traffic_stamp(job_dir: Path) -> int:
+    """What changes whenever `touch_traffic` is called; 0 before the first time."""
+    try:
+        return (job_dir / _TRAFFIC).lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def load_key(path: Path) -> bytes:

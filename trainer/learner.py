@@ -71,6 +71,7 @@ class Learner:
         #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
+        self.before_pass: Callable[[], None] = _go_ahead
         self._most_tokens = settings.model.max_response_tokens
         self._device = actor.network.device
 
@@ -115,6 +116,7 @@ class Learner:
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
         for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
+            self.before_pass()
             part = batch.rows(index_B)
             goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
@@ -194,9 +196,9 @@ class Learner:
         if self.critic is not None:
             targets = replace(targets, values_BR=self._over(batch, self.critic.values, self.ranks))
         if self.reference is not None:
-            targets = replace(targets, reference_BR=self._score(self.reference, batch))
+            targets = replace(targets, reference_BR=self._over(batch, self.reference.logprobs, self.ranks))
         if self._asks.start:
-            start_BR = self._score(self.actor, batch)
+            start_BR = self._over(batch, self.actor.logprobs, self.ranks)
             weights_BR, weighed = importance_weights(
                 self._algorithm.off_policy, start_BR, batch.sampled_BR, batch.mask_BR
             )
@@ -215,14 +217,12 @@ class Learner:
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
         return targets, told | _of_targets(targets)
 
-    def _score(self, actor: Actor, batch: Batch) -> Tensor:
-        return self._over(batch, actor.logprobs, self.ranks)
-
     def _log_ratio(self, batch: Batch) -> Tensor:
-        return self._score(self.actor, batch) - self._score(require(self.reference), batch)
+        here_BR = self._over(batch, self.actor.logprobs, self.ranks)
+        return here_BR - self._over(batch, require(self.reference).logprobs, self.ranks)
 
     def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
-        return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks)
+        return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks, self.before_pass)
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""
@@ -235,6 +235,10 @@ class Learner:
     @property
     def _models(self) -> list[Actor | Critic]:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
+
+
+def _go_ahead() -> None:
+    """What is called before each pass of a micro-batch through a model, where nothing is waited for."""
 
 
 def _is_fresh(sample: Sample, version: int | None) -> bool:
@@ -257,11 +261,22 @@ def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
     return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
 
 
-def _gather(batch: Batch, each: Callable[[Batch], Tensor], cut: Sequence[Tensor], ranks: Ranks) -> Tensor:
+def _gather(
+    batch: Batch,
+    each: Callable[[Batch], Tensor],
+    cut: Sequence[Tensor],
+    ranks: Ranks,
+    before_pass: Callable[[], None],
+) -> Tensor:
     """What `each` says of the batch; `cut` are this rank's micro-batches."""
+
+    def score(index_B: Tensor) -> Tensor:
+        before_pass()
+        return each(batch.rows(index_B))
+
     all_BR = torch.zeros_like(batch.sampled_BR)
     with ranks.agree():
-        parts = [each(batch.rows(index_B)) for index_B in cut]  # a GPU is given all before any is waited for
+        parts = [score(index_B) for index_B in cut]  # a GPU is given all before any is waited for
         for index_B, part_BR in zip(cut, parts, strict=True):
             all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
     ranks.add_up([all_BR])

@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import structlog
@@ -22,6 +23,8 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.learner import Learner, recompute
 from tuneloop.trainer.models.model import Actor, device_of
+from tuneloop.trainer.stop import Stop
+from tuneloop.trainer.yielding import TrafficYield
 
 _log = structlog.get_logger()
 
@@ -68,27 +71,33 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
 
 
 class MicroBatch:
-    """The size in tokens, halved whenever memory runs out, and remembered over restarts."""
+    """The size in tokens, halved whenever memory runs out, and remembered over restarts.
 
-    def __init__(self, settings: Settings) -> None:
+    Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set.
+    """
+
+    def __init__(self, settings: Settings, stop: Stop | None = None) -> None:
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
         self.tokens = _read(self._path, self._setting)
         self._reported = False
+        self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
         learner.smaller = self._halve
+        self._yield_before_passes(learner)
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
-                return learner.step(samples, version=version) | self._memory(samples)
+                return learner.step(samples, version=version) | self._memory(samples) | self._time_yielded()
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._halve()
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
+        self._yield_before_passes(learner)
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
@@ -96,6 +105,13 @@ class MicroBatch:
             except torch.OutOfMemoryError:
                 pass
             self._halve()
+
+    def _yield_before_passes(self, learner: Learner) -> None:
+        if self._yielding is not None:
+            learner.before_pass = self._yielding
+
+    def _time_yielded(self) -> Metrics:
+        return {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
 
     def _memory(self, samples: Sequence[Sample]) -> Metrics:
         """The most memory that was taken so far, and what was reckoned; the latter for the first step's batch alone."""

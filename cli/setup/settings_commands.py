@@ -1,6 +1,8 @@
 """This file is the commands that read a settings file and start nothing."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import typer
 import yaml
@@ -16,6 +18,14 @@ from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import SettingsReport, read_settings
 from tuneloop.shared.settings.settings import Settings
+
+_OF_THE_PAGE = (
+    (r"\s*\(\[more\]\([^)\s]*\)\)", ""),
+    (r"\s*\[Why\]\([^)\s]*\)\.", ""),
+    (r"\[([^\]]+)\]\([^)\s]*\)", r"\1"),
+    ("_Serve\\._", "Read by the explorer."),
+    ("_Train\\._", "Read by the trainer."),
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -127,4 +137,19 @@ def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption 
 
 def schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
-    echo_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()})
+    told = _for_editors(Settings.model_json_schema())
+    echo_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **told})
+
+
+def _for_editors(node: Any) -> Any:
+    """The schema, its descriptions without what only docs/settings.md has: links, and marks for a service."""
+    if isinstance(node, list):
+        return [_for_editors(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    told = {name: _for_editors(value) for name, value in node.items()}
+    if isinstance(text := told.get("description"), str):
+        for of_page, of_editors in _OF_THE_PAGE:
+            text = re.sub(of_page, of_editors, text)
+        told["description"] = " ".join(text.split())
+    return told

@@ -80,7 +80,9 @@ class Gatekeeper:
         self._refused = refused
 
     def _holder_of(self, key: AccessKey, before: _Holder | None) -> _Holder:
-        return _Holder(key, KeyMeter(key.limits) if before is None else before.meter)
+        holder = _Holder(key, KeyMeter(key.limits) if before is None else before.meter)
+        holder.meter.stored_bytes = key.stored_bytes
+        return holder
 
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""

@@ -1,4 +1,4 @@
-"""Keeps the workers' keys fresh: the control process looks for changes twice a second, and tells them.
+"""Keeps the workers' keys fresh, and what the database holds of them: the control process looks twice a second.
 
 {job_dir}/keys.json    the hashes of the keys, for a start while the database is away; never the truth
 """
@@ -55,12 +55,15 @@ class KeyWatch:
         await every(_LOOK_S, self._turn, task="keys", metrics=metrics)
 
     async def _turn(self) -> None:
-        if await asyncio.to_thread(self._keys.revision) == self.table.revision:
+        same = await asyncio.to_thread(self._keys.revision) == self.table.revision
+        bound = {each.key_id: each.stored_bytes for each in self.table.keys if each.limits.max_stored_bytes is not None}
+        if same and (not bound or await asyncio.to_thread(self._keys.stored_of_bound) == bound):
             return
         self.table = table = await asyncio.to_thread(self._keys.table)
         for publish in self._publish:
             await publish(table)
-        await asyncio.to_thread(_remember, self._path, table)
+        if not same:
+            await asyncio.to_thread(_remember, self._path, table)
 
 
 class SharedUsage:

@@ -50,7 +50,10 @@ class Bucket:
 
 
 class KeyMeter:
-    """Counts what a key takes, and says when it has had enough."""
+    """Counts what a key takes, and says when it has had enough.
+
+    `stored_bytes` are what the database holds of it, as was last heard.
+    """
 
     def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -58,6 +61,7 @@ class KeyMeter:
         self._others = KeyUsage()
         now = clock()
         self._limits = limits
+        self.stored_bytes = 0
         self._requests = _bucket(limits.requests_per_minute, now)
         self._tokens = _bucket(limits.tokens_per_minute, now)
         self._feedback = _bucket(limits.feedback_per_minute, now)
@@ -78,11 +82,20 @@ class KeyMeter:
             raise _too_much(_sentence("tokens", tokens), "tokens", tokens.wait_s(1))
         if size is not None and size.fill(now) <= 0:
             raise _too_much(_sentence("bytes", size), "bytes", size.wait_s(1))
+        if brings_feedback:
+            self.check_stored()
         if brings_feedback and (feedback := self._feedback) is not None and feedback.fill(now) < 1:
             raise _too_much(_sentence("events of feedback", feedback), "feedback", feedback.wait_s(1))
         usage.requests += 1
         if requests is not None:
             requests.level -= 1
+
+    def check_stored(self) -> None:
+        """Something is to be stored. Raises RequestRefused where the database holds as much as it may of the key's."""
+        most = self._limits.max_stored_bytes
+        if most is not None and self.stored_bytes >= most:
+            reason = f"this key may store {most} bytes, and has {self.stored_bytes}: delete some, or send store: false"
+            raise RequestRefused(reason, status=429, code="key_limit_stored_bytes")
 
     def begin_request(self) -> None:
         """One more of its requests is being answered."""

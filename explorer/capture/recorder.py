@@ -10,6 +10,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.http.caller import Meter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerForbidden, SpoolFull
@@ -153,8 +154,9 @@ class Recorder:
         self._redactor = redactor if redactor else None
         self._redacting: set[asyncio.Task[list[Record]]] = set()
 
-    def admit(self) -> None:
-        """Raise SpoolFull if a request should not even start, because its reply could not be kept."""
+    def admit(self, meter: Meter) -> None:
+        """Raise SpoolFull, or RequestRefused by the caller's `meter`, if a request's reply could not be kept."""
+        meter.check_stored()
         self._limits.admit()
 
     async def record(self, exchange: Exchange) -> None:

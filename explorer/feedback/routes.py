@@ -82,6 +82,7 @@ class FeedbackRoutes:
 
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
         """The same for a body that was read already, under an idempotency key if it has one."""
+        caller.meter.check_stored()
         # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
         parsed = await asyncio.to_thread(self._parse, caller, body, key)
         events = list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())

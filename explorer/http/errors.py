@@ -58,6 +58,9 @@ _UNAUTHORIZED = 401
 #: The engine has had the whole timeout: a retry would most likely take as long.
 _TIMED_OUT = 504
 
+#: Without a time to wait for, waiting does not help: somebody must delete something.
+_TOO_MUCH = 429
+
 #: Trinity's two routes: its clients read `status`.
 _TRINITY_ROUTES = frozenset({"/feedback", "/commit", "/trinity/feedback", "/trinity/commit"})
 
@@ -96,7 +99,7 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
         }
     if error.status == _UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    if error.status == _TIMED_OUT:
+    if error.status == _TIMED_OUT or (error.status == _TOO_MUCH and error.retry_after_s is None):
         headers["x-should-retry"] = "false"
     return Response(orjson.dumps(body), error.status, headers, "application/json")
 

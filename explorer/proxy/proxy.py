@@ -121,7 +121,7 @@ class Proxy:
         try:
             request = await self.parser.parse(dialect, raw, started)
             if request.store:
-                self._recorder.admit()
+                self._recorder.admit(request.caller.meter)
                 self._metrics.captured.labels(request.captured_by).inc()
             await self.admission.acquire(request.caller.identity)
             try:

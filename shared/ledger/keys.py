@@ -11,11 +11,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, func, insert, select, true, update
+from sqlalchemy import ColumnElement, Select, and_, func, insert, select, true, update
 
 from tuneloop.shared.errors import KeyRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys
+from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: What every key begins with, so that one that leaked is recognised.
@@ -23,21 +23,23 @@ PREFIX = "tl-"
 
 _RANDOM_BYTES, _ID_DIGITS = 32, 12
 
-#: The largest limit: of the database's column.
+#: The largest limit: of the database's columns. Bytes are told as JSON's numbers, of which some know 53 bits.
 MAX_LIMIT = 2**31 - 1
+_LARGEST = {"max_stored_bytes": 2**53 - 1}
 
 #: No slash: it ends the name of a key where the name of a rater follows.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}").fullmatch
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a key allows, a minute and at once; None: as much as there is."""
+    """How much a key allows, a minute, at once, and in the database; None: as much as there is."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     feedback_per_minute: int | None = None
     bytes_per_minute: int | None = None
     max_concurrent: int | None = None
+    max_stored_bytes: int | None = None
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,10 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret; times are seconds since 1970."""
+    """A key without its secret; times are seconds since 1970.
+
+    `stored_bytes` are what the database holds of all keys of its name and tenant.
+    """
 
     key_id: str
     digest: bytes
@@ -62,6 +67,7 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
+    stored_bytes: int = 0
 
 
 class KeyTable(msgspec.Struct, frozen=True):
@@ -102,8 +108,9 @@ def check_grant(grant: KeyGrant) -> None:
     if not grant.scopes:
         raise KeyRefused(f"scopes must name at least one of {', '.join(Scope)}")
     for param, limit in msgspec.structs.asdict(grant.limits).items():
-        if limit is not None and not 1 <= limit <= MAX_LIMIT:
-            raise KeyRefused(f"{param} must lie between 1 and {MAX_LIMIT}")
+        largest = _LARGEST.get(param, MAX_LIMIT)
+        if limit is not None and not 1 <= limit <= largest:
+            raise KeyRefused(f"{param} must lie between 1 and {largest}")
     if grant.expires_in is not None and not 0 < grant.expires_in <= 1e10:
         raise KeyRefused("expires_in must be a number of seconds above 0")
 
@@ -127,11 +134,12 @@ class Keys(LedgerPart):
             expires_at=None if grant.expires_in is None else now + grant.expires_in,
         )
         row = msgspec.structs.asdict(key) | msgspec.structs.asdict(key.limits) | {"scopes": ",".join(key.scopes)}
-        del row["limits"]
+        del row["limits"], row["stored_bytes"]
         with self._write() as connection:
             connection.execute(insert(keys).values(row))
             connection.execute(insert(key_events).values(_event(key.key_id, KeyAction.CREATED, actor, now)))
-        return key, secret
+            made = connection.execute(_select_keys().where(keys.c.key_id == key.key_id)).one()
+        return _key_of(made), secret
 
     def revoke(self, key_id: str, *, actor: str, tenant: str | None = None) -> bool:
         """End a key, of a tenant if one is named; False if there is none of that id that was not revoked before."""
@@ -145,7 +153,7 @@ class Keys(LedgerPart):
 
     def all(self, *, tenant: str | None = None) -> list[AccessKey]:
         """Every key that was ever made, of a tenant if one is named, oldest first."""
-        query = select(keys).where(_is_of(tenant)).order_by(keys.c.created_at, keys.c.key_id)
+        query = _select_keys().where(_is_of(tenant)).order_by(keys.c.created_at, keys.c.key_id)
         return [_key_of(row) for row in self._read(query)]
 
     def revision(self) -> int:
@@ -154,9 +162,14 @@ class Keys(LedgerPart):
 
     def table(self) -> KeyTable:
         """The keys that are not revoked, as of one moment."""
-        query = select(keys).where(keys.c.revoked_at.is_(None))
+        query = _select_keys().where(keys.c.revoked_at.is_(None))
         [[newest]], rows = self._read_together(select(func.coalesce(func.max(key_events.c.id), 0)), query)
         return KeyTable(tuple(_key_of(row) for row in rows), newest > 0, newest)
+
+    def stored_of_bound(self) -> dict[str, int]:
+        """The bytes that the database holds of each key that may have so many and is not revoked, by its id."""
+        bound = and_(keys.c.max_stored_bytes.is_not(None), keys.c.revoked_at.is_(None))
+        return {row.key_id: row.stored for row in self._read(_with_stored(keys.c.key_id).where(bound))}
 
     def events(self, *, last: int, tenant: str | None = None) -> list[KeyEvent]:
         """The newest entries of the audit log, of a tenant if one is named, newest first."""
@@ -174,6 +187,16 @@ def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:
     if unknown := sorted(set(names) - set(Scope)):
         raise KeyRefused(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}")
     return tuple(map(Scope, names))
+
+
+def _with_stored(*columns: Any) -> Select[Any]:
+    same = and_(stored_by_keys.c.tenant == keys.c.tenant, stored_by_keys.c.key == keys.c.name)
+    stored = func.coalesce(stored_by_keys.c.bytes, 0).label("stored")
+    return select(*columns, stored).select_from(keys.outerjoin(stored_by_keys, same))
+
+
+def _select_keys() -> Select[Any]:
+    return _with_stored(keys)
 
 
 def _is_of(tenant: str | None) -> ColumnElement[bool]:
@@ -195,4 +218,5 @@ def _key_of(row: Any) -> AccessKey:
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
+        stored_bytes=row.stored,
     )

@@ -11,6 +11,7 @@ from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Tra
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, portions
+from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
@@ -207,7 +208,7 @@ class Reports(LedgerPart):
 
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
-        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows()]
+        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows(), *self._miscounted_keys()]
 
     def _uneven_versions(self) -> Iterator[str]:
         version, trained = experiences.c.trained_version, func.count().label("trained")
@@ -220,6 +221,10 @@ class Reports(LedgerPart):
         )
         for number, trained_rows, purged, consumed in self._read(uneven.order_by(versions.c.version)):
             yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
+
+    def _miscounted_keys(self) -> Iterator[str]:
+        for tenant, key, more in self._read(select_miscounted()):
+            yield f"the rows of the key {tenant}/{key} take {more} bytes more than are counted"
 
     def _misplaced_rows(self) -> Iterator[str]:
         current = select(func.max(epochs.c.epoch)).scalar_subquery()

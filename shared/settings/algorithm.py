@@ -42,26 +42,42 @@ class OptimizerSettings(Section):
     """AdamW and what surrounds it."""
 
     lr: PositiveReal = 1e-6
+    """The learning rate. _Train._"""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments. _Train._"""
     weight_decay: NotNegativeReal = 0.0
+    """AdamW's weight decay. _Train._"""
     lr_warmup_steps: NotNegative = 0
+    """Updates over which the learning rate rises in a line to `lr`. _Train._"""
     bits: Literal[32, 8] = 32
+    """Bits of AdamW's two moments: 8 keep 2 bytes a weight, not 8, [nearly as exact](training.md#memory). If changed,
+    they begin anew. _Train._"""
 
 
 class CriticOptimizerSettings(OptimizerSettings):
     """The same for the critic, which learns faster."""
 
     lr: PositiveReal = 1e-5
+    """The critic's learning rate. _Train._"""
 
 
 class OffPolicySettings(Section):
     """What is done about tokens that other weights, or the engine's arithmetic, sampled."""
 
     proximal: Literal["sampled", "recomputed"] = "sampled"
+    """What the clipped ratio is taken against: the log-probabilities as sampled, or those of the weights at the start
+    of the step (decoupled PPO), with the importance weight between the two beside it. _Train._"""
     correction: Literal["none", "truncate", "mask"] = "truncate"
+    """What is done with importance weights beyond the bounds: nothing and no weight at all, cut at `high`, or their
+    tokens left out. With `proximal: sampled` the clipped ratio is the weight, and only `mask` changes anything.
+    _Train._"""
     level: Literal["token", "sequence", "geometric"] = "token"
+    """Whether a weight is of a token, of a whole sequence, or the sequence's geometric mean per token. This and the
+    bounds need `correction: mask` or `proximal: recomputed`. _Train._"""
     low: BelowOne = 0.5
+    """The least importance weight that `mask` leaves in. _Train._"""
     high: AboveOne = 2.0
+    """The largest importance weight. _Train._"""
 
     @property
     def bounded(self) -> bool:
@@ -82,16 +98,24 @@ class GroupAdvantageSettings(Section):
     """The advantage of a run over the others of its task."""
 
     scale: Literal["group", "batch", "none"] = "group"
+    """What the advantage over the group's mean is divided by: the group's standard deviation (GRPO), the batch's, or
+    nothing (Dr. GRPO). _Train._"""
     drop_constant: bool = True
+    """Leave groups out in which all runs have the same reward (DAPO's dynamic sampling): they say nothing. _Train._"""
     step_norm: bool = False
+    """multi_step_grpo: divide a run's advantage by its number of calls. _Train._"""
 
 
 class OverlongSettings(Section):
     """Replies that came to the most tokens they were allowed (DAPO)."""
 
     train: bool = True
+    """Train on replies that were cut at their token limit. _Train._"""
     buffer: NotNegative = 0
+    """DAPO's soft punishment: over the last so many tokens before `model.max_response_tokens` the reward falls by
+    `penalty`, whatever `reward_clip` is; 0: none. _Train._"""
     penalty: NotNegativeReal = 1.0
+    """How much the reward of a reply that fills its limit falls. _Train._"""
 
     def contradictions(self, limit: int | None) -> Iterator[str]:
         """What does not fit the most tokens that a reply may have, a sentence each."""
@@ -108,77 +132,131 @@ class BaselineSettings(Section):
     """What a reward is compared with where there is no group and no critic."""
 
     kind: Literal["running", "task", "batch"] = "running"
+    """reinforce: what a reward is compared with: the decaying mean of all rewards, that of its task's drawn to it, or
+    the batch's mean. _Train._"""
     decay: Fraction = 0.95
+    """How much of the running mean stays after a batch. _Train._"""
     scale: Literal["running", "batch", "none"] = "batch"
+    """reinforce: what the difference is divided by: the standard deviation of all rewards, the root mean square of the
+    batch's differences, or nothing. _Train._"""
 
 
 class DpoSettings(Section):
     """Direct preference optimisation."""
 
     beta: PositiveReal = 0.1
+    """How strongly the base model holds the policy back. _Train._"""
     label_smoothing: Fraction = 0.0
+    """The share of preferences that are expected to be wrong (conservative DPO), less than 0.5. _Train._"""
     reference_free: bool = False
+    """Leave the base model out. _Train._"""
 
 
 class KtoSettings(Section):
     """Kahneman-Tversky optimisation."""
 
     beta: PositiveReal = 0.1
+    """How strongly the base model holds the policy back. _Train._"""
     threshold: Real = 0.5
+    """Replies with at least this reward are desirable, the others are not. _Train._"""
     desirable_weight: NotNegativeReal = 1.0
+    """Weight of desirable replies in the loss. _Train._"""
     undesirable_weight: NotNegativeReal = 1.0
+    """Weight of the other replies in the loss. _Train._"""
 
 
 class SftSettings(Section):
     """Supervised fine-tuning; `raft` reads `least_reward` alone."""
 
     targets: Literal["both", "demonstrations", "replies"] = "both"
+    """What is imitated: edited answers where there are some and well-rewarded replies elsewhere, or one of these only.
+    _Train._"""
     least_reward: Real = 0.5
+    """The least reward of a reply that is imitated, by `sft` and `raft`. _Train._"""
 
 
 class DistillSettings(Section):
     """The teacher: a local model, or one behind an OpenAI endpoint."""
 
     teacher_path: Path | None = None
+    """The teacher: a local model folder with the same tokenizer. _Train._"""
     teacher_url: Address | None = None
+    """The teacher: an OpenAI endpoint; vLLM for `reverse_kl`. _Train._"""
     teacher_model: str | None = None
+    """The name of the model behind `teacher_url`. _Train._"""
     teacher_key: Secret | None = None
+    """The key for `teacher_url`. _Train._"""
     mode: Literal["reverse_kl", "replies"] = "reverse_kl"
+    """Learn from the teacher's log-probabilities of the model's own replies, or imitate the teacher's replies.
+    _Train._"""
     timeout: PositiveReal = 120.0
+    """Seconds to wait for an answer of the teacher. _Train._"""
 
 
 class AlgorithmSettings(Section):
     """How rewards become gradients."""
 
     algorithm_type: AlgorithmType = "ppo"
+    """The method: [which for which feedback](methods.md). _Train._"""
     optimizer: OptimizerSettings = OptimizerSettings()
     critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
+    """What a call of a trajectory is rewarded with: its own reward; the trajectory's, paid once at its end; or the
+    trajectory's, times `turn_discount` for each call after it. The trajectory's reward is that of its last call; calls
+    before it [need none](batches.md#groups-and-trajectories) then. _Train._"""
     turn_discount: Fraction = 0.95
+    """The discount of `credit: discounted`. _Train._"""
     merge_calls: bool = True
+    """Train calls of a run that extend each other's prompt as one sequence. Needs `buffer.group_by` run or task.
+    _Train._"""
     reward_clip: tuple[Real, Real] | None = None
+    """The least and the largest reward, before it is punished for length and scaled. _Train._"""
     reward_normalization: Literal["none", "batch", "running"] = "none"
+    """Shift and scale rewards to mean 0 and variance 1, of the batch or of all rewards so far (decay:
+    `baseline.decay`). _Train._"""
     gamma: Fraction = 1.0
+    """Discount per token; 1: none. _Train._"""
     lam: Fraction = 1.0
+    """GAE's lambda: 1 trusts the reward alone, smaller values trust the critic more. _Train._"""
     clip_range: Fraction = 0.2
+    """How far below 1 the probability ratio may move the policy, and above 1 unless `clip_range_high` is set.
+    _Train._"""
     clip_range_high: NotNegativeReal | None = None
+    """How far above 1 the probability ratio may move the policy; null: as `clip_range`. _Train._"""
     dual_clip: AboveOne | None = 3.0
+    """Bound on the loss of a token with a negative advantage, in advantages; null: none, which wants
+    [another](training.md#replies-that-other-weights-sampled). _Train._"""
     value_clip_range: PositiveReal = 0.5
+    """How far an update may move the critic's value of a token before the loss stops rewarding it. _Train._"""
     negative_scale: NotNegativeReal = 1.0
+    """Factor on negative advantages; below 1 makes late or noisy feedback safer. _Train._"""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
+    """How the losses of tokens become one: over all tokens (DAPO), or over sequences (GRPO: seq-mean-token-mean; Dr.
+    GRPO: seq-mean-token-sum-norm). _Train._"""
     loss_horizon: Positive | None = None
+    """The constant that seq-mean-token-sum-norm divides by, in tokens. _Train._"""
     kl_coef: NotNegativeReal = 0.001
+    """Weight of the divergence from the base model in the actor's loss; 0 needs no reference model. _Train._"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """How that divergence is estimated. _Train._"""
     kl_in: Literal["loss", "reward"] = "loss"
+    """Where that divergence counts: in the actor's loss, or taken from the reward of each token. _Train._"""
     entropy_coef: Real = 0.0
+    """Weight of the entropy bonus in the actor's loss. _Train._"""
     whiten_advantages: bool = True
+    """ppo, reinforce++: give the advantages of a batch mean 0 and variance 1. _Train._"""
     epochs: Positive = 1
+    """How often a batch is gone through in a step. _Train._"""
     mini_batches: Positive = 1
+    """Into how many updates a batch is cut. _Train._"""
     max_grad_norm: PositiveReal = 1.0
+    """Gradients with a larger norm are scaled down to it. _Train._"""
     critic_warmup_steps: NotNegative = 0
+    """Steps at the start that train the critic only. _Train._"""
     max_skipped_steps: Positive = 3
+    """So many steps in a row that were not finite stop the trainer. _Train._"""
     off_policy: OffPolicySettings = OffPolicySettings()
     group: GroupAdvantageSettings = GroupAdvantageSettings()
     overlong: OverlongSettings = OverlongSettings()

@@ -50,21 +50,38 @@ class JudgeSettings(Section):
     """A model that scores replies by itself; without a `url` there is none."""
 
     url: Address | None = None
+    """An OpenAI-compatible endpoint, with its `/v1`: `https://api.openai.com/v1`. null: no judge."""
     model: str | None = None
+    """The name of the model behind `url`. The source of its feedback is `judge:` and this name."""
     key: Secret | None = None
+    """The key for `url`. Better set by `TUNELOOP__JUDGE__KEY`."""
     rubric: Path | None = None
+    """A file written by `runner.Rubric.save`, instead of `criteria`, `weights` and `scale`."""
     criteria: Criteria = Field(default_factory=lambda: dict(_CRITERIA))
+    """What is scored: names of 1 to 64 of `A-Z a-z 0-9 _ -`, and for each the question that the judge reads."""
     weights: dict[str, PositiveReal] = Field(default_factory=dict)
+    """How much a criterion counts in the total; 1 where it is not named."""
     scale: tuple[int, int] = (1, 5)
+    """The least and the greatest score."""
     samples: Positive = 1
+    """How often a reply is judged; the scores are averaged. With more than one, set a `temperature` above 0."""
     temperature: NotNegativeReal | None = 0.0
+    """The judge's temperature; null: not sent."""
     which: Literal["all", "unrewarded"] = "all"
+    """Which replies are judged: all that could be trained on, or only those that have no reward by then. _Serve._"""
     share: Share = 1.0
+    """Judge this share of them, chosen by their ids. _Serve._"""
     after: NotNegativeReal = 0.0
+    """Seconds after the request from which on a reply is judged: with `which: unrewarded`, how long people have to say
+    something first. _Serve._"""
     max_age: Seconds = 86400.0
+    """Replies that were asked for more than so many seconds ago are not judged any more. _Serve._"""
     concurrency: Positive = 4
+    """Questions to the judge at once."""
     timeout: Seconds = 60.0
+    """Seconds that an answer may take."""
     retries: NotNegative = 2
+    """How often a question is asked again that found the judge busy or away."""
 
     @property
     def source(self) -> str:
@@ -90,13 +107,28 @@ class RewardRule(Section):
     """How feedback becomes the reward that training uses."""
 
     weights: dict[str, Real] = Field(default_factory=lambda: {"reward": 1.0})
+    """The metrics that count, and how much. Others are stored but do not count. Feedback that names no metric is about
+    `reward`. _Serve._"""
     boolean_values: tuple[Real, Real] = (0.0, 1.0)
+    """What a thumb down and a thumb up are worth; also the worse and the better reply of a preference. _Serve._"""
     label_values: dict[str, Real] = Field(default_factory=dict)
+    """What labels are worth; others do not count. _Serve._"""
     clip: tuple[Real, Real] | None = (-1.0, 1.0)
+    """The least and the greatest reward, and of each rater's word, times its weight; null: ±1e6. [`tune()`](tune.md)
+    writes null. _Serve._"""
     aggregate: Literal["median", "mean"] = "median"
+    """What is made of several raters' words about one reply: `median` weighs them by their
+    [reliability](feedback.md#many-raters), of two it is the mean; `mean` counts all alike, and clips the sum alone.
+    _Serve._"""
     attribution_window: Seconds | None = None
+    """Seconds after the request in which feedback counts; later feedback is stored and answered `late`. null: for ever.
+    _Serve._"""
     default: Real | None = None
+    """The reward of a reply that had no feedback when its window closed, given with the next commit; null: it is not
+    trained on. _Serve._"""
     demonstration_value: Real | None = None
+    """The value of an edited answer, under the metric `reward`; null: it is kept but does not count, and a reply with
+    nothing else is not trained on. sft wants 1. _Serve._"""
 
     def contradictions(self, *, of_pairs: bool) -> Iterator[str]:
         """What makes no sense together; `of_pairs`: the method learns from pairs that preferences make."""
@@ -118,10 +150,19 @@ class FeedbackSettings(Section):
     """What is done with feedback beside the reward."""
 
     compensate_late: bool = False
+    """When feedback changes the reward of a reply that has been trained on: let the reply be trained on once more, with
+    the reward that it has now."""
     max_rater_share: Share = 0.1
+    """The part of a batch that one rater's word may make up, as soon as there are so many raters that each can have it
+    ([more](feedback.md#many-raters)); 1: all of it. _Train._"""
     trusted_raters: tuple[str, ...] = ()
+    """Sources whose verdicts are taken for true: others are compared with them, and their own part of a batch is not
+    limited. The [judge](judges.md) is one."""
     quarantine_below: Fraction | None = 0.5
+    """A rater that surely agrees with others less than this is put into quarantine, as other outliers are; null: nobody
+    is, but by hand. _Serve._"""
     quarantine_after: Positive = 20
+    """After so many comparisons with others a rater may be put into quarantine. _Serve._"""
 
     def all_trusted(self, judge: JudgeSettings) -> frozenset[str]:
         """The sources whose verdicts are taken for true, the judge's among them."""
@@ -132,17 +173,26 @@ class RetentionSettings(Section):
     """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
 
     recorded: Seconds | None = None
+    """Seconds that experiences without feedback are kept after they were sampled; null: for ever. Also feedback whose
+    reply never came, after it was received."""
     rewarded: Seconds | None = None
+    """Seconds that experiences which were never committed are kept after they were sampled; null: for ever."""
     trained: Seconds | None = None
+    """Seconds that experiences which were trained on are kept after they were sampled; null: for ever. What the
+    versions consumed still adds up."""
     expired: Seconds | None = None
+    """Seconds that experiences which expired are kept after they were sampled; null: for ever."""
     dropped: Seconds | None = None
+    """Seconds that experiences which cannot be trained on are kept after they were sampled; null: for ever."""
 
 
 class TenantSettings(Section):
     """What holds for a tenant whose requests say nothing else; of retention, what is not written is as for all."""
 
     store: bool = True
+    """Whether an exchange is kept. False: the tenant's replies are answered and forgotten."""
     train: bool = True
+    """Whether an exchange may be trained on."""
     retention: RetentionSettings = RetentionSettings()
 
 
@@ -174,9 +224,15 @@ class PrivacySettings(Section):
     """What is replaced in requests, replies and feedback before they are written anywhere."""
 
     redact: tuple[BuiltIn, ...] = ("private_key", "jwt", "api_key")
+    """_Serve._ What is replaced by `[REDACTED:kind]` in requests, replies and feedback."""
     patterns: Patterns = Field(default_factory=dict)
+    r"""_Serve._ Regular expressions of one's own, by their names: `{ticket: 'TCK-\d+'}`. The name stands in the text.
+    Those of the package `regex`; for each text one has 0.25 s, then all of the text is replaced."""
     presidio: tuple[str, ...] = ()
+    """_Serve._ Entities that Microsoft Presidio looks for besides, such as `[PERSON, LOCATION]`. Needs `pip install
+    ./runner ".[presidio]"` and the language's spaCy model."""
     presidio_language: str = "en"
+    """_Serve._ In which language."""
 
     def contradictions(self) -> Iterator[str]:
         """What does not fit together."""

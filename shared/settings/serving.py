@@ -45,8 +45,14 @@ class LoraSettings(Section):
     """A low-rank adapter; `rank: 0` trains all weights instead. An `alpha` of null is twice the rank."""
 
     rank: NotNegative = 0
+    """Train a [low-rank adapter](proof.md#adapters) of this rank instead of all weights; 0 trains all. Engines of ours
+    are started ready to serve it; on GPUs in bfloat16 or float16 only. The rank of an experiment stays: its versions
+    build on each other."""
     alpha: Positive | None = None
+    """What the adapter adds is scaled by alpha over rank. null: twice the rank."""
     targets: tuple[str, ...] = _LINEAR
+    """Which layers the adapter is added to, by the last part of their names: linear layers of the model, but not
+    `lm_head`. Others are refused at the trainer's start, with those that there are."""
 
     @property
     def alpha_used(self) -> int:
@@ -58,12 +64,21 @@ class ModelSettings(Section):
     """The model that is served and trained."""
 
     model_path: Path
+    """Folder of the base model in Hugging Face's format. It is version 0. Unless `served_model_name` says otherwise,
+    clients send this as `model`."""
     critic_model_path: Path | None = None
+    """Folder of the model that the critic starts from; null: `model_path`. _Train._"""
     served_model_name: str | None = None
+    """The name that clients send as `model`; null: `model_path` as written. _Serve._"""
     max_model_len: Positive | None = None
+    """Tokens of prompt and reply together; null: what the model's own configuration says."""
     max_response_tokens: Positive | None = None
+    """Tokens of a reply whose request sets no limit; null: what is left of `max_model_len`. Not a cap: a client may ask
+    for more."""
     temperature: NotNegativeReal = 1.0
+    """Temperature of a request that sets none. A client's own temperature is used as sent. _Serve._"""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models that you trust."""
     lora: LoraSettings = LoraSettings()
 
 
@@ -71,33 +86,70 @@ class ClusterSettings(Section):
     """The machines. `gpu_per_node: 0` means no GPU: everything runs on the CPU."""
 
     node_num: Positive = 1
+    """Machines. 1: engines are started on this one. More: [Ray places them](deployment.md#several-machines). Engines
+    elsewhere can also be named in `engine_urls`."""
     gpu_per_node: NotNegative = 0
+    """GPUs of a machine. 0: everything runs on the CPU. Where there are none after all, both services run on the CPU,
+    slowly, and warn of it."""
     ray_address: str = "auto"
+    """The Ray cluster that places engines, and the workers of mode `train`, where `node_num` is above 1, `host:port`;
+    `auto`: the one that this machine belongs to. An address also gives it the workers of one machine."""
 
 
 class RolloutModelSettings(Section):
     """The vLLM engines that the explorer starts, or attaches to by `engine_urls`."""
 
     engine_num: Positive = 1
+    """vLLM engines to start. _Serve._"""
     tensor_parallel_size: Positive = 1
+    """GPUs of one engine. `engine_num` times this must fit into `gpu_per_node`. The engines take the first GPUs, or the
+    first that `CUDA_VISIBLE_DEVICES` names. _Serve._"""
     api_servers: Positive | None = None
+    """API servers of each engine that the explorer starts: processes that read requests and write replies in front of
+    one vLLM core. On its own, on GPUs, half of the machine's cores over its engines, at most 4; 1 on a CPU, with
+    `single_process`, and with adapters, which bear no more. [Why](decisions/0055-several-api-servers.md). _Serve._"""
     enable_openai_api: bool = True
+    """Accepted, not needed: the OpenAI API is always on. _Serve._"""
     enable_history: bool = True
+    """Accepted, not needed: every exchange is kept unless the client sends `store: false`. _Serve._"""
     enable_auto_tool_choice: bool = False
+    """Let the model decide to call tools (vLLM's `--enable-auto-tool-choice`; needs `tool_call_parser`). _Serve._"""
     tool_call_parser: str | None = None
+    """How tool calls are read from the reply (vLLM's `--tool-call-parser`), e.g. `hermes`. _Serve._"""
     reasoning_parser: str | None = None
+    """How reasoning is told from the answer (vLLM's `--reasoning-parser`), e.g. `qwen3`. _Serve._"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """The engines' number format. _Serve._"""
     seed: NotNegative = 42
+    """The engines' seed. _Serve._"""
     gpu_memory_utilization: Share = 0.9
+    """Share of a GPU's memory that an engine takes. Where mode `both` leaves the trainer no GPU of its own it must be
+    0.5 or less: write 0.4. _Serve._"""
     enforce_eager: bool = False
+    """No CUDA graphs: a faster start, slower replies. _Serve._"""
     single_process: bool = False
+    """Run an engine in one process instead of several: less memory, for small models. _Serve._"""
     kv_cache_memory_bytes: Positive | None = None
+    """Bytes of an engine's key-value cache; null: what `gpu_memory_utilization` leaves. _Serve._"""
     engine_urls: tuple[Address, ...] = ()
+    """Engines that run already, absolute URLs, `[http://host:port, …]`: none is started then. They need vLLM's weight
+    routes (`VLLM_SERVER_DEV_MODE=1`) and must see the job folder; let nobody else reach them. _Serve._"""
     engine_key: Secret | None = None
+    """The key that the engines in `engine_urls` ask for. Better set by `TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_KEY`.
+    _Serve._"""
     engine_args: tuple[str, ...] = ()
+    """More arguments for every engine, as vLLM's command line takes them: `[--max-num-seqs, "64"]`. Those that [change
+    what replies are sampled from](sampling.md#what-the-engine-does-by-itself) are refused. _Serve._"""
     spare_place: bool | None = None
+    """Whether there is memory for one engine more than `engine_num`, in which a [fresh engine](proof.md#fresh-engines)
+    is started beside the one that it replaces. null: on a CPU when so much is free; on GPUs where
+    `cluster.gpu_per_node` has an engine's GPUs more than engines and trainer take; not through Ray. `true` with one
+    engine and no further GPU: both share its GPUs, so `gpu_memory_utilization` must be below a half. _Serve._"""
     startup_timeout: Seconds = 900.0
+    """Seconds that an engine gets to become ready. _Serve._"""
     health_timeout: Seconds = 10.0
+    """Seconds that a ready engine gets to say that it is healthy. One that fails to three times in a row gets no more
+    requests; ours are started again. _Serve._"""
 
     @property
     def gpus_of_engines(self) -> int:
@@ -138,8 +190,16 @@ class CaptureSettings(Section):
     """Of which replies engines are asked for log-probabilities; of the others the trainer recomputes them."""
 
     logprobs: Literal["all", "share", "none"] = "all"
+    """Of which replies engines are asked for log-probabilities, which costs them throughput: of all, of a `share`, or
+    of one in a hundred (`none`). [The trainer recomputes](decisions/0056-log-probabilities-of-a-share.md) the others
+    from the weights that sampled them, and keeps the folders of the eight newest versions that waiting replies were
+    sampled by; held-out replies, and those whose client asks, are always captured. Write the same for both services.
+    _Both._"""
     share: Share = 0.05
+    """The share of replies that `share` captures. _Both._"""
     max_mismatch: PositiveReal = 0.01
+    """Recomputed log-probabilities may diverge from captured ones by so much, in nats a token (k3), over the last 4096
+    tokens that were compared; beyond it the alarm `capture_mismatch` is raised, and all are captured. _Train._"""
 
     @property
     def captured_share(self) -> float:
@@ -152,35 +212,89 @@ class ExplorerSettings(Section):
 
     rollout_model: RolloutModelSettings = RolloutModelSettings()
     listen_address: str = "127.0.0.1"  # not Trinity's default: that lets every host in that reaches this one
+    """The address to listen on. `127.0.0.1`: this machine only. `0.0.0.0`: all addresses of this machine, which needs
+    [keys](keys.md). _Serve._"""
     allowed_hosts: tuple[str, ...] = ()
+    """Names beside `localhost` under which [callers without a key](keys.md#without-keys) may ask on a loopback address.
+    _Serve._"""
     insecure: bool = False
+    """Let everybody in without a key, whatever the address: for laboratories that no stranger reaches. _Serve._"""
     cors_allow_origins: tuple[str, ...] = ()
+    """Origins, such as `https://app.example.com`, whose pages may send [feedback from a
+    browser](keys.md#feedback-from-a-browser). _Serve._"""
     proxy_port: Port = 8010
+    """The port to listen on. 0: a free one, told in the log. _Serve._"""
     workers: Positive = 1
+    """Processes that answer requests, on the one port. One answers some thousand requests a second; more on a machine
+    with more cores: see [Operations](operations.md#more-workers). _Serve._"""
     service_status_check_interval: Seconds = 60.0
+    """Seconds between two looks for a new version. _Serve._"""
     probe_interval: Seconds = 300.0
+    """Seconds between two proofs that an engine has [the weights it should have](proof.md#attestation). _Serve._"""
     request_timeout: Seconds = 3600.0
+    """Seconds that a reply may take, and that a request may take to come: see [Limits](limits.md). _Serve._"""
     max_choices: Positive = 1024
+    """Choices that a request may ask for: prompts times `n`. _Serve._"""
     max_in_flight: Positive = 1024
+    """Requests that are answered at once; those beyond it wait. Each worker has its share. _Serve._"""
     max_waiting: NotNegative = 1024
+    """Requests that may wait for that; those beyond it are refused with 429. Each worker has its share. _Serve._"""
     wait_timeout: Seconds = 60.0
+    """Seconds that a request waits at most; then it is refused with 503. _Serve._"""
     on_reload: Literal["keep", "wait", "restart"] = "keep"
+    """What happens to replies in flight when an engine takes new weights. `keep`: they pause and go on with the new
+    ones; such a reply holds tokens of two versions. `wait`: they end first, and other engines take the new requests.
+    `restart`: no engine takes new weights; a [fresh one](proof.md#fresh-engines) is started with them, and the old one
+    ends when its replies have. Where a trial at the start shows that engines do not reload a model exactly, `restart`
+    holds whatever is written here. Not with `engine_urls`. _Serve._"""
     min_running_model_num: NotNegative | None = None
+    """Engines that must go on answering while another one takes new weights; what cannot be had, as with one engine, is
+    not waited for. null: 1 with `rollout.mode: rolling`, otherwise 0. _Serve._"""
     prefix_affinity: bool = True
+    """Send the next turn of a conversation to the engine that answered the last one, which has its beginning in the
+    prefix cache, [unless that one has too much to do](operations.md#which-engine-answers). _Serve._"""
     train_on_grammars: bool = True
+    """Record the grammar that an engine held a reply to, such as that of strict tools, so that [the trainer trains on
+    it](sampling.md#held-to-a-grammar) as a sample of the policy under that grammar. `false`: such replies are no
+    samples of the policy. _Serve._"""
     capture: CaptureSettings = CaptureSettings()
     durability: Literal["fsync", "write"] = "fsync"
+    """When a reply counts as kept. `fsync`: on disk, which survives a power cut. `write`: with the operating system,
+    which survives a crash of the service only. _Serve._"""
     spool_dir: Path | None = None
+    """Folder of the explorer's spool; null: `spool` in the job folder. Best a local disk that outlives the service.
+    _Serve._"""
     spool_max_bytes: Positive = 1 << 30
+    """How much may wait in the spool while the database is away, in the slots of all explorers that share `spool_dir`.
+    Beyond it, or once less than 5 % of the spool's disk (at most 1 GiB) is free, new requests and feedback are refused
+    with 503; replies in flight are still kept, and so are requests with `store: false` answered. _Serve._"""
     spool_max_age: Seconds = 86400.0
+    """Seconds that a record may wait in the spool for the database. Once the oldest has waited longer, new requests and
+    feedback are refused with 503, until it is taken. _Serve._"""
     max_body_bytes: Positive = 16 << 20
+    """Bytes of the largest request that is accepted. _Serve._"""
     max_held_bytes: Positive = 512 << 20
+    """Bytes of all requests together that one worker holds until they are answered; those beyond it are refused with
+    503. _Serve._"""
     head_timeout: Seconds = 30.0
+    """Seconds that a request's headers may take to come, and that a new connection may wait with its first request.
+    _Serve._"""
     body_timeout: Seconds = 300.0
+    """Seconds that a request's body may take to come. _Serve._"""
     max_connections: Positive | None = None
+    """Connections to one worker; for one more the longest idle one is closed. null: as many as its open files allow.
+    _Serve._"""
     allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which the explorer fetches images, sounds and films that clients name by URL, [for the
+    engine](operations.md#files-from-urls), which fetches none. Redirects are not followed, and a name that stands for a
+    private address is refused, unless the address itself is named here. Files in the request itself, as `data:` URLs,
+    are always taken, other URLs are refused with 400. _Serve._"""
     admin_key: HardToGuess | None = None
+    """A [key](keys.md), of [the page](ui.md) too, with the scope `admin` that is never listed nor revoked, at least 16
+    characters of ASCII; null: there is none. Better set by `TUNELOOP__EXPLORER__ADMIN_KEY`. _Serve._"""
     version_pins: bool = False
+    """Let clients [name the version](clients.md#one-version) that answers them: `model: "<name>@<version>"`.
+    _Serve._"""
 
     @property
     def rebuilds_grammars(self) -> bool:

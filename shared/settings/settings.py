@@ -30,9 +30,16 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     """All settings of one experiment."""
 
     mode: Literal["serve", "train", "both"] = "both"
+    """Which services `tuneloop run` starts: the explorer (`serve`), the trainer (`train`), or both on this machine. In
+    `both` [the end of one is never the end of the other](operations.md#both-on-one-machine)."""
     project: FolderName = "tuneloop"
+    """First folder below `checkpoint_root_dir`. Explorer and trainer need the same."""
     name: FolderName = "default"
+    """Folder of the experiment below the project. Explorer and trainer need the same."""
     checkpoint_root_dir: Path = Path("checkpoints")
+    """Where all that is kept goes: `{checkpoint_root_dir}/{project}/{name}` is the job folder. A relative path starts
+    at the folder where the command is started. On several machines: a file system that all of them mount at the same
+    path."""
     model: ModelSettings
     algorithm: AlgorithmSettings = AlgorithmSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -44,6 +51,9 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     judge: JudgeSettings = JudgeSettings()
     retention: RetentionSettings = RetentionSettings()
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
+    """What holds for a [tenant](keys.md#tenants) where a request says nothing else, by its name: `{acme: {store: false,
+    train: false, retention: {trained: 86400}}}`. Each has `store`, `train` and `retention`; what is not written is as
+    for all, and both are true."""
     privacy: PrivacySettings = PrivacySettings()
     synchronizer: SynchronizerSettings = SynchronizerSettings()
     monitor: MonitorSettings = MonitorSettings()
@@ -72,9 +82,9 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self.rollout.contradictions(),
             *self._one_engine_for_two_versions(),
             *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
-            *self._adapters_in_float32(),
+            *_adapters_in_float32(self),
             *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
-            *self._evaluation_without_a_judge(),
+            *_evaluation_without_a_judge(self),
         ]
         if contradictions:
             raise ValueError("\n".join(contradictions))
@@ -141,24 +151,12 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
                 " task"
             )
 
-    def _adapters_in_float32(self) -> Iterator[str]:
-        rollout, on_gpus = self.explorer.rollout_model, self.cluster.gpu_per_node > 0
-        if self.mode != "train" and self.model.lora.rank and on_gpus and rollout.dtype == "float32":
-            yield (
-                "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
-                " these, or model.lora.rank: 0"
-            )
-
     def _one_engine_for_two_versions(self) -> Iterator[str]:
         if self.mode != "train" and self.rollout.tries and self.engine_places < 2:
             yield (
                 f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines, or"
                 " adapters; raise explorer.rollout_model.engine_num or model.lora.rank, or write rollout.mode: all"
             )
-
-    def _evaluation_without_a_judge(self) -> Iterator[str]:
-        if self.monitor.evaluation.judge == "model" and self.judge.url is None:
-            yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
 
     @property
     def engine_places(self) -> int:
@@ -232,6 +230,20 @@ def _verdicts_too_late(settings: Settings) -> Iterator[str]:
             f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
             " Lower the one or raise the other"
         )
+
+
+def _adapters_in_float32(settings: Settings) -> Iterator[str]:
+    rollout, on_gpus = settings.explorer.rollout_model, settings.cluster.gpu_per_node > 0
+    if settings.mode != "train" and settings.model.lora.rank and on_gpus and rollout.dtype == "float32":
+        yield (
+            "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
+            " these, or model.lora.rank: 0"
+        )
+
+
+def _evaluation_without_a_judge(settings: Settings) -> Iterator[str]:
+    if settings.monitor.evaluation.judge == "model" and settings.judge.url is None:
+        yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
 
 
 def _workers_beyond_the_machines(settings: Settings) -> Iterator[str]:

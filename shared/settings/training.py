@@ -14,24 +14,67 @@ class TrainerSettings(Section):
     """The service that trains."""
 
     save_interval: Positive = 1
+    """Steps between two versions: every so many optimiser steps a version is published, and served from then on. 1:
+    after each. _Train._"""
     state_interval: Positive = 1
+    """Versions between two whose critic and optimiser are written, [behind the weights](operations.md#disk-and-memory);
+    a clean stop writes them too. After a crash in between, training goes on with the newest weights and the critic and
+    AdamW's moments of the nearest older version. _Train._"""
     max_checkpoints_to_keep: NotNegative = 5
+    """Newest versions whose weights are kept; 0: all. The one that is served and the one to go on from are never
+    deleted. Only the latter keeps [critic and optimiser](operations.md#disk-and-memory). _Train._"""
     keep_interval: Positive | None = None
+    """Besides the newest, the weights of versions whose step is a multiple of this are kept; null: of none. _Train._"""
     checkpoint_mode: FileMode = "0600"
+    """The rights of a checkpoint's files, in octal, whatever the umask; its folders, and the job folder, can be entered
+    by who may read them. The SQLite file, the spool, logs and marks of either service are open to its group as these
+    are, and to nobody else. `0600`: the trainer's user alone. An explorer of another user needs `0640`, a second
+    trainer of another user `0660`, in one group (a job folder with the setgid bit hands the group on), and the right to
+    enter the folders above. _Train._"""
     save_hf_checkpoint: Literal["always", "never", "last"] = "always"
+    """Accepted, not needed: every version is a Hugging Face folder. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
+    """Accepted, not needed. _Train._"""
     trainer_config: dict[str, Any] = Field(default_factory=dict)
+    """Accepted, not needed: settings of Trinity's trainer. Anything may stand in it. _Train._"""
     workers: Positive | None = None
+    """Processes that [share each step](training.md#several-gpus), a GPU each; memory for the models is needed on each.
+    null: one for each GPU that no engine takes, and at least one. _Train._"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes. `auto`: on the CPU if `gpu_per_node` is 0, else on a GPU. In mode `both` those are
+    the GPUs after the engines', else the last. _Train._"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The models' number format; `auto` is bfloat16 on GPUs and float32 on the CPU. The optimiser always works in
+    float32. _Train._"""
     seed: NotNegative = 42
+    """The seed of everything random in the trainer. _Train._"""
     micro_batch_tokens: Positive | None = None
+    """Tokens that go through the model at once, of whole sequences side by side. null: as many [as the GPU's memory
+    holds](training.md#memory), up to 32768; 8192 on a CPU. Where memory runs out, it is
+    [halved](operations.md#disk-and-memory); the result stays the same. _Train._"""
     activation_checkpointing: bool | None = None
+    """Keep only what goes into each layer for the backward pass, and make the rest again there: [about a third more
+    work, much less memory](training.md#packed-rows). null: where nothing fits without. _Train._"""
     compile: bool | None = None
+    """Compile the layers and what follows the head with `torch.compile`: a step takes two thirds of the time on a GPU,
+    the first one half a minute more; on a CPU the first take minutes. It needs a C compiler. null: on a GPU, where
+    there is one. The numbers stay the same but for rounding. _Train._"""
+    yield_to_traffic: bool = False
+    """Wait before each micro-batch until no request has been in flight for 0.6 s: for an engine and a trainer that
+    share a GPU. A micro-batch that has begun ends first, so smaller `trainer.micro_batch_tokens` yield sooner. Training
+    stands still while there is traffic; `tuneloop doctor` says how far it lags. Explorer and trainer need the same, and
+    one job folder. _Train._"""
+    longest_yield: Seconds | None = None
+    """Seconds after which a micro-batch goes ahead beside traffic all the same; null: it waits for ever. _Train._"""
     poll_interval: Seconds = 1.0
+    """Seconds between two looks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None
+    """Committed replies that were sampled more than so many versions ago are not trained on but expire; `null` trains
+    on feedback however late it comes. _Train._"""
     max_age: Seconds | None = None
+    """Committed replies that were sampled more than so many seconds ago expire likewise; null: no bound. _Train._"""
     total_steps: Positive | None = None
+    """Stop after so many steps; null: go on until stopped. _Train._"""
 
     @property
     def tokens_at_once(self) -> int:
@@ -43,8 +86,13 @@ class ExperienceBufferSettings(Section):
     """Where experiences are kept. `path` is a database URL; without one, an SQLite file in the job folder."""
 
     name: FolderName = "exp_buffer"
+    """Name of the store: the file `buffer/{name}.db` in the job folder, or the schema on PostgreSQL. Explorer and
+    trainer need the same."""
     storage_type: Literal["sql"] = "sql"
+    """Experiences are kept in a database."""
     path: DatabaseUrl | None = None
+    """URL of the database: `postgresql://user:password@host/database` or `sqlite:////folder/file.db`; null: an SQLite
+    file in the job folder. Explorer and trainer need the same; on several machines, PostgreSQL."""
 
 
 class TrainerInputSettings(Section):
@@ -57,13 +105,28 @@ class BufferSettings(Section):
     """The batch and its source."""
 
     train_batch_size: Positive = 32
+    """Experiences of one step. _Train._"""
     order: Literal["oldest", "freshest", "priority"] = "oldest"
+    """Which committed experiences come first: the oldest, the newest, or those with the highest `metadata.priority` in
+    their request (0 unless given; the oldest first among equals). _Train._"""
     fair_share: bool = True
+    """Take from each tenant in turn; what one does not use goes to the others. `false`: by `order` alone. _Train._"""
     group_by: Literal["none", "run", "task", "preference"] = "none"
+    """What is trained on together or not at all. `run`: the calls of one run of a task (a trajectory). `task`: all runs
+    of a task. `preference`: the two replies of a preference (dpo). A batch is then made of whole groups and has at
+    least `train_batch_size` experiences. _Train._"""
     group_size: AtLeastTwo = 8
+    """Runs that make a group of `task` complete, once none of its replies waits for feedback or a commit. _Train._"""
     group_timeout: Seconds = 3600.0
+    """Seconds after the first commit of a group when it is trained on with what there is; a lone run of a task expires
+    then. _Train._"""
     batch_timeout: Seconds | None = None
+    """Seconds after the oldest commit that waits for a batch when a step is made of what there is, be it less than
+    `train_batch_size`; null: a step waits until there is enough. _Train._"""
     max_backlog: Positive | None = 8
+    """Whenever a version is registered, what waits beyond so many batches [expires](batches.md#what-is-too-much), the
+    oldest first, imported replies too; null: everything waits, however long, as for data that is imported to be trained
+    on whole. _Train._"""
     trainer_input: TrainerInputSettings = TrainerInputSettings()
 
 
@@ -71,4 +134,6 @@ class SynchronizerSettings(Section):
     """How weights reach the engines: by checkpoint on the shared file system."""
 
     sync_method: Literal["checkpoint"] = "checkpoint"
+    """Accepted, not needed: weights reach the engines as checkpoints."""
     sync_interval: Positive = 1
+    """Accepted, not needed: `trainer.save_interval` says when there is a version."""

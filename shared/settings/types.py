@@ -119,9 +119,14 @@ HardToGuess = Annotated[Secret, AfterValidator(_hard_to_guess)]
 
 
 class Section(BaseModel):
-    """A part of the settings: frozen, and unknown keys are refused. An empty one has its defaults."""
+    """A part of the settings: frozen, and unknown keys are refused. An empty one has its defaults.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+    The text below an option is what docs/settings.md and the JSON schema say of it, in Markdown.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -65,11 +65,21 @@ class EvaluationSettings(Section):
     """Tasks with known answers that are never trained on; without a `path` nothing is evaluated."""
 
     path: Path | None = None
+    """[Tasks with known answers](drift.md#held-out-evaluation) that the model is asked while it is trained, and before
+    a version is served where there is a [gate](gate.md); a JSON Lines file; null: none."""
     every: Positive = 20
+    """Steps between two evaluations. Each costs training time. _Train._"""
     judge: Literal["exact", "contains", "regex", "function", "model"] = "contains"
+    """How right a reply is. `exact`: it is the answer, white space at its ends aside. `contains`: the answer stands in
+    it. `regex`: the answer, a regular expression, is found in it. `function`: `monitor.evaluation.function` says.
+    `model`: the model of the section `judge` says."""
     function: FunctionName | None = None
+    """A function of your own, as `package.module:name`, that is called with the question, the answer and the reply, and
+    says a number from 0 to 1."""
     most_tokens: Positive = 256
+    """Tokens of a reply at most."""
     samples: Positive | None = None
+    """How many tasks of the file are asked, the first so many; null: all."""
 
 
 #: The alarms that say that the feedback cannot be trusted, or that the model is worse for it.
@@ -80,25 +90,57 @@ class DriftSettings(Section):
     """When a monitor raises its alarm; a threshold of null switches it off."""
 
     action: Literal["report", "suspect", "hold"] = "suspect"
+    """What an open [alarm](drift.md#alarms) does. `report`: it is shown. `hold`: no new version is served either, until
+    it is cleared. `suspect`: so for the alarms that say that feedback cannot be trusted, or that the model is worse for
+    it; the others are shown. _Train._"""
     baseline: Positive = 20
+    """The first so many steps are what later ones are compared with. 1: the base model's own replies, if the first
+    batch holds no others. _Train._"""
     window: Positive = 20
+    """Steps over which a monitor takes the mean. _Train._"""
     reward_rise: NotNegativeReal | None = 0.05
+    """Alarm `reward_hack`: the reward rose by more than this while the evaluation fell; in the reward's own units.
+    null: off. _Train._"""
     evaluation_fall: NotNegativeReal = 0.1
+    """The fall of the evaluation's score that the alarm `reward_hack` needs. _Train._"""
     evaluation_window: Positive = 200
+    """Steps back that evaluations are compared with. _Train._"""
     reply_length: AboveOne | None = 2.0
+    """Alarm `reply_length`: replies are more than so many times longer, or shorter, than in the baseline. null: off.
+    _Train._"""
     entropy: AboveOne | None = 3.0
+    """Alarm `entropy`: the policy's entropy is more than so many times higher, or lower. null: off. _Train._"""
     kl: PositiveReal | None = 0.5
+    """Alarm `kl`: the distance from the base model is larger, in nats a token. null: off. _Train._"""
     kl_every: Positive = 20
+    """Where the method itself does not look at the base model, it is loaded for that after every so many steps.
+    _Train._"""
     refusals: Fraction | None = 0.1
+    """Alarm `refusals`: the share of replies that refuse rose by more than this. null: off. _Train._"""
     refusal_patterns: tuple[Pattern, ...] = _REFUSALS
+    """Regular expressions, upper and lower case alike; a reply refuses if one is found in its first 2000 characters.
+    _Train._"""
     tool_errors: Fraction | None = 0.1
+    """Alarm `tool_errors`: of the replies that call tools, the share that do so wrongly rose by more than this. null:
+    off. _Train._"""
     replies: Positive = 256
+    """How many of the newest replies are looked at for refusals and tool errors at each step. _Train._"""
     single_rater: Share | None = 0.8
+    """Alarm `single_rater`: one source gave more than this share of the newest feedback. null: off. _Train._"""
     rater_events: Positive = 200
+    """How much of the newest feedback that names a source is looked at for `single_rater`. _Train._"""
     reward_jump: Share | None = 0.25
+    """Alarm `reward_jump`: within some steps the mean reward went up or down by more than this part of `reward.clip`.
+    null: off, as where that is null. _Train._"""
     extreme_rewards: Fraction | None = 0.05
+    """Alarm `extreme_rewards`: more than this part of the newest numbers is beyond `reward.clip`. null: off.
+    _Train._"""
     rater_outliers: Fraction | None = 0.2
+    """Alarm `rater_outliers`: raters in [quarantine](feedback.md#many-raters) gave more than this part of the newest
+    feedback. null: off. _Train._"""
     degraded: Fraction | None = 0.2
+    """Alarm `degraded`: the score of the evaluation is so far below the best one that is remembered. null: off.
+    _Train._"""
 
     def holds(self, alarm: str) -> bool:
         """Whether the alarm of this name keeps new versions from being served."""
@@ -114,7 +156,10 @@ class MonitorSettings(Section):
     """Where curves are written, and what is watched."""
 
     monitor_type: Literal["tensorboard", "wandb", "mlflow"] = "tensorboard"
+    """Curves are TensorBoard files in `monitor/tensorboard` of the job folder, always; `wandb`, `mlflow`: a
+    [tracker](metrics.md#trackers) gets the trainer's as well. _Train._"""
     otlp_url: Annotated[str, AfterValidator(_a_receiver)] | None = None
+    """Where [traces](metrics.md#traces) go, by OTLP over HTTP: `http://host:4318`; null: nowhere."""
     evaluation: EvaluationSettings = EvaluationSettings()
     drift: DriftSettings = DriftSettings()
 
@@ -143,21 +188,37 @@ class ReplaySettings(Section):
     """A share of the traffic that is held out of all training, and what a candidate must earn on it; 0: none is."""
 
     share: UpToHalf = 0.0
+    """The share of the traffic that is held out of all training, by user, else by task, for a
+    [replay](gate.md#held-out-feedback) of its feedback; 0: none. It is held out whatever `gate.mode` is."""
     rows: Positive = 1000
+    """How many held-out replies, the newest, are replayed."""
     margin: NotNegativeReal = 0.05
+    """How much less than the champion a candidate may have earned for held-out replies, in the reward's units."""
     slice_margin: NotNegativeReal = 0.1
+    """How much less than the champion it may have earned for each slice of them."""
 
 
 class GateSettings(Section):
     """What a candidate must show before it answers anybody; a bare word is its `mode`."""
 
     mode: Literal["off", "report", "block"] = "off"
+    """What is done with a candidate that does worse than the champion on the tasks of `monitor.evaluation.path`, or on
+    held-out replies: nothing is tried (`off`), it is written down (`report`), or the candidate is rejected
+    (`block`)."""
     margin: Fraction = 0.02
+    """How far its score may lie below the champion's."""
     slice_margin: Fraction = 0.05
+    """How far its score on each slice of the tasks may lie below the champion's."""
     kl: PositiveReal | None = None
+    """How far it may be from the champion, in nats per token of the champion's answers; null: not looked at."""
     reply_length: AboveOne | None = 2.0
+    """How many times as long as the champion's, or as short, its answers may be on average; null: not looked at."""
     refusals: Fraction | None = 0.1
+    """How far the share of answers that `monitor.drift.refusal_patterns` match may lie above the champion's; null: not
+    looked at."""
     format: Fraction | None = 0.1
+    """How far the share of answers that lack the `format` which their task demands may lie above the champion's; null:
+    not looked at."""
     replay: ReplaySettings = ReplaySettings()
 
     @property
@@ -194,15 +255,31 @@ class RolloutSettings(Section):
     """How the traffic goes over to a new version, and what brings it back."""
 
     mode: Literal["all", "rolling", "canary", "shadow", "ab"] = "all"
+    """All engines at once one after the other (`all`), or never more at a time than leaves others to serve (`rolling`);
+    a small part of the traffic first (`canary`), copies of it that nobody sees (`shadow`), or a fixed split until one
+    is shown to be better (`ab`). The last three need two engines, or one that serves adapters. _Serve._"""
     share: Share | None = None
+    """The part of the traffic that the new version gets, or gets copies of; null: 0.1 of a canary or a shadow, 0.5 of
+    `ab`. _Serve._"""
     window: Seconds = 3600.0
+    """Seconds after which a version that is tried is decided about. _Serve._"""
     rewards: Positive = 50
+    """Rewarded replies that both versions need before their rewards are compared. _Serve._"""
     error: ErrorRate = 0.05
+    """How probable it may be that the test calls one better, or worse, than the other when they are the same, however
+    often it looks. Below 0.5. _Serve._"""
     undecided: Literal["promote", "roll_back"] = "roll_back"
+    """What becomes of a version that was not shown to be better or worse when the window ends. _Serve._"""
     failures: Fraction | None = 0.02
+    """How far the share of its failed requests may lie above the champion's; null: not looked at. _Serve._"""
     latency: AboveOne | None = 1.5
+    """How many times as long as the champion's its replies may take per token; null: not looked at. _Serve._"""
     reply_length: AboveOne | None = 2.0
+    """How many times as long as the champion's, or as short, its replies may be on average; null: not looked at.
+    _Serve._"""
     refusals: Fraction | None = 0.1
+    """How far the share of replies that `monitor.drift.refusal_patterns` match may lie above the champion's; null: not
+    looked at. _Serve._"""
 
     @property
     def tries(self) -> bool:

@@ -127,6 +127,22 @@ def test_the_schema_of_the_settings_takes_good_files_and_refuses_bad_ones(comman
     assert [error.validator for error in check.iter_errors({**good, "nmae": "x"})] == ["additionalProperties"]
 
 
+def test_the_schema_says_in_editors_what_every_option_means() -> None:
+    definitions = json.loads(tuneloop("schema")[1])["$defs"]
+    texts = {
+        f"{section}.{name}": option.get("description", "")
+        for section, each in definitions.items()
+        for name, option in each["properties"].items()
+        if "$ref" not in option
+    }
+    assert [name for name, text in texts.items() if not text] == []
+    assert [name for name, text in texts.items() if re.search(r"\]\(|_Serve|_Train|\n", text)] == []
+    assert texts["ModelSettings.temperature"].endswith("used as sent. Read by the explorer.")
+    assert texts["OptimizerSettings.bits"].startswith(
+        "Bits of AdamW's two moments: 8 keep 2 bytes a weight, not 8, nearly as exact."
+    )
+
+
 def test_shells_complete_commands_and_options() -> None:
     def complete(words: str) -> list[str]:
         return tuneloop(_TUNELOOP_COMPLETE="complete_bash", COMP_WORDS=f"tuneloop {words}", COMP_CWORD="1")[1].split()

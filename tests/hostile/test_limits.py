@@ -36,6 +36,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 #: The bounds that no setting moves, and those that cannot be written as a number.
 FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
+    "bytes in the database of a [key](keys.md#limits)'s requests, replies and feedback": None,
     "a connection without another request": worker._KEEP_ALIVE_S,
     "a request's headers; what is sent between a body's chunks": server._MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),

@@ -5,12 +5,13 @@ What is read or decided here runs inside a transaction of the ledger.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from sqlalchemy import Connection, Select, delete, exists, or_, select, tuple_
+from sqlalchemy import Connection, Select, exists, or_, select, tuple_
 
 from tuneloop.shared.experience import Exchange, Feedback, Record, person_behind
 from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback
 from tuneloop.shared.ledger.storage.schema_types import Words
 from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.stored_bytes import delete_counted
 
 #: A tenant and the name of a person there.
 Person = tuple[str, str]
@@ -74,7 +75,7 @@ def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
     """Delete the feedback about these replies."""
     for portion in portions(msg_ids):
         about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
-        connection.execute(delete(feedback).where(about))
+        delete_counted(connection, feedback, about)
 
 
 def stored_name(name: str) -> str:

@@ -27,6 +27,7 @@ from tuneloop.shared.ledger.recording.tags import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
 from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, ignoring, portions, put
+from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
@@ -42,7 +43,8 @@ MAX_SAID = 1000
 MAX_SAID_BY_ONE = 250
 
 #: What of an event tells whether a later one repeats it, but for its text, which may be long.
-_COMPARED = [column for column in feedback.c if column.name not in {"text", "event_id", "occurred_at"}]
+_UNCOMPARED = {"text", "event_id", "occurred_at", "key", "stored_bytes"}
+_COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
 
 
 class RecomputeResult(NamedTuple):
@@ -95,16 +97,21 @@ class Recording(LedgerPart):
             alone(connection, "record", shared=not new_feedback)
             new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)
             new_exchanges = mark_untrusted(connection, new_exchanges)
-            rows = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
-            put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
+            choices = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
+            rows = exchange_sizes([exchange_row(each) for each in new_exchanges], choices)
+            counted = new_rows(connection, exchanges.c.msg_id, rows)
+            put(connection, exchanges, rows)
             tag(connection, new_exchanges)
-            put(connection, experiences, rows)
+            put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback):
-                connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
+                events = event_sizes([feedback_row(each) for each in changed])
+                counted += new_rows(connection, feedback.c.event_id, events)
+                connection.execute(ignoring(connection, feedback), events)
             self._settlement.settle(
                 connection, with_earlier_feedback(connection, new_exchanges) | set(_replies(connection, changed))
             )
+            count_stored(connection, counted)
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
         """What became of the events of one call, all of which the ledger has been given."""

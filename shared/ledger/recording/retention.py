@@ -32,6 +32,7 @@ from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
+from tuneloop.shared.ledger.stored_bytes import delete_counted
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 from tuneloop.shared.settings.settings import Settings
 
@@ -206,7 +207,7 @@ class Retention(LedgerPart):
             return int(self._read(select(func.count()).where(parked))[0][0])
         with self._write() as connection:
             alone(connection, "record")
-            return connection.execute(delete(feedback).where(parked)).rowcount
+            return delete_counted(connection, feedback, parked)
 
     def _mark_erased(self, connection: Connection, tenant: str, user: str) -> None:
         theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
@@ -299,15 +300,15 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
         gone |= set(connection.execute(empty).scalars())
     delete_by(connection, exchanges, exchanges.c.msg_id, gone)
     for portion in portions(gone):
-        connection.execute(delete(feedback).where(feedback.c.msg_id.in_(portion), _withdrawn()))
+        delete_counted(connection, feedback, feedback.c.msg_id.in_(portion), _withdrawn())
     # A preference stays as long as either of its two replies: it makes both of their rewards.
     either = exists().where(exchanges.c.msg_id.in_((feedback.c.msg_id, feedback.c.other_msg_id)))
     for portion in portions(gone, of=2):
         of_the_worse = and_(feedback.c.other_msg_id.in_(portion), feedback.c.outcome != Outcome.PENDING)
         about = or_(feedback.c.msg_id.in_(portion), of_the_worse)
-        connection.execute(delete(feedback).where(about, ~either))
+        delete_counted(connection, feedback, about, ~either)
     for few in portions(_trajectories(rows), of=3):
-        connection.execute(delete(feedback).where(_of_trajectories(few), ~_has_replies()))
+        delete_counted(connection, feedback, _of_trajectories(few), ~_has_replies())
 
 
 def _withdrawn() -> ColumnElement[bool]:
@@ -330,13 +331,14 @@ def _delete(connection: Connection, rows: Sequence[Any]) -> None:
     for version, count in Counter(row.trained_version for row in rows).items():
         trained = versions.c.version == version
         connection.execute(update(versions).where(trained).values(purged=versions.c.purged + count))
-    delete_by(connection, experiences, experiences.c.id, [row.id for row in rows])
+    for portion in portions([row.id for row in rows]):
+        connection.execute(delete(experiences).where(experiences.c.id.in_(portion)))
 
 
-def delete_by(connection: Connection, table: Any, column: Any, values: Collection[Any]) -> None:
-    """Delete the rows that have one of the values in a column."""
+def delete_by(connection: Connection, table: Table, column: ColumnElement[Any], values: Collection[Any]) -> None:
+    """Delete the exchanges, or the feedback, that have one of the values in a column."""
     for portion in portions(values):
-        connection.execute(delete(table).where(column.in_(portion)))
+        delete_counted(connection, table, column.in_(portion))
 
 
 def _trajectories(rows: Sequence[Any]) -> set[Trajectory]:

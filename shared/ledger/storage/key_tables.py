@@ -1,6 +1,19 @@
 """The tables of the keys that clients are let in by, and of what happened to them: of a key they have its SHA-256."""
 
-from sqlalchemy import CheckConstraint, Column, Double, ForeignKey, Index, Integer, LargeBinary, String, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+)
 
 from tuneloop.shared.experience import KeyAction
 from tuneloop.shared.ledger.storage.schema_types import RowId, Words, metadata, one_of
@@ -22,6 +35,7 @@ keys = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=True),
     Column("revoked_at", Double, nullable=True),
+    Column("max_stored_bytes", BigInteger, CheckConstraint("max_stored_bytes > 0", name="stored"), nullable=True),
     CheckConstraint("length(name) BETWEEN 1 AND 64 AND length(tenant) BETWEEN 1 AND 64", name="names"),
     CheckConstraint("length(scopes) > 0", name="scopes"),
     CheckConstraint(
@@ -29,6 +43,17 @@ keys = Table(
         " AND bytes_per_minute > 0 AND max_concurrent > 0",
         name="limits",
     ),
+)
+
+#: What all rows that a key of a tenant has brought take: keys of one name count together.
+stored_by_keys = Table(
+    "stored_by_keys",
+    metadata,
+    Column("tenant", String(64), nullable=False),
+    Column("key", String(64), nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    PrimaryKeyConstraint("tenant", "key"),
+    CheckConstraint("bytes >= 0", name="not_negative"),
 )
 
 #: The audit log: who made and who revoked a key, and when. Append-only.

@@ -21,6 +21,7 @@ def exchange_row(exchange: Exchange) -> Mapping[str, object]:
         "received_at": exchange.received_at,
         "latency_s": exchange.latency_s,
         "engine": exchange.engine,
+        "key": exchange.key or None,
     }
 
 
@@ -70,6 +71,7 @@ def feedback_row(event: Feedback) -> Mapping[str, object]:
         "received_at": event.received_at,
         "occurred_at": event.occurred_at,
         "outcome": Outcome.PENDING,
+        "key": event.key or None,
     }
 
 

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 
 from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys  # noqa: F401 - they are of the schema, too
+from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys  # noqa: F401 - they are of the schema, too
 from tuneloop.shared.ledger.storage.schema_types import RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.
@@ -151,6 +151,7 @@ reward_rules = Table(
     Column("created_at", Double, nullable=False),
 )
 
+#: `key` is the name of the key that brought it, `stored_bytes` what it takes with its choices, for that key's bound.
 exchanges = Table(
     "exchanges",
     metadata,
@@ -162,6 +163,8 @@ exchanges = Table(
     Column("received_at", Double, nullable=False),
     Column("latency_s", Double, nullable=False),
     Column("engine", SmallInteger, nullable=True),
+    Column("key", String(64), nullable=True),
+    Column("stored_bytes", Integer, nullable=False, server_default="0"),
 )
 partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
@@ -312,6 +315,8 @@ feedback = Table(
     Column("received_at", Double, nullable=False),
     Column("occurred_at", Double, nullable=True),
     Column("outcome", String(16), nullable=False),
+    Column("key", String(64), nullable=True),
+    Column("stored_bytes", Integer, nullable=False, server_default="0"),
     CheckConstraint(one_of("kind", Kind), name="kind"),
     CheckConstraint(one_of("outcome", _STORED), name="outcome"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),

@@ -18,6 +18,7 @@ from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
+from tuneloop.shared.settings.serving import RolloutModelSettings
 from tuneloop.trainer.monitoring import finite_steps
 from tuneloop.trainer.monitoring.drift import RULES
 from tuneloop.trainer.teacher import retries
@@ -38,11 +39,24 @@ def test_the_pages_are_those_that_are_generated(reference: ModuleType) -> None:
     assert [path.name for path, text in reference.pages().items() if path.read_text() != text] == []
 
 
-def test_an_option_without_a_row_is_refused(reference: ModuleType) -> None:
-    page = "| `a.b` | x | `1` | Means this. |\n"
-    assert reference.with_columns(page, {"a.b": "integer | `2`"}) == "| `a.b` | integer | `2` | Means this. |\n"
-    with pytest.raises(ValueError, match=r"a\.c"):
-        reference.with_columns(page, {"a.b": "integer | `2`", "a.c": "x | `y`"})
+def test_a_metric_without_a_row_is_refused(reference: ModuleType) -> None:
+    page = "| `a_b` | x | `1` | Means this. |\n"
+    assert reference.with_columns(page, {"a_b": "gauge | `2`"}) == "| `a_b` | gauge | `2` | Means this. |\n"
+    with pytest.raises(ValueError, match="a_c"):
+        reference.with_columns(page, {"a_b": "gauge | `2`", "a_c": "x | `y`"})
+
+
+def test_a_table_of_options_is_what_their_docstrings_say(reference: ModuleType) -> None:
+    head = "<!-- options: a -->\n| Option | Type | Default | Meaning |\n|---|---|---|---|\n"
+    page = head + "| `a.gone` | x | `1` | Of an older release. |\n\nMore.\n"
+    assert reference.with_options(page, {"a.b": "integer | `2` | New."}) == (
+        head + "| `a.b` | integer | `2` | New. |\n\nMore.\n"
+    )
+    with pytest.raises(ValueError, match=r"c\.d"):
+        reference.with_options(page, {"a.b": "integer | `2` | New.", "c.d": "x | `y` | Z."})
+    field = RolloutModelSettings.model_fields["engine_num"]
+    assert field.description
+    assert f"| {field.description} |" in (DOCS / "settings.md").read_text()
 
 
 def test_every_state_is_on_its_page() -> None:

@@ -1,0 +1,52 @@
+"""Lets those who are being answered have the GPU: training waits between two micro-batches while there is traffic.
+
+The explorer touches a mark in the job folder while requests are in flight (`tuneloop.shared.job_marks`).
+"""
+
+import time
+
+import torch
+
+from tuneloop.shared.job_marks import TRAFFIC_S, traffic_stamp
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.stop import Stop
+
+#: A mark that has not been touched for so long says that nobody is being answered: three touches may be late.
+QUIET_S = 3 * TRAFFIC_S
+_LOOK_S = 0.05
+
+
+class TrafficYield:
+    """To be called before each pass through a model, if `trainer.yield_to_traffic`.
+
+    The clock of the mark is never compared with ours: what counts is that it was touched since the last look.
+    """
+
+    def __init__(self, settings: Settings, stop: Stop) -> None:
+        self._job_dir, self._stop = settings.job_dir, stop
+        self._longest_s = settings.trainer.longest_yield
+        self._stamp = traffic_stamp(self._job_dir)
+        self._touched = float("-inf")
+        self._seconds = 0.0
+
+    def __call__(self) -> None:
+        """Wait until there has been no traffic for `QUIET_S`, for `longest_yield` seconds, or until told to stop."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
+        began = time.monotonic()
+        while self._is_busy() and not self._stop.is_set():
+            if self._longest_s is not None and time.monotonic() - began >= self._longest_s:
+                break
+            self._stop.wait(_LOOK_S)
+        self._seconds += time.monotonic() - began
+
+    def take_seconds(self) -> float:
+        """The seconds waited since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _is_busy(self) -> bool:
+        stamp = traffic_stamp(self._job_dir)
+        if stamp != self._stamp:
+            self._stamp, self._touched = stamp, time.monotonic()
+        return time.monotonic() - self._touched < QUIET_S

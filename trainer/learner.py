@@ -32,8 +32,12 @@ from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.ranks.orders import StepOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
+from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
+
+#: A pass of a model over a micro-batch, which the ranks of a group make together.
+_Pass = Callable[[Batch, SequenceGroup | None], Tensor]
 
 
 class Learner:
@@ -122,7 +126,8 @@ class Learner:
             goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
                 sums[name] += value
-        return {name: float(value) for name, value in sums.items()}
+        # Those that share a row have all come to the same.
+        return {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
 
     def optim_step(self) -> Metrics:
         """Update the weights with the gradients added up. Raises NotFinite before it touches any."""
@@ -177,12 +182,13 @@ class Learner:
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
         if self.critic is not None and self._page.critic_loss is not None:
-            critic = self._page.critic_loss(self._algorithm, targets, self.critic.values(batch), totals)
+            values_BR = self.critic.values(batch, self.ranks.sequence)
+            critic = self._page.critic_loss(self._algorithm, targets, values_BR, totals)
             torch.autograd.backward(critic.value)
             metrics.update(critic.metrics)
         if self._warming_up:
             return metrics
-        logprobs_BR, entropy_BR = self.actor.score(batch)
+        logprobs_BR, entropy_BR = self.actor.score(batch, self.ranks.sequence)
         actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
         torch.autograd.backward(actor.value)
         return {**metrics, **actor.metrics}
@@ -222,13 +228,13 @@ class Learner:
         here_BR = self._over(batch, self.actor.logprobs, self.ranks)
         return here_BR - self._over(batch, require(self.reference).logprobs, self.ranks)
 
-    def _over(self, batch: Batch, each: Callable[[Batch], Tensor], ranks: Ranks) -> Tensor:
+    def _over(self, batch: Batch, each: _Pass, ranks: Ranks) -> Tensor:
         return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks, self.before_pass)
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""
         padded = not all(model.is_packed for model in self._models)
-        mine_B = share_of(ranks.rank, ranks.size, batch.lengths_B, units_B, width=self.actor.width)
+        mine_B = share_of(*ranks.share, batch.lengths_B, units_B, width=self.actor.width)
         units_B = None if units_B is None else units_B[mine_B]
         cut = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, units_B, padded=padded)
         return [mine_B[index_B] for index_B in cut]
@@ -264,7 +270,7 @@ def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
 
 def _gather(
     batch: Batch,
-    each: Callable[[Batch], Tensor],
+    each: _Pass,
     cut: Sequence[Tensor],
     ranks: Ranks,
     before_pass: Callable[[], None],
@@ -273,12 +279,12 @@ def _gather(
 
     def score(index_B: Tensor) -> Tensor:
         before_pass()
-        return each(batch.rows(index_B))
+        return each(batch.rows(index_B), ranks.sequence)
 
     all_BR = torch.zeros_like(batch.sampled_BR)
     with ranks.agree():
         parts = [score(index_B) for index_B in cut]  # a GPU is given all before any is waited for
-        for index_B, part_BR in zip(cut, parts, strict=True):
+        for index_B, part_BR in zip(cut, parts, strict=True) if ranks.speaks else ():
             all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
     ranks.add_up([all_BR])
     return all_BR

@@ -122,7 +122,8 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
     # With an adapter the reference is the model without it.
     reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
     tokens = settings.trainer.tokens_at_once
-    logits = min(_LOGIT_TOKENS, tokens) * shape.vocabulary * _LOGIT_BYTES
+    here = -(-tokens // settings.trainer.ulysses_sequence_parallel_size)
+    logits = min(_LOGIT_TOKENS, here) * shape.vocabulary * _LOGIT_BYTES
     if settings.trainer.optimizer_offload:
         optimizer = 0 if on_gpu else offloaded_memory(shape, critic, settings)
     memory = TrainerMemory(
@@ -131,7 +132,7 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
         optimizer=optimizer // settings.trainer_workers,
         gradients=trained * 4,
         reference=reference,
-        activations=tokens * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
+        activations=here * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
         logits=logits,
     )
     return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))

@@ -30,7 +30,6 @@ _NOT_NEEDED = (
     "synchronizer.sync_method",
     "trainer.save_hf_checkpoint",
     "trainer.trainer_config",
-    "trainer.ulysses_sequence_parallel_size",
 )
 
 

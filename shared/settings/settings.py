@@ -67,6 +67,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
             *_workers_beyond_the_machines(self),
+            *_rows_shared_unevenly(self),
             *self._response_beyond_the_model(),
             *self.explorer.rollout_model.contradictions(adapters=self.model.lora.rank > 0),
             *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
@@ -252,6 +253,15 @@ def _workers_beyond_the_machines(settings: Settings) -> Iterator[str]:
         yield (
             f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode: {mode},"
             f" cluster.gpu_per_node: {settings.cluster.gpu_per_node}). Lower it, or write null: all that are free"
+        )
+
+
+def _rows_shared_unevenly(settings: Settings) -> Iterator[str]:
+    together, workers = settings.trainer.ulysses_sequence_parallel_size, settings.trainer_workers
+    if settings.mode != "serve" and workers % together:
+        yield (
+            f"trainer.ulysses_sequence_parallel_size: {together} workers share each row of tokens, and trainer.workers"
+            f" is {workers}; write 1, or raise trainer.workers to a multiple of {together}"
         )
 
 

@@ -33,6 +33,25 @@ class Rows:
         """How many positions a model reads."""
         return self.ids_BT.numel()
 
+    def part(self, place: int, count: int) -> tuple["Rows", slice]:
+        """The part `place` of `count` equal ones of a packed row, and which of the reply tokens it predicts.
+
+        Its `lengths` are those of the whole row, which a sequence that nobody looks at makes long enough.
+        """
+        missing = -self.processed % count
+        ids_T = torch.nn.functional.pad(self.ids_BT[0], (0, missing))
+        positions_T = torch.cat([self.positions_BT[0], torch.arange(missing)])
+        width = len(ids_T) // count
+        here, bounds = slice(place * width, (place + 1) * width), torch.tensor([place * width, (place + 1) * width])
+        first, last = torch.searchsorted(self.predicts_N, bounds).tolist()
+        part = Rows(
+            ids_BT=ids_T[here][None],
+            positions_BT=positions_T[here][None],
+            predicts_N=self.predicts_N[first:last] - here.start,
+            lengths=(*self.lengths, missing) if missing else self.lengths,
+        )
+        return part, slice(first, last)
+
 
 @dataclass(slots=True)
 class Positions:
@@ -41,10 +60,10 @@ class Positions:
     processed: int = 0
     useful: int = 0
 
-    def add(self, rows: Rows, batch: Batch) -> None:
-        """Count what is read."""
+    def add(self, rows: Rows, batch: Batch, place: int = 0) -> None:
+        """Count what is read. Of ranks that share a row the one in the first place has counted what is useful."""
         self.processed += rows.processed
-        self.useful += int(batch.lengths_B.sum())
+        self.useful += int(batch.lengths_B.sum()) if place == 0 else 0
 
 
 def count_positions(counts: Iterable[Positions]) -> dict[str, float]:

@@ -45,6 +45,7 @@ from tuneloop.trainer.checkpoints.tensor_file import TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW, Room
+from tuneloop.trainer.models.ulysses import require_divisible
 from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 
@@ -94,6 +95,9 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
+    if ranks.sequence is not None:
+        for network in (actor.network, *([critic.body] if critic else ())):
+            require_divisible(network, ranks.sequence.size)
     learner = Learner(settings, actor=actor, critic=critic, reference=reference, ranks=ranks)
     if folder:
         _restore(learner, folder, state)

@@ -4,7 +4,8 @@ It stands in transformers' table of attention functions under the name PACKED, s
 read such a row. Where its sequences begin comes by the names that transformers has for it. A call that does not say
 is answered by `sdpa`, which is what generation needs.
 
-On a GPU, in 16 bits, one kernel of torch's reads the whole row. Elsewhere sequences of one length are one call.
+On a GPU, in 16 bits, one kernel of torch's reads the whole row. Elsewhere sequences of one length are one call. Ranks
+that share the row exchange positions for heads before, and back behind (ulysses.py).
 """
 
 import inspect
@@ -22,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.transfer import hand_over
 
 _log = structlog.get_logger()
@@ -147,11 +149,54 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if strange := [name for name in _UNKNOWN if options.get(name) is not None]:
         raise _NotPackable(f"its attention has {', '.join(strange)}")
+    group: SequenceGroup | None = options.get("sequence_group")
+    if group is not None:
+        query, key, value = (_to_heads(each, group) for each in (query, key, value))
     sight = _Sight(
         options["cu_seq_lens_q"], options["max_length_q"], options.get("scaling"), options.get("sliding_window")
     )
     attend = _in_one if _has_kernel(query, value) else _by_length
-    return attend(query, key, value, sight), None
+    attended = attend(query, key, value, sight)
+    return attended if group is None else _to_positions(attended, group), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _to_heads(each: Tensor, group: SequenceGroup) -> Tensor:
+    """Of all heads at some positions, some heads at all positions; heads that are too few are there several times."""
+    if each.shape[1] < group.size:
+        each = each.repeat_interleave(group.size // each.shape[1], dim=1)
+    exchanged = cast(Tensor, _Exchanged.apply(each[0].transpose(0, 1), group, True))  # type: ignore[no-untyped-call]
+    return exchanged.transpose(0, 1)[None]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _to_positions(attended: Tensor, group: SequenceGroup) -> Tensor:
+    return cast(Tensor, _Exchanged.apply(attended[0], group, False))[None]  # type: ignore[no-untyped-call]
+
+
+class _Exchanged(torch.autograd.Function):
+    """Positions x heads x width, of fewer heads and more positions, or the other way; each is the other's gradient."""
+
+    @staticmethod
+    def forward(context: Any, each_PHW: Tensor, group: SequenceGroup, to_heads: bool) -> Tensor:
+        context.group, context.to_heads = group, to_heads
+        return (_fewer_heads if to_heads else _fewer_positions)(each_PHW, group)
+
+    @staticmethod
+    def backward(context: Any, slopes_PHW: Tensor) -> tuple[Tensor | None, ...]:
+        back = _fewer_positions if context.to_heads else _fewer_heads
+        return back(slopes_PHW, context.group), None, None
+
+
+def _fewer_heads(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
+    positions, heads, width = each_PHW.shape
+    sent = each_PHW.reshape(positions, group.size, heads // group.size, width).transpose(0, 1).contiguous()
+    return group.exchange(sent).flatten(0, 1)
+
+
+def _fewer_positions(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
+    heard = group.exchange(each_PHW.reshape(group.size, -1, *each_PHW.shape[1:]).contiguous())
+    return heard.transpose(0, 1).flatten(1, 2)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

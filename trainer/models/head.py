@@ -54,13 +54,17 @@ class ScoredTokens(NamedTuple):
     temperatures_N: Tensor | None = None
     allowed: AllowedSets | None = None
 
+    def part(self, chosen: slice) -> "ScoredTokens":
+        """Some of the tokens."""
+        temperatures_N = None if self.temperatures_N is None else self.temperatures_N[chosen]
+        allowed = None if self.allowed is None else self.allowed.part(chosen)
+        return ScoredTokens(self.tokens_N[chosen], temperatures_N, allowed)
+
     def parts(self, chunk: int) -> Iterator[tuple[slice, "ScoredTokens"]]:
         """So many at a time, and which they are."""
         for start in range(0, len(self.tokens_N), chunk):
             chosen = slice(start, start + chunk)
-            temperatures_N = None if self.temperatures_N is None else self.temperatures_N[chosen]
-            allowed = None if self.allowed is None else self.allowed.part(chosen)
-            yield chosen, ScoredTokens(self.tokens_N[chosen], temperatures_N, allowed)
+            yield chosen, self.part(chosen)
 
 
 class Head(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -24,7 +24,8 @@ from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch
 from tuneloop.trainer.models.layers import is_compiling
-from tuneloop.trainer.models.model import Actor
+from tuneloop.trainer.models.model import Actor, Features
+from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 
 _NAME = "default"
 #: What peft puts before the base model's own names.
@@ -104,10 +105,10 @@ class BareActor(Actor):
         super().__init__(adapted.network, compiled=adapted._compiled)
         self._adapted = adapted
 
-    def _features(self, batch: Batch) -> Tensor:
+    def _features(self, batch: Batch, group: SequenceGroup | None) -> Features:
         """The same, without the adapter, which never is at the head."""
         with self._adapted.disable():
-            return super()._features(batch)
+            return super()._features(batch, group)
 
 
 def _configuration(lora: LoraSettings, base: Path) -> LoraConfig:

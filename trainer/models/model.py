@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from safetensors import SafetensorError
@@ -21,10 +21,12 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, scatter_tokens
-from tuneloop.trainer.batches.packed import Positions, packed_rows, padded_rows
+from tuneloop.trainer.batches.packed import Positions, Rows, packed_rows, padded_rows
 from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers, is_compiling
+from tuneloop.trainer.models.ulysses import gather_tokens
+from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.transfer import hand_over
 
 _VALUE_HEAD = "value_head.safetensors"
@@ -86,31 +88,33 @@ class Actor:
         """Whether it reads its sequences side by side in one row, unpadded."""
         return is_packable(self.network)
 
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Batch, group: SequenceGroup | None = None) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR.
 
         Where a grammar held a reply, both are those of the distribution among the tokens that it allowed. The batch is
-        on the CPU; the answers are where the model is.
+        on the CPU; the answers are where the model is. The ranks of a `group` read the batch together.
         """
-        features_ND, scored, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
-        logprobs_N, entropy_N = head.score(features_ND, scored) if head else self._by_chunks(features_ND, scored)
-        return scatter_tokens(logprobs_N, batch.mask_BR), scatter_tokens(entropy_N, batch.mask_BR)
+        features = self._features(batch, group)
+        scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
+        logprobs_N, entropy_N = head.score(features.ND, scored) if head else self._by_chunks(features.ND, scored)
+        return features.scatter(logprobs_N, batch), features.scatter(entropy_N, batch)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Batch, group: SequenceGroup | None = None) -> Tensor:
         """The log-probabilities alone, without a gradient."""
-        features_ND, scored, head = self._features(batch), self._reply_tokens(batch), self._fused_head()
-        logprobs_N = head.logprobs(features_ND, scored) if head else self._by_chunks(features_ND, scored)[0]
-        return scatter_tokens(logprobs_N, batch.mask_BR)
+        features = self._features(batch, group)
+        scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
+        logprobs_N = head.logprobs(features.ND, scored) if head else self._by_chunks(features.ND, scored)[0]
+        return features.scatter(logprobs_N, batch)
 
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""
         self.network.save_pretrained(folder, max_shard_size=_SHARD)
 
-    def _features(self, batch: Batch) -> Tensor:
+    def _features(self, batch: Batch, group: SequenceGroup | None) -> "Features":
         """Before each reply token, the hidden state if the head makes logits of it, else the logits."""
         network = self._body if self._head_is_all else self.network
-        return _read(network, batch, self.positions, logits=not self._head_is_all)
+        return _read(network, batch, self.positions, group, logits=not self._head_is_all)
 
     def _reply_tokens(self, batch: Batch) -> ScoredTokens:
         device, mask_BR = self.network.device, batch.mask_BR
@@ -130,6 +134,9 @@ class Actor:
 
     def _by_chunks(self, features_ND: Tensor, scored: ScoredTokens) -> tuple[Tensor, Tensor]:
         """Only the features are kept for the backward pass; what is made of them is made again there."""
+        if not len(features_ND):  # of a row's part without reply tokens
+            nothing_N = features_ND.float().sum(1)
+            return nothing_N, nothing_N
         parts = []
         for chosen, part in scored.parts(CHUNK):
             temperatures_N = part.temperatures_N
@@ -185,11 +192,11 @@ class Critic(nn.Module):
         """Whether it reads its sequences side by side in one row, unpadded."""
         return is_packable(self.body)
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Batch, group: SequenceGroup | None = None) -> Tensor:
         """The value before each reply token, in float32, of shape BR. The batch is on the CPU."""
-        features_ND = _read(self.body, batch, self.positions)
-        values_N1 = cast(Tensor, self.value_head(features_ND.float()))
-        return scatter_tokens(values_N1[:, 0], batch.mask_BR)
+        features = _read(self.body, batch, self.positions, group)
+        values_N1 = cast(Tensor, self.value_head(features.ND.float()))
+        return features.scatter(values_N1[:, 0], batch)
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write `tensors`, which are its state_dict or a copy of it, and the configuration into `folder`."""
@@ -277,16 +284,41 @@ def _run(network: nn.Module, ids_BT: Tensor, **options: Any) -> _Output:
     return cast(_Output, network(input_ids=ids_BT, use_cache=False, **options))
 
 
-def _read(network: nn.Module, batch: Batch, positions: Positions, *, logits: bool = False) -> Tensor:
+class Features(NamedTuple):
+    """What a network says before the `chosen` of a batch's reply tokens; the ranks of the group have the others."""
+
+    ND: Tensor
+    chosen: slice
+    group: SequenceGroup | None
+
+    def scatter(self, part_N: Tensor, batch: Batch) -> Tensor:
+        """A number made of each of them, and of those of the others, in its place."""
+        if self.group is not None:
+            part_N = gather_tokens(part_N, self.chosen, batch.tokens, self.group)
+        return scatter_tokens(part_N, batch.mask_BR)
+
+
+def _read(
+    network: nn.Module, batch: Batch, positions: Positions, group: SequenceGroup | None, *, logits: bool = False
+) -> Features:
     """What the network says before each reply token: its hidden state, or with `logits` those."""
-    device, packed = cast(PreTrainedModel, network).device, is_packable(network)
-    rows = packed_rows(batch) if packed else padded_rows(batch)
-    positions.add(rows, batch)
+    device = cast(PreTrainedModel, network).device
+    rows, chosen = packed_rows(batch) if is_packable(network) else padded_rows(batch), slice(None)
+    if group is not None:
+        rows, chosen = rows.part(group.place, group.size)
+    positions.add(rows, batch, group.place if group else 0)
+    return Features(_say(network, rows, device, group, logits=logits), chosen, group)
+
+
+def _say(network: nn.Module, rows: Rows, device: torch.device, group: SequenceGroup | None, *, logits: bool) -> Tensor:
+    packed = is_packable(network)
     ids_BT, predicts_N = hand_over(rows.ids_BT, device), hand_over(rows.predicts_N, device)
     options: dict[str, Any] = {}
     if packed:
         options = {"position_ids": hand_over(rows.positions_BT, device), "attention_mask": no_mask(device)}
         options |= bounds_of(list(rows.lengths), device)
+    if group is not None:
+        options["sequence_group"] = group
     if not logits:
         return _run(network, ids_BT, **options).last_hidden_state.flatten(0, 1).index_select(0, predicts_N)
     if packed and "logits_to_keep" in inspect.signature(network.forward).parameters:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tuneloop.shared.errors import NotFinite, RankFailed, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, TuneloopError
 from tuneloop.trainer.ranks.orders import Order, decode, encode
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.ranks.shards import Shard
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
@@ -39,6 +40,19 @@ class Ranks:
     """A rank alone: nobody follows it, and what it has is the sum of all."""
 
     rank, size = 0, 1
+    #: Those with whom it shares rows, if it does.
+    sequence: SequenceGroup | None = None
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of a batch it has, and how many shares there are: as many as ranks, or groups that share rows."""
+        together = self.sequence.size if self.sequence is not None else 1
+        return self.rank // together, self.size // together
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it tells the numbers of its share: of those that share rows one does."""
+        return self.sequence is None or self.sequence.place == 0
 
     def lead(self, order: Order) -> None:
         """Tell the others what to do; rank 0 does it itself besides. What the others say is not heard."""
@@ -84,9 +98,12 @@ ALONE = Ranks()
 
 
 class JoinedRanks(Ranks):
-    """One of several ranks, once torch.distributed has been initialised. `device` is where its gradients are."""
+    """One of several ranks, once torch.distributed has been initialised. `device` is where its gradients are.
 
-    def __init__(self, device: torch.device) -> None:
+    `together` of them, one after the other, share rows.
+    """
+
+    def __init__(self, device: torch.device, *, together: int = 1) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -94,9 +111,18 @@ class JoinedRanks(Ranks):
         # Kept, like what the first sum makes NCCL allocate: later there may be no room on one rank.
         self._piece = torch.zeros(_PIECE, device=device)
         dist.all_reduce(self._piece[:1])
+        if self.size % together:
+            raise EnvironmentRefused(
+                f"trainer.ulysses_sequence_parallel_size: {together} workers share each row, and there are {self.size}"
+            )
+        for first in range(0, self.size, together) if together > 1 else ():
+            members = range(first, first + together)
+            group = dist.new_group(list(members))
+            if self.rank in members:
+                self.sequence = SequenceGroup(members, group, device)
 
     @classmethod
-    def join(cls, device: torch.device) -> Self:
+    def join(cls, device: torch.device, *, together: int = 1) -> Self:
         """The rank that the environment names, once all are there."""
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -105,7 +131,7 @@ class JoinedRanks(Ranks):
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=_STUCK,
         )
-        return cls(device)
+        return cls(device, together=together)
 
     def lead(self, order: Order) -> None:
         """See Ranks."""
@@ -190,6 +216,9 @@ class JoinedRanks(Ranks):
         try:
             yield
         except (torch.OutOfMemoryError, TuneloopError) as error:
+            if self.sequence is not None and isinstance(error, torch.OutOfMemoryError):
+                # Those that share the row wait for what this one does not send: there is nobody to agree with.
+                raise EnvironmentRefused(_TOO_LONG.format(error)) from None
             failed = error
         said = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in self._gather(_failure(failed))]
         worst, reason = max(said, key=lambda each: each[0])
@@ -230,6 +259,11 @@ class JoinedRanks(Ranks):
         dist.all_gather(heard, _tensor(own.ljust(longest, b"\0")))
         return [each.numpy().tobytes()[: int(length)] for each, length in zip(heard, lengths, strict=True)]
 
+
+_TOO_LONG = (
+    "trainer.micro_batch_tokens: memory ran out within a row that several workers share, where it cannot be cut smaller"
+    " ({}). Lower it, or raise trainer.ulysses_sequence_parallel_size"
+)
 
 #: Of what ranks may raise together, the worst is raised where they fail differently.
 _NO_FAILURE = 0

@@ -12,7 +12,8 @@ from tuneloop.trainer.workers.follower import follow
 
 def take_part(settings: Settings, stop: Stop) -> None:
     """Train as the rank that the environment names. Raises what `run` raises, or RankFailed."""
-    serve(settings, JoinedRanks.join(device_of(settings)), stop)
+    together = settings.trainer.ulysses_sequence_parallel_size
+    serve(settings, JoinedRanks.join(device_of(settings), together=together), stop)
 
 
 def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:

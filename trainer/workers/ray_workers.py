@@ -156,7 +156,8 @@ def work(given: dict[str, Any]) -> None:
     os.umask(umask_of(settings.trainer.checkpoint_mode))
     configure_logging()
     try:
-        serve(settings, JoinedRanks(device_of(settings)), NoticedStop(board))
+        together = settings.trainer.ulysses_sequence_parallel_size
+        serve(settings, JoinedRanks(device_of(settings), together=together), NoticedStop(board))
     except (StartupError, StaleEpoch) as error:
         ray.get(board.refuse.remote(error.exit_code, clean_error(error)))
         raise

@@ -51,7 +51,7 @@ def test_keys_without_effect_are_named_in_one_warning(caplog):
         "settings accepted but not needed: synchronizer.sync_interval, synchronizer.sync_method, "
         "trainer.save_hf_checkpoint, trainer.trainer_config.trainer.balance_batch, "
         "trainer.trainer_config.trainer.max_actor_ckpt_to_keep, "
-        "trainer.trainer_config.trainer.max_critic_ckpt_to_keep, trainer.ulysses_sequence_parallel_size"
+        "trainer.trainer_config.trainer.max_critic_ckpt_to_keep"
     ]
 
 

@@ -1,4 +1,6 @@
-"""The ranks of a test: `python -m tests.trainer.workers.rank FOLDER SIZE`. They are forked: imports take longest.
+"""The ranks of a test: `python -m tests.trainer.workers.rank FOLDER SIZE TOGETHER`; so many share each row.
+
+They are forked: imports take longest.
 
 FOLDER/plan.json has the scenarios, in order; of each rank 0 leaves {name}.json and {name}.safetensors in FOLDER, and of
 one that is to "save" the learner in FOLDER/{name}. One may go on "from" such a folder.
@@ -99,14 +101,14 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
     Learner._share = share
 
 
-def fork(folder: Path, size: int) -> None:
+def fork(folder: Path, size: int, together: int) -> None:
     torch.set_num_threads(1)
     pids = {}
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
             os.environ.update(environment_of(rank, size, folder / "rendezvous"))
-            main(folder)
+            main(folder, together)
             os._exit(0)
         pids[pid] = rank
     ends = {}
@@ -116,8 +118,8 @@ def fork(folder: Path, size: int) -> None:
     (folder / "ends.json").write_text(json.dumps([ends[rank] for rank in range(size)]))
 
 
-def main(folder: Path) -> None:
-    ranks = JoinedRanks.join(torch.device("cpu"))
+def main(folder: Path, together: int) -> None:
+    ranks = JoinedRanks.join(torch.device("cpu"), together=together)
     honest = Learner._share
     for name, scenario in json.loads((folder / "plan.json").read_text()).items():
         settings = Settings.model_validate(scenario["settings"])
@@ -130,6 +132,7 @@ def main(folder: Path) -> None:
             continue
         start = Path(scenario["from"]) if "from" in scenario else None
         told, weights, learner = outcome(settings, ranks, rows=scenario.get("rows", 12), start=start)
+        snapshot.probe(learner, settings)  # by rank 0 alone, as between two steps
         if scenario.get("save"):
             (folder / name).mkdir()
             snapshot.save(learner, folder / name, base=settings.model.model_path)
@@ -140,4 +143,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    fork(Path(sys.argv[1]), int(sys.argv[2]))
+    fork(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -17,15 +17,14 @@ DPO = {"algorithm": {"algorithm_type": "dpo"}, "buffer": {"group_by": "task", "g
 METHODS = {"ppo": PPO, "grpo": GRPO, "dpo": DPO}
 
 
-def _run(settings, folder, size, scenarios):
+def _run(settings, folder, size, scenarios, *, together=1):
     plan = {
         name: {"settings": settings(**sections).model_dump(mode="json"), **how}
         for name, (sections, how) in scenarios.items()
     }
     (folder / "plan.json").write_text(json.dumps(plan))
-    subprocess.run(
-        [sys.executable, "-m", "tests.trainer.workers.rank", str(folder), str(size)], timeout=400, check=True
-    )
+    command = [sys.executable, "-m", "tests.trainer.workers.rank", str(folder), str(size), str(together)]
+    subprocess.run(command, timeout=400, check=True)
     return json.loads((folder / "ends.json").read_text())
 
 

@@ -142,7 +142,8 @@ class Load:
     streams: int = 0
     served: set[int] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def ask(self, http: httpx.Client) -> None:
         answer = http.post(CHAT, json=HELLO).raise_for_status()
@@ -172,7 +173,7 @@ class Load:
 
     def _repeat(self, act: Callable[[httpx.Client], None]) -> None:
         with httpx.Client(base_url=self.url, timeout=60) as http:
-            while not self.ended.is_set():
+            while not self._ended.is_set():
                 try:
                     act(http)
                 except httpx.HTTPStatusError as error:
@@ -183,15 +184,19 @@ class Load:
     @contextmanager
     def running(self) -> Iterator["Load"]:
         acts = [self.ask, self.ask, self.listen, self.listen, self.commit]
-        threads = [threading.Thread(target=self._repeat, args=(act,)) for act in acts]
-        for each in threads:
+        self._threads = [threading.Thread(target=self._repeat, args=(act,)) for act in acts]
+        for each in self._threads:
             each.start()
         try:
             yield self
         finally:
-            self.ended.set()
-            for each in threads:
-                each.join()
+            self.stop()
+
+    def stop(self) -> None:
+        """Let all end what they have begun."""
+        self._ended.set()
+        for each in self._threads:
+            each.join()
 
     def goes_on(self) -> None:
         """Wait for some more replies, whole and streamed."""
@@ -244,7 +249,7 @@ def test_no_request_fails_while_the_release_is_changed(
                             _until_newer(load, trainer=new_trainer)
                             load.goes_on()
                         assert new_trainer.returncode == 0
-                        load.ended.set()
+                        load.stop()
                         _all_arrive(list(load.ids), postgres_url)
             assert load.failed == []
             assert _imbalance(postgres_url) == []

@@ -77,8 +77,7 @@ class Learner:
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
         self.before_pass: Callable[[], None] = _go_ahead
-        self._most_tokens = settings.model.max_response_tokens
-        self._device = actor.network.device
+        self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
         """Learn from a batch: epochs x mini-batches updates. `version` is the one that the actor is, if it is any.
@@ -117,7 +116,7 @@ class Learner:
         return self.ranks.add_up_numbers(metrics)
 
     def _share(self, batch: Batch, targets: Targets) -> Metrics:
-        """This rank's share of `forward_backward`."""
+        """This rank's share of `forward_backward`, told by one of those that share rows."""
         totals = targets.totals
         sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
         for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
@@ -126,7 +125,6 @@ class Learner:
             goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
             for name, value in self._backward(part, goals, totals).items():
                 sums[name] += value
-        # Those that share a row have all come to the same.
         return {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
 
     def optim_step(self) -> Metrics:

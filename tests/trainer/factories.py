@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event
@@ -72,6 +73,14 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
         )
         ledger.recording.record([said] if each.id in unsaid else [said, heard])
     ledger.recording.commit("t")
+
+
+def gradients_of(learner: Any, name: str) -> dict[str, Any]:
+    """By parameter what has been added up since the last update of the learner's model of this name."""
+    model = learner.actor.network if name == "actor" else learner.critic
+    shapes = {key: each.shape for key, each in model.named_parameters()}
+    found = learner.optimizers[name].gradients
+    return {shard.name: each.view(shapes[shard.name]) for shard, each in found.items()}
 
 
 def points(folder: Path, name: str) -> list[tuple[int, float]]:

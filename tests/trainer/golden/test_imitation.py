@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.factories import sample
+from tests.trainer.factories import gradients_of, sample
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
@@ -42,7 +42,7 @@ def _ours(learner, samples):
     batch = _collate(sequences, tempered=learner._asks.tempered)
     targets, _ = learner._targets(sequences, batch)
     told = learner.forward_backward(batch, targets)
-    return told["actor/sft_loss"], {name: each.grad for name, each in learner.actor.network.named_parameters()}
+    return told["actor/sft_loss"], gradients_of(learner, "actor")
 
 
 def _theirs(network, samples):

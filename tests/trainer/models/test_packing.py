@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.loop.harness.architectures import make_architecture
-from tests.trainer.factories import sample
+from tests.trainer.factories import gradients_of, sample
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.sequences import assemble
@@ -129,17 +129,17 @@ def test_every_method_has_the_numbers_and_gradients_of_the_plain_forward(setting
         if metric == "rewards/accuracies":  # A margin of 0 before the first update: rounding says which is better.
             continue
         assert found[metric] == pytest.approx(float(value), rel=1e-5, abs=1e-5), metric
-    theirs = dict(plain.named_parameters())
-    for parameter, each in learner.actor.network.named_parameters():
-        _agree(each.grad, theirs[parameter].grad)
+    ours, theirs = gradients_of(learner, "actor"), dict(plain.named_parameters())
+    for parameter, _ in learner.actor.network.named_parameters():
+        _agree(ours.get(parameter), theirs[parameter].grad)
     if learner.critic is not None:
         values_BR = _plain_values(body, learner.critic.value_head, batch)
         _agree(targets.values_BR, values_BR)
         learner.critic.value_head.zero_grad()
         page.critic_loss(algorithm, targets, values_BR, targets.totals).value.backward()
-        theirs = dict(body.named_parameters())
-        for parameter, each in learner.critic.body.named_parameters():
-            _agree(each.grad, theirs[parameter].grad)
+        ours, theirs = gradients_of(learner, "critic"), dict(body.named_parameters())
+        for parameter, _ in learner.critic.body.named_parameters():
+            _agree(ours.get(f"body.{parameter}"), theirs[parameter].grad)
 
 
 def _count_positions(network, read):

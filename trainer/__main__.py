@@ -67,19 +67,19 @@ def _train(settings: Settings, stop: Stop) -> None:
     alone = RENDEZVOUS_VARIABLE not in os.environ
     if alone:
         log_placement(settings)
-    with _disk_errors_told(settings):
+    with _translating_disk_errors(settings):
         require_folders(settings)
-    run, take_part = _imported()
+    run, take_part = _import_training()
     if stop.is_set() and alone:
         return
-    with _disk_errors_told(settings):
+    with _translating_disk_errors(settings):
         if alone:
             run(settings, stop)
         else:
             take_part(settings, stop)
 
 
-def _imported() -> tuple[Callable[[Settings, Stop], None], Callable[[Settings, Stop], None]]:
+def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Settings, Stop], None]]:
     """What trains alone, and what does so as a worker.
 
     Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra. A fifth of
@@ -102,7 +102,7 @@ def _imported() -> tuple[Callable[[Settings, Stop], None], Callable[[Settings, S
 
 
 @contextmanager
-def _disk_errors_told(settings: Settings) -> Iterator[None]:
+def _translating_disk_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -90,6 +90,12 @@ def test_an_erasure_counts_in_the_ledger_and_in_exported_files(file: Path, tmp_p
     assert re.search(r"writing rows\.jsonl .*\b400\b", shown)
 
 
+def test_rewards_that_are_made_anew_are_counted(file: Path) -> None:
+    output, shown = on_terminal("rewards", "recompute", "-c", file, "--json")
+    assert json.loads(output)["replies"] == ROWS
+    assert re.search(rf"examining .*\b{ROWS}\b", shown)
+
+
 def test_nothing_of_it_is_in_a_pipe(file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", MAIN, "export", "-c", str(file), "--format", "experiences"]
     done = subprocess.run([*command, "--to", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)

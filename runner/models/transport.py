@@ -41,7 +41,7 @@ def client_arguments(calls: RunCalls, timeout_s: float, *, sync: bool) -> dict[s
     timeout = library.Timeout(timeout_s, connect=10.0)
     base, transport = (library.BaseTransport, _Transport) if sync else (library.AsyncBaseTransport, _AsyncTransport)
     made = library.Client if sync else library.AsyncClient
-    client = made(transport=_joined(transport, base)(library, calls), trust_env=False, timeout=timeout)
+    client = made(transport=_subclass_of(transport, base)(library, calls), trust_env=False, timeout=timeout)
     return {"http_client": client, "timeout": timeout}
 
 
@@ -57,7 +57,7 @@ def _library() -> Any:
 
 
 @lru_cache
-def _joined(ours: type, base: type) -> type:
+def _subclass_of(ours: type, base: type) -> type:
     """Ours as a subclass of the library's."""
     return types.new_class(ours.__name__, (ours, base))
 
@@ -77,7 +77,7 @@ class _Transport:
             observed.end()
             raise
         observed.begin(response)
-        response.stream = _joined(_Stream, self._library.SyncByteStream)(response.stream, observed)
+        response.stream = _subclass_of(_Stream, self._library.SyncByteStream)(response.stream, observed)
         return response
 
 
@@ -96,7 +96,7 @@ class _AsyncTransport:
             observed.end()
             raise
         observed.begin(response)
-        response.stream = _joined(_AsyncStream, self._library.AsyncByteStream)(response.stream, observed)
+        response.stream = _subclass_of(_AsyncStream, self._library.AsyncByteStream)(response.stream, observed)
         return response
 
 

@@ -1,5 +1,6 @@
 """What leaves a running explorer has none of the secrets planted in it: traces, exports, metrics, crash reports."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -22,7 +23,7 @@ NAME = TEXT[:200]
 def rate(explorer: RunningExplorer, msg_id: str) -> None:
     rated = {"msg_ids": [msg_id], "source": PLANTED["email"]}
     for said in (
-        {"reward": True, "comment": TEXT},
+        {"value": True, "comment": TEXT},
         {"demonstration": TEXT},
         {"value": 0.5, "metric": PLANTED["ticket"]},
         {"label": NAME, "metric": PLANTED["email"]},
@@ -56,19 +57,18 @@ def test_spans_have_none_of_it_whatever_fails(tmp_path: Path) -> None:
         assert traces(tmp_path, b"".join(each.SerializeToString() for each in receiver.spans)) == set()
 
 
-@pytest.mark.parametrize("form", Format)
-@pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
-def test_exports_have_none_of_it(tmp_path: Path, form: Format, file: str) -> None:
-    with serving(SpellingDouble(reply=f"Noted: {TEXT}.")) as url:
-        with explorer_running(private(settings_for(tmp_path, [url]))) as explorer:
-            rate(explorer, json.loads(ask(explorer, "/v1/chat/completions", stream=False))["id"])
-            other = json.loads(ask(explorer, "/v1/chat/completions", stream=False))["id"]
-            assert explorer.feedback(other, reward=0.0).status_code == 200
-            explorer.until_flushed()
-            rows = exported(explorer.ledger, tmp_path / file, form, tenant="default", everything=True)
-        assert rows
-        assert "[REDACTED:email]" in json.dumps(rows, default=str)
-        assert traces(tmp_path, json.dumps(rows, ensure_ascii=False, default=str).encode()) == set()
+def test_exports_have_none_of_it(tmp_path: Path) -> None:
+    double = SpellingDouble(reply=f"Noted: {TEXT}.")
+    with serving(double) as url, explorer_running(private(settings_for(tmp_path, [url]))) as explorer:
+        rate(explorer, json.loads(ask(explorer, "/v1/chat/completions", stream=False))["id"])
+        explorer.until_flushed()
+        for form, kind in itertools.product(Format, ("jsonl", "parquet")):
+            file = tmp_path / f"{form.value}.{kind}"
+            rows = exported(explorer.ledger, file, form, tenant="default", everything=True)
+            assert rows, file
+            told = json.dumps(rows, ensure_ascii=False, default=str)
+            assert "[REDACTED:email]" in told, file
+            assert traces(tmp_path, told.encode()) == set()
 
 
 #: A process that dies of an error that quotes what somebody said.

@@ -29,12 +29,12 @@ _PR_SET_PDEATHSIG = 1
 _READY_S = 120.0
 
 
-def built(folder: Path, *, captured: bool = False) -> None:
-    """Compile the upstream and the load into the folder, and lay the tapes there.
+def built(folder: Path, *, captured: bool = False, compiled: bool = False) -> None:
+    """Compile the upstream and the load into the folder, unless they lie there `compiled`, and lay the tapes there.
 
     `captured` lets the upstream tell token ids and log-probabilities to all, asked or not.
     """
-    for name in ("replay", "load"):
+    for name in () if compiled else ("replay", "load"):
         subprocess.run(["cc", "-O2", "-o", str(folder / name), str(_HERE / f"{name}.c")], check=True)
     for capture in ("plain", "captured"):
         recorded = "captured" if captured else capture

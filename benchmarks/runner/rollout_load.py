@@ -91,7 +91,7 @@ def tune_once(url: str, options: argparse.Namespace) -> float:
             workflow_func=workflow,
             train_dataset=[{"n": 0}],
             eval_dataset=[{"n": number} for number in range(options.runs)],
-            algorithm=AlgorithmConfig(group_size=2, batch_size=1),
+            algorithm=AlgorithmConfig(algorithm_type="ppo", group_size=2, batch_size=1),
             service=url,
             checkpoint_root_dir=folder,
             concurrency=options.at_once,

@@ -1,13 +1,14 @@
 """Pre-train a model of any size on problems made here, until it gets about half of them right; then tune it.
 
 python -m examples.math_agent.pretrain --parameters 100M --to MODEL                # minutes on a GPU
-python -m examples.math_agent.main --model MODEL --gpu --gpu-share 0.3 --rate 2e-5 --batch 16
+python -m examples.math_agent.main --model MODEL --gpu --gpu-share 0.3 --rate 4e-5
 
 The problems have two to four operations. Late lessons have the teacher's slips, which the tuning takes away.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Pretraining(words, options) as pretraining:
         learner = model.to("cuda" if gpu else "cpu")
         optimizer = torch.optim.AdamW(learner.parameters(), lr=options.rate, betas=(0.9, 0.98), fused=True)
-        for step, batch in enumerate(pretraining.batches(schooling)):
+        for step, batch in pretraining.batches(schooling, began):
             loss = learn(batch, learner, words, optimizer, schooling.rate_at(step))
             if (step + 1) % (_LOOK_STEPS if step < options.early_steps else _LATE_LOOK_STEPS) == 0:
                 right = share_right(problems, learner, words, options.seed)
@@ -82,15 +83,21 @@ class Pretraining:
     def __exit__(self, *_: object) -> None:
         self._pool.terminate()
 
-    def batches(self, schooling: Schooling) -> Iterator[list[Lesson]]:
-        """A step's lessons, right ones first."""
-        for slips, steps in ((EARLY_SLIPS, schooling.early_steps), (1.0, schooling.late_steps)):
+    def batches(self, schooling: Schooling, began: float) -> Iterator[tuple[int, list[Lesson]]]:
+        """Steps, counted from 0, and their lessons: right ones first, in three quarters of the time that there is."""
+        stages = (
+            (EARLY_SLIPS, 0, schooling.early_steps, 0.75),
+            (1.0, schooling.early_steps, schooling.late_steps, 1.0),
+        )
+        for slips, first, steps, share in stages:
             chunks = -(-steps * schooling.batch // _CHUNK)
             orders = ((f"{self._options.seed}/{slips}/{number}", slips) for number in range(chunks))
             written = (_tensors(row) for rows in self._pool.imap(_write, orders) for row in rows)
-            for _ in range(steps):
+            for step in range(first, first + steps):
+                if time.monotonic() - began > share * self._options.seconds:
+                    break
                 if batch := list(islice(written, schooling.batch)):
-                    yield batch
+                    yield step, batch
 
 
 def size_of(parameters: str) -> dict[str, int]:
@@ -130,6 +137,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--early-steps", type=int, default=1000)
     parser.add_argument("--late-steps", type=int, default=300, help="at most")
     parser.add_argument("--goal", type=float, default=0.5, help="share of right answers at which the late ones end")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, without the last look and saving")
     parser.add_argument("--batch", type=int, default=128, help="conversations of a step")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--problems", type=int, default=100_000)

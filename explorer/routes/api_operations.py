@@ -176,7 +176,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         streams=True,
     ),
     ("POST", "/v1/responses/{id}/cancel"): Operation(_STORED, "End a response in the background", "responses.md"),
-    ("GET", "/training"): Operation(_TRAINING, "What is served, what of the key's tenant waits, and why", "runs.md"),
+    ("GET", "/training"): Operation(
+        _TRAINING, "What is served, what of the key's tenant waits, and why; how it trains", "runs.md"
+    ),
     ("GET", "/training/calls"): Operation(
         _TRAINING,
         "How many calls of a run are recorded, and their tokens",

@@ -68,6 +68,23 @@ def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, 
         "trainer_up": facts.trainer is not None and facts.trainer.up(now),
         "experiences": {state.value: facts.count(state).rows for state in State},
         "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],
+        "configured": _training_options(settings),
+    }
+
+
+def _training_options(settings: Settings) -> dict[str, object]:
+    """How it trains, which `tune()` compares with what it was told; no path of this machine."""
+    buffer, model = settings.buffer, settings.model
+    return {
+        "algorithm_type": settings.algorithm.algorithm_type,
+        "learning_rate": settings.algorithm.optimizer.lr,
+        "group_size": buffer.group_size if buffer.group_by == "task" else None,
+        "train_batch_size": buffer.train_batch_size,
+        "batch_timeout": buffer.batch_timeout,
+        "save_interval": settings.trainer.save_interval,
+        "model": model.model_path.name,
+        "max_model_len": model.max_model_len,
+        "lora_rank": model.lora.rank or None,
     }
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -107,10 +108,13 @@ async def load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
         assert engine.starter is not None
         await engine.starter.start_anew(actor_of(version))
         return await fleet.end_load(engine, version.version)
+    started = time.monotonic()
     await control.load(actor_of(version))
     await control.reset_prefix_cache()
     await fleet.end_load(engine, version.version)
     await control.resume()
+    seconds = round(time.monotonic() - started, 3)
+    log.info("version_loaded", version=version.version, engine=engine.number, seconds=seconds)
 
 
 class FreshEngines:
@@ -197,7 +201,9 @@ class FreshEngines:
 
 async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedProbe:
     """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
+    started = time.monotonic()
     found = await _verify(version, verifier)
+    log.info("version_verified", version=version.version, seconds=round(time.monotonic() - started, 3))
     _FINGERPRINTS[version.path] = found
     while len(_FINGERPRINTS) > _REMEMBERED:
         del _FINGERPRINTS[next(iter(_FINGERPRINTS))]

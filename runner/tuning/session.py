@@ -206,7 +206,7 @@ class Session:
             monitor_type=call.monitor_type,
         )
         opener = ServiceOpener(folder, options, stack, say=view.say)
-        services = await opener.open_trained(configs, self._urls(), call.algorithm or AlgorithmConfig())
+        services = await opener.open_trained(configs, self._urls(), call.algorithm)
         others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
         defaults = {
             name: call_defaults(await client.model_name(), configs.get(name), timeout_s=self._run_timeout_s)

@@ -66,10 +66,10 @@ class Publisher:
             self._alarm_may_be_open = True
             return None
         version, took = published.version, time.perf_counter() - started
+        self._note(version)  # Before the copy: explorers need not wait for that.
         followed = self.states.follow(learner, published)
         self.measured = {**publication.measured, "time/publish/registered": took, **followed}
         self.measured["time/save_checkpoint"] = time.perf_counter() - started
-        self._note(version)
         if self._alarm_may_be_open and not self.states.full and self._ledger.alarms.clear(DISK_FULL):
             _log.info("disk_space_restored", version=version)
         self._alarm_may_be_open = self.states.full

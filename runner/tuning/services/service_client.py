@@ -91,6 +91,11 @@ class ServiceClient:
         answer = await self._patiently(lambda: self._http.get("/v1/models"))
         return str(answer.json()["data"][0]["id"])
 
+    async def options(self) -> dict[str, Any]:
+        """How it trains, as far as it says so."""
+        answer = await self._patiently(lambda: self._http.get("/training"))
+        return dict(answer.json().get("configured") or {})
+
     async def feedback(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Bring the entries to its disk, and return what became of each run: `task_id/run_id` → outcome."""
         answer = await self._patiently(lambda: self._http.post("/feedback", json={"feedback": list(entries)}))

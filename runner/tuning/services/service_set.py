@@ -11,6 +11,7 @@ from tuneloop.runner.tuning.config import AlgorithmConfig, TunerModelConfig, Wor
 from tuneloop.runner.tuning.experiment import ExperimentFolder
 from tuneloop.runner.tuning.rollouts.model_factory import call_defaults
 from tuneloop.runner.tuning.service_settings import ServicePlace, merge_settings, service_settings
+from tuneloop.runner.tuning.services.joined_options import compare_options
 from tuneloop.runner.tuning.services.service_client import ServiceClient
 from tuneloop.runner.tuning.services.service_process import ServiceProcess, free_port
 
@@ -48,15 +49,21 @@ class ServiceOpener:
         self._folder, self._options, self._stack, self._say = folder, options, stack, say
 
     async def open_trained(
-        self, configs: Mapping[str, TunerModelConfig], urls: Mapping[str, str], algorithm: AlgorithmConfig
+        self, configs: Mapping[str, TunerModelConfig], urls: Mapping[str, str], algorithm: AlgorithmConfig | None
     ) -> dict[str, ServiceClient]:
-        """The services that train the models: those that have a URL are joined, the others started."""
-        names = list(dict.fromkeys([*configs, *urls]))
+        """The services that train the models: those that have a URL are joined, the others started.
+
+        Raises TuneRefused if one that is joined trains something else than what was asked for.
+        """
+        joined = {name: await self._join(url) for name, url in urls.items()}
+        for name, client in joined.items():
+            await client.until_ready(self._options.start_timeout_s)
+            for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
+                self._say(said)
+        wanted = algorithm or AlgorithmConfig()
         found = {
-            name: await self._join(urls[name])
-            if name in urls
-            else await self._start(name, configs[name], algorithm, step_settings(algorithm))
-            for name in names
+            name: joined.get(name) or await self._start(name, configs[name], wanted, step_settings(wanted))
+            for name in dict.fromkeys([*configs, *urls])
         }
         for client in found.values():
             await client.until_ready(self._options.start_timeout_s)

@@ -97,7 +97,7 @@ def open_view(chosen: View | None, tensorboard: Path, *, steps: int) -> Iterator
         view = chosen
         if view is None and sys.stdout.isatty() and importlib.util.find_spec("rich"):
             view = stack.enter_context(LiveView(steps))
-        views = [view or PlainView()]
+        views = [PlainView() if view is None else view]
         if importlib.util.find_spec("tensorboardX"):
             views.append(stack.enter_context(RunnerCurves(tensorboard / "runner")))
         else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from tests.doubles.engine import EngineDouble, logprobs_of
 from tests.explorer.checkpoints import PROMPT, publish, register
@@ -65,6 +66,16 @@ def test_a_candidate_is_taken_up_and_becomes_champion(explorer: RunningExplorer,
     assert double.weights == actor(explorer, 1)
     assert double.posts == SWAP
     assert explorer.metrics()["tuneloop_version_served"] == 1
+
+
+def test_the_log_says_how_long_it_took_to_verify_and_to_load_a_version(explorer: RunningExplorer) -> None:
+    with capture_logs() as logs:
+        candidate(explorer)
+        until(explorer, 1, VersionState.CHAMPION)
+    told = {each["event"]: each for each in logs if each.get("version") == 1}
+    assert told["version_verified"]["seconds"] > 0
+    assert told["version_loaded"]["seconds"] >= 0
+    assert told["version_loaded"]["engine"] == 0
 
 
 def test_only_the_newest_of_several_is_taken_up(explorer: RunningExplorer, double: EngineDouble) -> None:

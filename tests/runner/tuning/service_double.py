@@ -40,6 +40,8 @@ class ServiceDouble:
     #: So many commits are done, and answered with 503.
     lost_answers: int = 0
     trainer_up: bool = True
+    #: How it says that it trains; one that is older than that says nothing.
+    configured: Json | None = None
     #: Events of one run in one call, and events kept of one run.
     most_in_a_call: int = 100
     most_of_a_run: int = 250
@@ -173,6 +175,7 @@ class ServiceDouble:
             "experiences": {"committed": self._training},
             "reasons": [{"code": "nothing_recorded", "sentence": "no experience was recorded"}],
             "trainer_up": self.trainer_up,
+            **({"configured": self.configured} if self.configured else {}),
         }
 
     def state(self) -> Json:

@@ -53,7 +53,7 @@ def test_every_call_is_in_the_ledger_with_its_run_and_reward(explorer: RunningEx
             workflow_func=ask_twice,
             train_dataset=TASKS,
             eval_dataset=TASKS[:1],
-            algorithm=AlgorithmConfig(group_size=2, batch_size=2),
+            algorithm=AlgorithmConfig(algorithm_type="ppo", group_size=2, batch_size=2),
             service=explorer.url,
             checkpoint_root_dir=tmp_path,
         )

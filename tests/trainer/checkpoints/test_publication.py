@@ -8,10 +8,12 @@ import pytest
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
+from tuneloop.shared.job_marks import registered_in
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.pruning import prune
-from tuneloop.trainer.checkpoints.publication import Publication
+from tuneloop.trainer.checkpoints.publication import Publication, Publisher
+from tuneloop.trainer.checkpoints.state_writer import StateWriter
 from tuneloop.trainer.loop import run
 
 
@@ -50,6 +52,25 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
     assert [each.version for each in ledger.versions.all()] == [0]
     assert not list(chosen.job_dir.glob(".staging*"))
     assert not list(chosen.job_dir.glob("global_step_*"))
+
+
+class _Attentive(StateWriter):
+    """Remembers what explorers had been told when it began."""
+
+    def follow(self, learner, published):
+        self.known = registered_in(self._settings.job_dir).version
+        return super().follow(learner, published)
+
+
+def test_explorers_hear_of_a_version_before_critic_and_optimiser_are_copied(settings, ledger):
+    chosen = settings()
+    ledger.versions.ensure_base(chosen.model.model_path)
+    epoch, store = ledger.training.take_epoch("t"), CheckpointStore(chosen.job_dir)
+    publisher = Publisher(chosen, ledger, store, epoch=epoch)
+    publisher.states = _Attentive(chosen, ledger, store, epoch=epoch)
+    assert publisher.publish(snapshot.load(chosen, None), [], parent=0) == 1
+    publisher.states.close()
+    assert publisher.states.known == 1
 
 
 def _published(ledger, store, count):

@@ -1,0 +1,210 @@
+"""A step by one worker and by two: tokens a second, their ratio, and that both come to the same numbers.
+
+    python -m benchmarks.on_gpu.scaling [--size 4b] [--method sft] [--sequences 64,128] [--steps 3]
+        [--budget-seconds 180] [--workers 2] [--work FOLDER]
+
+The trainer's own launcher starts the workers, a GPU each, which sum gradients by NCCL (by gloo on a CPU). They make the
+same steps twice from the same weights: first rank 0 alone, while the others wait, then all together. All numbers of a
+step that are no times are compared: the largest relative difference of loss and gradient norm is printed. Random
+weights and replies as in `benchmarks/train_step.py`; a step is the best of some, after one to warm up.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.on_gpu.services import Clock
+from benchmarks.train_step import GROUP, METHODS, SHAPES, made_samples, make_model
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.models.model import device_of
+from tuneloop.trainer.ranks.orders import EndOrder
+from tuneloop.trainer.ranks.ranks import ALONE, JoinedRanks, Ranks
+from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+from tuneloop.trainer.workers.follower import follow
+from tuneloop.trainer.workers.launching import launch
+
+#: A model of 4 B with its masters and moments takes 72 GB.
+_LEAST_BYTES = {"4b": 100 << 30}
+_FOR_GOOD = 2
+#: What two ways to add the same numbers up may differ by.
+_NAMES = ("loss", "grad_norm", "entropy", "kl")
+
+
+def main() -> int:
+    """Start the workers, or be one; 1 if it fails."""
+    options = _options()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    if RENDEZVOUS_VARIABLE in os.environ:
+        return _take_part(options)
+    with tempfile.TemporaryDirectory(prefix="scaling-", dir=options.work) as folder:
+        size = _size_for(options.size, on_gpu=options.gpu)
+        device = torch.device("cuda" if options.gpu else "cpu")
+        began = time.monotonic()
+        make_model(size, Path(folder) / "model", torch.bfloat16 if options.gpu else torch.float32, device)
+        if options.gpu:
+            torch.cuda.empty_cache()
+        name = torch.cuda.get_device_name() if options.gpu else "CPU"
+        taken = time.monotonic() - began
+        what = f"Qwen3 {size}, {options.method}; the model was made in {taken:.0f} s"
+        print(f"{options.workers} x {name}, torch {torch.__version__}; {what}", flush=True)
+        left = options.budget_seconds - taken
+        command = [sys.executable, "-m", "benchmarks.on_gpu.scaling", "--folder", folder, *_flags(options)]
+        command += ["--size", size, "--budget-seconds", str(left)]
+        return launch(command, options.workers, threading.Event())
+
+
+def _size_for(size: str, *, on_gpu: bool) -> str:
+    """The size, or one that fits the GPU."""
+    if on_gpu and torch.cuda.get_device_properties(0).total_memory < _LEAST_BYTES.get(size, 0):
+        print(f"{size} does not fit this GPU: 1.7b", flush=True)
+        return "1.7b"
+    return size
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    names = ("method", "sequences", "steps", "workers", "tokens")
+    flags = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
+    return [*flags, "--gpu" if options.gpu else "--no-gpu"]
+
+
+def _take_part(options: argparse.Namespace) -> int:
+    """As the rank that the environment names. What goes wrong ends all for good: nothing is made again."""
+    try:
+        settings = _settings(options)
+        ranks = JoinedRanks.join(device_of(settings))
+        if ranks.rank:
+            follow(settings, ranks)
+        else:
+            _lead(settings, ranks, options)
+            ranks.lead(EndOrder())
+        ranks.leave()
+    except Exception:  # noqa: BLE001 - whatever it is, the launcher must not start again
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(_FOR_GOOD)
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings.model_validate(
+        {
+            "mode": "train",
+            "checkpoint_root_dir": options.folder,
+            "model": {"model_path": options.folder / "model"},
+            "algorithm": {"algorithm_type": options.method, **METHODS[options.method], "kl_coef": 0.0},
+            "buffer": {"group_by": "task", "group_size": GROUP},
+            "trainer": {
+                "device": "cuda" if options.gpu else "cpu",
+                "dtype": "bfloat16" if options.gpu else "float32",
+                "micro_batch_tokens": options.tokens,
+                "workers": options.workers,
+            },
+            "cluster": {"gpu_per_node": options.workers if options.gpu else 0},
+        }
+    )
+
+
+def _lead(settings: Settings, ranks: JoinedRanks, options: argparse.Namespace) -> None:
+    clock = Clock(options.budget_seconds)
+    print("| sequences | tokens | workers | a step | tokens/s | ratio | largest relative difference |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    config = Qwen3Config.from_pretrained(settings.model.model_path)
+    longest = min(2475, config.max_position_embeddings)
+    for count in map(int, options.sequences.split(",")):
+        samples = made_samples(count, 675 if options.gpu else 60, longest, config.vocab_size)
+        tokens = sum(len(each.prompt_ids) + len(each.completion_ids) for each in samples)
+        took: dict[int, float] = {}
+        told: dict[int, list[Metrics]] = {}
+        for who in (ALONE, ranks):
+            took[who.size], told[who.size] = _steps(settings, who, samples, options, clock)
+            ratio, difference = "1", "–"
+            if who is ranks:
+                ratio, (number, name) = f"{took[1] / took[who.size]:.3f}", _difference(told[1], told[who.size])
+                difference = f"{number:.2e} ({name})"
+            print(
+                f"| {count} | {tokens:,} | {who.size} | {took[who.size]:.3f} s | {tokens / took[who.size]:,.0f} | "
+                f"{ratio} | {difference} |",
+                flush=True,
+            )
+        for step, (one, other) in enumerate(zip(told[1], told[ranks.size], strict=False)):
+            pairs = {name: (one[name], other[name]) for name in _names_compared(one)}
+            print(f"step {step}: " + ", ".join(f"{name} {a:.6g} and {b:.6g}" for name, (a, b) in pairs.items()))
+        if clock.remaining < options.budget_seconds / 3:
+            clock.say("the time is over")
+            break
+
+
+def _steps(
+    settings: Settings, ranks: Ranks, samples: Sequence[Sample], options: argparse.Namespace, clock: Clock
+) -> tuple[float, list[Metrics]]:
+    """The best time of a step, and what each said, from the base model's weights."""
+    learner = snapshot.load(settings, None, ranks)
+    clock.say(f"{ranks.size} workers: loaded")
+    taken, told = [], []
+    for number in range(options.steps + 1):
+        _wait(learner)
+        began = time.perf_counter()
+        told.append(learner.step(samples))
+        _wait(learner)
+        taken.append(time.perf_counter() - began)
+        if number == 0:
+            clock.say(f"{ranks.size} workers: the first step took {taken[0]:.1f} s")
+    del learner
+    gc.collect()
+    if options.gpu:
+        torch.cuda.empty_cache()
+    return min(taken[1:]), told
+
+
+def _wait(learner: Learner) -> None:
+    if learner.actor.network.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _names_compared(metrics: Metrics) -> list[str]:
+    return [name for name in metrics if any(part in name for part in _NAMES)]
+
+
+def _difference(one: Sequence[Metrics], other: Sequence[Metrics]) -> tuple[float, str]:
+    """The largest relative difference of any number of any step, and which it is."""
+    return max(
+        (abs(mine[name] - others[name]) / max(abs(mine[name]), 1e-6), f"step {step} {name}")
+        for step, (mine, others) in enumerate(zip(one, other, strict=True))
+        for name in _names_compared(mine)
+    )
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--size", choices=SHAPES, default="4b" if on_gpu else "tiny")
+    parser.add_argument("--method", choices=("sft", "grpo", "reinforce", "ppo"), default="sft")
+    parser.add_argument("--sequences", default="64,128" if on_gpu else "16", help="in a batch")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8192, help="trainer.micro_batch_tokens")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--budget-seconds", type=float, default=180.0)
+    parser.add_argument("--work", type=Path, help="where to put the model")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--gpu", action=argparse.BooleanOptionalAction, default=on_gpu)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

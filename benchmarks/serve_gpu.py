@@ -1,0 +1,299 @@
+"""Tokens a second through the explorer beside vLLM alone, by what is captured; all in front of one engine, by turns.
+
+    python -m benchmarks.serve_gpu [--size 0.6b] [--budget-seconds 360] [--at-once 32,128,256] [--api-servers N]
+        [--subjects bare,all,share,none] [--workers 1] [--built FOLDER] [--work FOLDER]
+
+One vLLM with the flags that the explorer gives its own engines, and an explorer attached to it for each mode of
+`explorer.capture.logprobs`, which record to a disk as they do by default. Clients ask the engine ("bare": neither
+log-probabilities nor token ids are asked for) and the explorers in turns, for whole and for streamed replies of the
+same length, so many at once, in waves. `ids` and `captured` are the engine alone, asked for token ids, and for
+log-probabilities too, as the explorers ask it. Each round asks all once; a ratio is the median over the rounds of what
+one got by what the bare engine got in the same turn. The load is one process of C (`benchmarks/proxy/load.c`); what it
+can do at most is measured first, against an upstream that replays recorded replies.
+
+On a machine without a GPU everything is tiny, and shows only that it runs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import httpx
+import sqlalchemy
+import torch
+
+from benchmarks.on_gpu.random_model import make_model
+from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, rollout_of, service, write_settings
+from benchmarks.proxy.load import built, cpu_s, load, request_body, running
+from tuneloop.explorer.engines import vllm
+from tuneloop.shared.settings.hardware import api_servers_of
+from tuneloop.shared.settings.settings import Settings
+
+_PATH, _MODEL, _PORT = "/v1/chat/completions", "random", 21_600
+_MODES = ("all", "share", "none")
+#: What is asked of an engine itself, by subject.
+_BARE: dict[str, dict[str, object]] = {
+    "bare": {},
+    "ids": {"return_token_ids": True},
+    "captured": {"logprobs": True, "return_token_ids": True},
+}
+_EXPLORER_S = 120.0
+_ROOM_S = 15.0
+
+
+class Cell(NamedTuple):
+    """What is asked for in one turn."""
+
+    kind: str
+    at_once: int
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """What answers: on which port, whose processes; `seen` are tokens a second in each round, `cores` what it took."""
+
+    name: str
+    port: int
+    pids: Sequence[int] = ()
+    settings: Settings | None = None
+    more: dict[str, object] = field(default_factory=dict)
+    seen: dict[Cell, list[float]] = field(default_factory=dict)
+    cores: dict[Cell, list[float]] = field(default_factory=dict)
+    asked: int = 0
+    failed: int = 0
+
+    def body(self, folder: Path, tokens: int, *, stream: bool) -> Path:
+        """The file with its request."""
+        path = folder / f"{self.name}-{tokens}-{stream}.json"
+        message = {"role": "user", "content": "Tell me where my parcel is, please; it was sent on Monday."}
+        body = {"model": _MODEL, "messages": [message], "max_tokens": tokens, "stream": stream, **self.more}
+        path.write_text(json.dumps(body))
+        return path
+
+
+def main() -> int:
+    """Measure and print; 1 if a request failed."""
+    options = _options()
+    clock = Clock(options.budget_seconds)
+    cells = [Cell(kind, int(count)) for count in options.at_once.split(",") for kind in ("whole", "stream")]
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-", dir=options.work)))
+        tools = _tools(work / "tools", options.built)
+        model = make_model(options.size, work / "model", on_gpu=options.gpu)
+        engine_pid, engine_log = _start_engine(work, model, options, stack)
+        clock.say("engine starts; meanwhile: " + _ceiling(tools, max(cell.at_once for cell in cells)))
+        subjects = list(_start(work, model, options, stack, clock, engine=(engine_pid, engine_log)))
+        if not any(each.name == "bare" for each in subjects):
+            raise RuntimeError("there is nothing to compare with: the bare engine is among the subjects")
+        for subject in subjects:
+            _check(subject, tools, options.tokens, clock, at_once=min(cell.at_once for cell in cells))
+        took, number = 0.0, 0
+        while number < options.rounds and (number == 0 or clock.remaining > took + _ROOM_S):
+            began = clock.remaining
+            _round(number, subjects, cells, tools, options, clock)
+            took, number = began - clock.remaining, number + 1
+            clock.say(f"after {number} rounds, load {os.getloadavg()[0]:.1f}:\n{_table(subjects, cells)}")
+        for subject in subjects:
+            _tell_recorded(subject, clock)
+    return 1 if any(subject.failed for subject in subjects) else 0
+
+
+def _tools(folder: Path, prebuilt: Path | None) -> Path:
+    """The load, and the upstream that replays, compiled here."""
+    folder.mkdir(parents=True)
+    if prebuilt:
+        for name in ("load", "replay"):
+            shutil.copy(prebuilt / name, folder / name)
+    built(folder, compiled=prebuilt is not None)
+    return folder
+
+
+def _start_engine(work: Path, model: Path, options: argparse.Namespace, stack: ExitStack) -> tuple[int, Path]:
+    rollout = rollout_of(on_gpu=options.gpu, memory=options.memory, api_servers=options.api_servers)
+    settings = write_settings(work / "engine" / "settings.yaml", _values(work / "engine", model, options, rollout))
+    servers = api_servers_of(settings)
+    print(
+        f"{_machine(options.gpu)}, {len(os.sched_getaffinity(0))} cores, {vllm.installed_version()}, torch "
+        f"{torch.__version__}; Qwen3 {options.size}, random, {rollout['dtype']}; API servers {servers}, "
+        f"explorer.workers {options.workers}; replies of {options.tokens} tokens, {options.waves} waves",
+        flush=True,
+    )
+    log = work / "engine.log"
+    return stack.enter_context(bare_engine(settings, model, _PORT, log)), log
+
+
+def _values(folder: Path, model: Path, options: argparse.Namespace, rollout: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mode": "serve",
+        "project": "bench",
+        "name": "serving",
+        "checkpoint_root_dir": str(folder),
+        "model": {"model_path": str(model), "max_model_len": 4096, "served_model_name": _MODEL},
+        "cluster": {"gpu_per_node": int(options.gpu)},
+        "explorer": {"workers": options.workers, "rollout_model": rollout},
+    }
+
+
+def _start(
+    work: Path, model: Path, options: argparse.Namespace, stack: ExitStack, clock: Clock, *, engine: tuple[int, Path]
+) -> Iterator[Subject]:
+    """Everything that is to be measured and comes up; what does not is reported, and left out."""
+    names = options.subjects.split(",")
+    waiting = []
+    for number, mode in enumerate(each for each in names if each in _MODES):
+        folder, port = work / mode, _PORT + 1 + number
+        rollout = {"engine_urls": [f"http://127.0.0.1:{_PORT}"], "dtype": "bfloat16" if options.gpu else "float32"}
+        values = _values(folder, model, options, rollout)
+        values["explorer"] |= {"proxy_port": port, "capture": {"logprobs": mode}}
+        settings = write_settings(folder / "settings.yaml", values)
+        pid = stack.enter_context(service(folder / "settings.yaml", "explorer", folder / "explorer.log"))
+        waiting.append(Subject(name=mode, port=port, pids=[pid], settings=settings))
+    pid, log = engine
+    await_ready(f"http://127.0.0.1:{_PORT}/health", pid, log, timeout_s=max(60.0, clock.remaining - 60.0))
+    clock.say("engine is up")
+    yield from (Subject(name=each, port=_PORT, pids=[pid], more=_BARE[each]) for each in names if each in _BARE)
+    for subject in waiting:
+        url, log = f"http://127.0.0.1:{subject.port}/health/ready", work / subject.name / "explorer.log"
+        try:
+            await_ready(url, subject.pids[0], log, timeout_s=_EXPLORER_S)
+        except RuntimeError as error:
+            clock.say(f"{subject.name} is left out: {error}")
+        else:
+            yield subject
+
+
+def _check(subject: Subject, tools: Path, tokens: int, clock: Clock, *, at_once: int) -> None:
+    """That a reply is as long as it should be; and a small load to warm up. What fails is seen in the rounds too."""
+    body = json.loads(subject.body(tools, tokens, stream=False).read_bytes())
+    url = f"http://127.0.0.1:{subject.port}{_PATH}"
+    try:
+        reply = httpx.post(url, json=body, timeout=120, trust_env=False).raise_for_status().json()
+        choice = reply["choices"][0]
+        told = {"ids": bool(choice.get("token_ids")), "log-probabilities": bool(choice.get("logprobs"))}
+        length, reason = reply["usage"]["completion_tokens"], choice["finish_reason"]
+        clock.say(f"{subject.name}: {length} tokens, {reason}; clients see {told}")
+        for stream in (False, True):
+            load(tools, subject.port, subject.body(tools, 64, stream=stream), _PATH, ["-c", at_once, "-n", 2 * at_once])
+    except (httpx.HTTPError, LookupError, ValueError, RuntimeError) as error:
+        clock.say(f"{subject.name}: warming up failed: {error!r}")
+
+
+def _round(
+    number: int, subjects: list[Subject], cells: list[Cell], tools: Path, options: argparse.Namespace, clock: Clock
+) -> None:
+    for place, cell in enumerate(cells):
+        first = (number + place) % len(subjects)
+        for subject in [*subjects[first:], *subjects[:first]]:
+            _turn(subject, cell, tools, options, clock)
+
+
+def _turn(subject: Subject, cell: Cell, tools: Path, options: argparse.Namespace, clock: Clock) -> None:
+    """Ask one subject, and note how fast it was."""
+    body = subject.body(tools, options.tokens, stream=cell.kind == "stream")
+    count = options.waves * cell.at_once
+    before = cpu_s(subject.pids)
+    try:
+        said = load(tools, subject.port, body, _PATH, ["-c", cell.at_once, "-n", count])
+    except RuntimeError as error:
+        clock.say(f"{subject.name} {cell.kind} {cell.at_once}: {error}")
+        subject.failed += count
+        return
+    cores = (cpu_s(subject.pids) - before) / said["seconds"]
+    cut = said["requests"] - said["ended"] if cell.kind == "stream" else 0
+    subject.asked += count
+    subject.failed += said["failed"] + cut
+    rate = said["requests"] * options.tokens / said["seconds"]
+    subject.seen.setdefault(cell, []).append(rate)
+    subject.cores.setdefault(cell, []).append(cores)
+    clock.say(
+        f"{subject.name:8} {cell.kind:6} {cell.at_once:4}: {rate:8,.0f} tokens/s, {cores:.2f} cores of "
+        f"{'the engine' if subject.port == _PORT else 'the explorer'}, p50 {said['p50_us'] / 1e6:.2f} s, failed "
+        f"{said['failed']}, cut {cut}, {said['events'] / max(1, said['requests']):.0f} events a reply"
+    )
+
+
+def _table(subjects: list[Subject], cells: list[Cell]) -> str:
+    bare = next(each for each in subjects if each.name == "bare")
+    others = [each for each in subjects if each is not bare]
+    heads = ["", "at once", "bare", *(f"{each.name}, ratio, cores" for each in others)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for cell in cells:
+        values = [cell.kind, str(cell.at_once), _rate(bare, cell)]
+        for each in others:
+            pairs = zip(each.seen.get(cell, []), bare.seen.get(cell, []), strict=False)
+            ratios = [rate / most for rate, most in pairs]
+            ratio = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–"
+            cores = f"{median(each.cores[cell]):.2f}" if cell in each.cores else "–"
+            values.append(f"{_rate(each, cell)}, **{ratio}**, {cores}")
+        lines.append("| " + " | ".join(values) + " |")
+    failures = ", ".join(f"{each.name} {each.failed} of {each.asked}" for each in subjects)
+    return "\n".join([*lines, f"failed: {failures}"])
+
+
+def _rate(subject: Subject, cell: Cell) -> str:
+    return f"{median(subject.seen[cell]):,.0f}" if subject.seen.get(cell) else "–"
+
+
+def _tell_recorded(subject: Subject, clock: Clock) -> None:
+    """How many replies the explorer has recorded of those it gave."""
+    if subject.settings is None:
+        return
+    database = sqlalchemy.create_engine(subject.settings.database_url)
+    try:
+        with database.connect() as connection:
+            count = connection.execute(sqlalchemy.text("SELECT count(*) FROM experiences")).scalar()
+        clock.say(f"{subject.name}: {count} replies in the ledger, of {subject.asked} and those to warm up")
+    except sqlalchemy.exc.SQLAlchemyError as error:
+        clock.say(f"{subject.name}: its ledger cannot be read: {error}")
+    finally:
+        database.dispose()
+
+
+def _ceiling(tools: Path, at_once: int) -> str:
+    """What the load could count of replies that cost nothing, in tokens a second."""
+    port, found = _PORT + 20, []
+    try:
+        with running([tools / "replay", tools, str(port), "0", "2"], tools / "replay.log"):
+            for kind in ("whole", "stream"):
+                body = request_body(tools, model=_MODEL, tokens=512, stream=kind == "stream")
+                said = load(tools, port, body, _PATH, ["-c", at_once, "-s", 1])
+                found.append(f"{kind} {said['requests'] * 512 / said['seconds']:,.0f}")
+    except (RuntimeError, OSError) as error:
+        return f"the load's own limit is not known: {error}"
+    return f"the load's own limit in tokens/s: {', '.join(found)}"
+
+
+def _machine(on_gpu: bool) -> str:
+    return torch.cuda.get_device_name() if on_gpu else "CPU"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--size", default="0.6b" if on_gpu else "tiny")
+    parser.add_argument("--budget-seconds", type=float, default=360.0)
+    parser.add_argument("--at-once", default="32,128,256" if on_gpu else "4,8")
+    parser.add_argument("--tokens", type=int, default=256 if on_gpu else 32, help="of a reply")
+    parser.add_argument("--waves", type=int, default=2, help="requests of each client in a turn")
+    parser.add_argument("--rounds", type=int, default=8, help="at most; the budget may end them before")
+    parser.add_argument("--subjects", default="bare,all,share,none")
+    parser.add_argument("--api-servers", type=int, help="vLLM's front ends, as by default: what the cores allow")
+    parser.add_argument("--workers", type=int, default=1, help="explorer.workers")
+    parser.add_argument("--memory", type=float, default=0.7, help="gpu_memory_utilization")
+    parser.add_argument("--built", type=Path, help="a folder with `load` and `replay`, where there is no C compiler")
+    parser.add_argument("--work", type=Path, help="where to put everything")
+    parser.add_argument("--gpu", action=argparse.BooleanOptionalAction, default=on_gpu)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

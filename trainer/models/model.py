@@ -30,8 +30,8 @@ from tuneloop.trainer.transfer import hand_over
 _VALUE_HEAD = "value_head.safetensors"
 _PARTS = ("body", "value_head")
 
-#: A file of weights has about so much: several are written, and read, at once.
-_SHARD = "1GB"
+#: A file of weights has about so much: several are written, and read, at once, of a small model too.
+_SHARD = "250MB"
 
 
 class _Output(Protocol):

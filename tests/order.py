@@ -15,7 +15,7 @@ SECONDS = {
     "clients": 130,
     "test_adapters": 110,
     "test_full_disk": 105,
-    "test_rolling_upgrade": 60,
+    "test_rolling_upgrade": 120,
     "test_compose": 45,
     "test_monitoring": 40,
     "test_main": 100,

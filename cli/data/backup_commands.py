@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tuneloop.cli.data.progress import counting_bytes
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, open_to_group
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.operations.backup import back_up
@@ -33,7 +34,8 @@ def _backup(
 ) -> None:
     """Write ledger, spool, checkpoints and key into FOLDER, as of one moment. Services may run."""
     settings = read_settings(config, set_ or ()).valid_settings()
-    backup = check_backup(settings, folder) if check else back_up(settings, folder)
+    with counting_bytes("reading the ledger") as count:
+        backup = check_backup(settings, folder, count) if check else back_up(settings, folder, on_bytes=count)
     echo(json.dumps(_as_json(folder, backup)) if as_json else "\n".join(_lines(folder, backup)))
 
 
@@ -50,7 +52,8 @@ def _restore(
     """Put a backup back where the settings say, after all of it was found whole. No service may run."""
     settings = read_settings(config, set_ or ()).valid_settings()
     open_to_group(settings)
-    backup, following = restore(settings, folder, replace=replace, next_version=next_version)
+    with counting_bytes("reading the backup") as count:
+        backup, following = restore(settings, folder, replace=replace, next_version=next_version, on_bytes=count)
     if as_json:
         echo(json.dumps({**_as_json(folder, backup), "next_version": following}))
         return

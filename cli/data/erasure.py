@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
+from tuneloop.cli.data.progress import counting
 from tuneloop.shared.experience import person_name
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import NOTHING_ERASED
@@ -46,7 +47,11 @@ def erase(
     """
     user = person_name(user)
     names = _stored_names(ledger, tenant, user, redactor)
-    deleted = [ledger.retention.erase(tenant, name, dry_run=dry_run) for name in names]
+    deleted = []
+    with counting("looking through the ledger") as count:
+        for name in names:
+            deleted.append(ledger.retention.erase(tenant, name, dry_run=dry_run))
+            count(len(deleted[-1].msg_ids))
     person = Person(tenant, names, frozenset().union(*(each.msg_ids for each in deleted)))
     files = tuple(erase_rows(export.path, person, dry_run=dry_run) for export in ledger.retention.exported_files())
     problems = [f"{file.path}: {file.problem}" for file in files if file.problem]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.experience import person_behind
 from tuneloop.shared.ledger.recording.erasures import stored_name
 
@@ -67,12 +68,13 @@ def erase_rows(path: str, person: Person, *, dry_run: bool = False) -> FileErasu
 
 def _erase_lines(path: Path, person: Person, dry_run: bool) -> FileErasure:
     removed = left = unreadable = 0
-    for _, row in _lines(path):
+    for _, row in with_progress(_lines(path), f"looking through {path.name}"):
         is_theirs = row is not None and person.owns(row)
         removed, left, unreadable = removed + is_theirs, left + (not is_theirs), unreadable + (row is None)
     if removed and not dry_run:
         with _replacing(path) as draft, draft.open("wb") as file:
-            file.writelines(line for line, row in _lines(path) if row is None or not person.owns(row))
+            rows = with_progress(_lines(path), f"writing {path.name}")
+            file.writelines(line for line, row in rows if row is None or not person.owns(row))
     problem = f"{unreadable} lines are no rows of ours and were left as they are" if unreadable else None
     return FileErasure(str(path), removed, left, problem)
 
@@ -93,7 +95,8 @@ def _erase_parquet(path: Path, person: Person, dry_run: bool) -> FileErasure:
 
     with path.open("rb") as source, pyarrow.parquet.ParquetFile(source) as file:
         columns = [name for name in file.schema_arrow.names if name in _COLUMNS]
-        groups = (file.read_row_group(number, columns=columns) for number in range(file.num_row_groups))
+        numbers = with_progress(range(file.num_row_groups), f"looking through {path.name}", step=1)
+        groups = (file.read_row_group(number, columns=columns) for number in numbers)
         keep = [[not person.owns(row) for row in group.to_pylist()] for group in groups]
         removed = sum(row is False for group in keep for row in group)
         if removed and not dry_run:
@@ -108,7 +111,7 @@ def _write_parquet(
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetWriter(draft, file.schema_arrow, compression="zstd") as writer:
-        for number, rows in enumerate(keep):
+        for number, rows in enumerate(with_progress(keep, f"writing {draft.name}", step=1)):
             writer.write_table(file.read_row_group(number).filter(filter_of(rows)))
 
 

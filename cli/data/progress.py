@@ -1,11 +1,14 @@
 """Shows how far long work is, on a terminal's error stream and nowhere else: what is piped stays as it is."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
+
+from tuneloop.shared.disk_space import gigabytes
 
 _T = TypeVar("_T")
 
@@ -13,12 +16,12 @@ _T = TypeVar("_T")
 _STEP = 200
 
 
-def with_progress(rows: Iterable[_T], label: str) -> Iterator[_T]:
-    """The rows, with a line that counts them."""
+def with_progress(rows: Iterable[_T], label: str, *, step: int = _STEP) -> Iterator[_T]:
+    """The rows, with a line that counts them, every `step` of them."""
     if not sys.stderr.isatty():
         yield from rows
         return
-    with _bar(rows, label, _STEP) as shown:
+    with _bar(rows, label, update_min_steps=step) as shown:
         yield from shown
 
 
@@ -32,5 +35,22 @@ def counting(label: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _bar(rows: Iterable[_T], label: str, step: int = 1) -> Any:
-    return typer.progressbar(rows, label=label, file=sys.stderr, show_eta=False, show_pos=True, update_min_steps=step)
+@contextmanager
+def counting_bytes(label: str) -> Iterator[Callable[[str, int], object]]:
+    """What is to be called with what is being done, and the bytes of it that are done, whenever some are."""
+    if not sys.stderr.isatty():
+        yield lambda stage, count: None
+        return
+    done: Counter[str] = Counter()
+    with _bar(iter(int, 1), label, show_pos=False) as bar:
+
+        def tell(stage: str, count: int) -> None:
+            done[stage] += count
+            bar.label = f"{stage}, {gigabytes(done[stage])}"
+            bar.update(1)
+
+        yield tell
+
+
+def _bar(rows: Iterable[_T], label: str, **how: Any) -> Any:
+    return typer.progressbar(rows, label=label, file=sys.stderr, show_eta=False, **{"show_pos": True, **how})

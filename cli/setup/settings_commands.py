@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 import yaml
@@ -18,6 +18,7 @@ from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import SettingsReport, read_settings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import GateSettings
 
 _OF_THE_PAGE = (
     (r"\s*\(\[more\]\([^)\s]*\)\)", ""),
@@ -138,6 +139,8 @@ def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption 
 def schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
     told = _for_editors(Settings.model_json_schema())
+    word = {"enum": [*get_args(GateSettings.model_fields["mode"].annotation), False]}  # an `off` is false in YAML
+    told["properties"]["gate"] = {"anyOf": [told["properties"]["gate"], word]}
     echo_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **told})
 
 

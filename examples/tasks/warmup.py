@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.sums import model as sums_model
 from examples.tasks.dialogue import Message, Task, text_of
+from tuneloop.cli.data.progress import with_progress
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 #: First only right conversations; then as many with slips as bring it down to about what the teacher gets right.
@@ -43,7 +44,7 @@ def warm_up(
     chance = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, fused=True)
     questions, steps = task.questions(), CLEAN_STEPS + NOISY_STEPS
-    for step in range(steps):
+    for step in with_progress(range(steps), f"teaching {task.name}", step=1):
         slip = chance if slips and step >= CLEAN_STEPS else None
         lessons = [lesson(task, words, each, slip) for each in chance.choices(questions, k=BATCH)]
         optimizer.param_groups[0]["lr"] = PEAK_LR * min((step + 1) / LR_WARMUP_STEPS, 1 - step / steps)

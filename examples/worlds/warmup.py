@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from examples.tasks.dialogue import Task, text_of
 from examples.tasks.warmup import Lesson, prompt_ids
 from examples.worlds.schooling import Schooling
+from tuneloop.cli.data.progress import with_progress
 
 #: The share of the early conversations that have slips: what comes after a slip must be known, too.
 EARLY_SLIPS = 0.3
@@ -35,7 +36,7 @@ def teach(
         # Writing a lesson takes longer than learning it on a GPU, so most are learnt several times.
         asked = chance.choices(task.questions(), k=min(_MOST_RUNS, steps * schooling.batch))
         runs = [lessons(task, words, each, chance if chance.random() < slips else None) for each in asked]
-        for made in range(1, steps + 1):
+        for made in with_progress(range(1, steps + 1), f"teaching {task.name}, slips {slips:.0%}", step=1):
             batch = [row for run in chance.choices(runs, k=schooling.batch) for row in run]
             learn(batch, model, words, optimizer, schooling.rate_at(step))
             step += 1

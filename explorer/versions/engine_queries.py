@@ -12,6 +12,7 @@ from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
+from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.evaluation.scores import KL, Figure, TaskReply, mean
 from tuneloop.shared.evaluation.tasks import Task, judge_of, without_reasoning
@@ -133,11 +134,13 @@ async def judging(settings: Settings) -> AsyncIterator[Judge]:
 
 async def _each(ask: Callable[[_T], Awaitable[_R]], asked: Sequence[_T], at_once: int) -> list[_R]:
     """All answers, in order; where one raises, the others are not waited for."""
-    places = asyncio.Semaphore(at_once)
+    places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(asked))
 
     async def run_one(each: _T) -> _R:
         async with places:
-            return await ask(each)
+            answer = await ask(each)
+        progress.add()
+        return answer
 
     try:
         async with asyncio.TaskGroup() as group:

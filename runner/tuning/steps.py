@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,9 @@ from tuneloop.runner.tuning.services.absorption import Absorption, StepPatience
 from tuneloop.runner.tuning.services.service_client import ServiceClient
 from tuneloop.runner.tuning.summary import EvaluationReport, StepReport, interval_of
 from tuneloop.runner.tuning.views.view import View
+
+#: Seconds of an evaluation between two lines that say how far it is.
+SAY_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +195,7 @@ class StepLoop:
             for position, task in enumerate(self._plan.evaluation)
         ]
 
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._attempts.run(member)) for member in members]
-        results = [each.result() for each in running]
+        results = await self._evaluate_all(members, step)
         rewards = [result.reward for result in results if result.reward is not None]
         metrics = _means([result.metrics for result in results])
         failed = len(results) - len(rewards)
@@ -204,6 +205,23 @@ class StepLoop:
         await self._journal.append({"event": "evaluated", **line, "metrics": metrics})
         report = evaluation_report(self._journal.state.evaluations[-1])
         self._view.evaluation(report, seconds=time.monotonic() - began)
+
+    async def _evaluate_all(self, members: Sequence[Member], step: int) -> list[RunResult]:
+        """The results of all, in order; while it takes long, a line now and then says how many there are."""
+        done, say_at = 0, time.monotonic() + SAY_EVERY_S
+
+        async def make(member: Member) -> RunResult:
+            nonlocal done, say_at
+            result = await self._attempts.run(member)
+            done += 1
+            if time.monotonic() >= say_at and done < len(members):
+                say_at = time.monotonic() + SAY_EVERY_S
+                self._view.say(f"evaluation at step {step}: {done} of {len(members)} runs")
+            return result
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(make(member)) for member in members]
+        return [each.result() for each in running]
 
 
 class _FailureCount:

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -177,13 +177,18 @@ class CheckpointStore:
         """The folders of versions, registered or not."""
         return sorted(path for path in self._root.glob(f"{VERSION_PREFIX}*") if version_in(path.name) is not None)
 
-    def put_back(self, copy: Path) -> Path:
+    def put_back(self, copy: Path, *, copied: Callable[[int], object] = lambda count: None) -> Path:
         """Copy a version's folder that lies elsewhere to its place, under the same name; what is there goes.
 
-        No service may run. Raises OSError.
+        `copied` is called with the bytes of each file. No service may run. Raises OSError.
         """
         staging, target = self.stage(0), self._root / copy.name
-        shutil.copytree(copy, staging, dirs_exist_ok=True, copy_function=shutil.copyfile)
+
+        def copy_file(source: str, destination: str) -> None:
+            shutil.copyfile(source, destination)
+            copied(os.path.getsize(destination))
+
+        shutil.copytree(copy, staging, dirs_exist_ok=True, copy_function=copy_file)
         self.seal(staging)
         staging.chmod(self._folder_mode)
         if target.exists():

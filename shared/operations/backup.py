@@ -28,8 +28,10 @@ from tuneloop.shared.operations.backup_format import (
     SPOOL,
     BackupDraft,
     BackupManifest,
+    OnBytes,
     SavedVersion,
     encode_rows,
+    on_no_bytes,
     rows_path,
 )
 from tuneloop.shared.quarantine import keeping
@@ -46,14 +48,16 @@ class _Moved(Exception):
     """A version that the cut names was pruned while it was taken."""
 
 
-def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = time.time) -> BackupManifest:
+def back_up(
+    settings: Settings, target: Path, *, clock: Callable[[], float] = time.time, on_bytes: OnBytes = on_no_bytes
+) -> BackupManifest:
     """Write a backup into `target`, which must be free or empty; nothing of the experiment is changed.
 
     Raises FileRefused if the target cannot be written, EnvironmentRefused if the experiment cannot be backed up,
     LedgerUnavailable if its database is away. Nothing is left in `target` then.
     """
     require_restored(settings.job_dir)
-    draft = BackupDraft(target)
+    draft = BackupDraft(target, on_bytes)
     try:
         return _Backup(settings, draft, clock()).take()
     except OSError as error:

@@ -10,7 +10,7 @@ secrets/msg_id.key                 the key that the names of replies are signed 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,9 +28,16 @@ FORMAT = 1
 
 LEDGER, SPOOL, CHECKPOINTS = "ledger", "spool", "checkpoints"
 
+#: Called with what is being done, and with how many more bytes of it are, whenever some are.
+OnBytes = Callable[[str, int], object]
+
 _MANIFEST = "backup.json"
 _PIECE = 1 << 20
 _ROWS_IN_A_FRAME = 100
+
+
+def on_no_bytes(stage: str, count: int) -> None:
+    """Nobody looks."""
 
 
 class SavedVersion(msgspec.Struct, frozen=True):
@@ -76,9 +83,10 @@ class _Sealed(msgspec.Struct, frozen=True):
 class BackupDraft:
     """A backup in the making. Raises OSError where the disk refuses."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, on_bytes: OnBytes = on_no_bytes) -> None:
         """Raises FileRefused unless `root` is free or an empty folder."""
         self.root = root
+        self._on_bytes = on_bytes
         self.files: list[File] = []
         #: Whether it has become a backup.
         self.published = False
@@ -100,6 +108,7 @@ class BackupDraft:
                 file.write(piece)
                 digest.update(piece)
                 size += len(piece)
+                self._on_bytes("writing the backup", len(piece))
             file.flush()
             os.fsync(file.fileno())
         self.files.append(found := File(path=name, size=size, sha256=digest.hexdigest()))
@@ -156,15 +165,18 @@ def read_backup(root: Path) -> BackupManifest:
     return found
 
 
-def verify_backup(root: Path, manifest: BackupManifest) -> None:
+def verify_backup(root: Path, manifest: BackupManifest, on_bytes: OnBytes = on_no_bytes) -> None:
     """Read every file. Raises FileRefused unless all are as they were written."""
     for each in manifest.files:
         try:
+            sha256 = hashlib.sha256()
             with (root / each.path).open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                for piece in pieces(file):
+                    sha256.update(piece)
+                    on_bytes("checking the backup", len(piece))
         except OSError as error:
             raise FileRefused(f"{root} is damaged: {each.path}: {error.strerror}; take another backup") from None
-        if sha256 != each.sha256:
+        if sha256.hexdigest() != each.sha256:
             raise FileRefused(f"{root} is damaged: {each.path}: its sha256 is another; take another backup")
 
 
@@ -184,7 +196,7 @@ def encode_rows(rows: Iterable[Row]) -> Iterator[bytes]:
         yield frame(msgspec.msgpack.encode([list(row.values()) for row in some]))
 
 
-def decode_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def decode_rows(path: Path, on_bytes: OnBytes = on_no_bytes) -> Iterator[Mapping[str, Any]]:
     """The rows in such a file. Raises FileRefused if it ends in the middle of something."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -193,6 +205,7 @@ def decode_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             payload = next_payload(file)
             if payload is None:
                 raise FileRefused(f"{path} is damaged: take another backup")
+            on_bytes("restoring the rows", len(payload))
             if columns is None:
                 columns = msgspec.msgpack.decode(payload, type=list[str])
                 continue

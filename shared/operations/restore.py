@@ -29,7 +29,10 @@ from tuneloop.shared.operations.backup_format import (
     CHECKPOINTS,
     SPOOL,
     BackupManifest,
+    OnBytes,
     decode_rows,
+    on_no_bytes,
+    pieces,
     read_backup,
     rows_path,
     verify_backup,
@@ -49,7 +52,7 @@ class RestoreResult(NamedTuple):
     next_version: int
 
 
-def check_backup(settings: Settings, root: Path) -> BackupManifest:
+def check_backup(settings: Settings, root: Path, on_bytes: OnBytes = on_no_bytes) -> BackupManifest:
     """Read all of a backup. Raises FileRefused if it is not whole, EnvironmentRefused if it is of other settings."""
     manifest = read_backup(root)
     if (manifest.project, manifest.name) != (settings.project, settings.name):
@@ -63,7 +66,7 @@ def check_backup(settings: Settings, root: Path) -> BackupManifest:
             " a newer one"
         )
     _require_same_model(settings, manifest)
-    verify_backup(root, manifest)
+    verify_backup(root, manifest, on_bytes)
     return manifest
 
 
@@ -74,13 +77,14 @@ def restore(
     replace: bool = False,
     next_version: int | None = None,
     clock: Callable[[], float] = time.time,
+    on_bytes: OnBytes = on_no_bytes,
 ) -> RestoreResult:
     """Put a backup back where the settings say; `replace` what is there. Nothing is changed before it is found whole.
 
     The next version gets the number `next_version`, or one that no version published since the backup can have had.
     Raises FileRefused or EnvironmentRefused. Interrupted, it is given again: until it has ended no service starts.
     """
-    manifest = check_backup(settings, root)
+    manifest = check_backup(settings, root, on_bytes)
     require_stopped(settings, now=clock())
     there = list(_contents(settings))
     if there and not replace and restoring_in(settings.job_dir) is None:
@@ -93,7 +97,7 @@ def restore(
             f"--next-version: version {before} was published already, so {next_version} cannot be next"
         )
     try:
-        return _Restore(settings, root, manifest, clock()).run(next_version)
+        return _Restore(settings, root, manifest, clock(), on_bytes).run(next_version)
     except OSError as error:
         raise FileRefused(
             f"the restore failed: {error}; cure that and give it again: no service starts before"
@@ -101,8 +105,9 @@ def restore(
 
 
 class _Restore:
-    def __init__(self, settings: Settings, root: Path, manifest: BackupManifest, now: float) -> None:
+    def __init__(self, settings: Settings, root: Path, manifest: BackupManifest, now: float, on_bytes: OnBytes) -> None:
         self._settings, self._root, self._manifest, self._now = settings, root, manifest, now
+        self._on_bytes = on_bytes
         self._schema = settings.buffer.trainer_input.experience_buffer.name
         self._job = settings.job_dir
 
@@ -122,7 +127,10 @@ class _Restore:
     def _put_checkpoints(self) -> None:
         store = CheckpointStore(self._job, mode=int(self._settings.trainer.checkpoint_mode, 8))
         for each in self._manifest.versions:
-            store.put_back(self._root / CHECKPOINTS / each.folder)
+            store.put_back(
+                self._root / CHECKPOINTS / each.folder,
+                copied=lambda count: self._on_bytes("restoring the checkpoints", count),
+            )
 
     def _put_spool(self) -> None:
         """Beside what is there: it was acknowledged, too. Records that the ledger has are not stored again."""
@@ -131,13 +139,31 @@ class _Restore:
         number = 1 + max([-1, *(int(slot.name) for slot in slots(top))])
         names = {file.path.split("/")[1] for file in self._manifest.files if file.path.startswith(f"{SPOOL}/")}
         for name in sorted(names, key=int):
-            _copy_folder(self._root / SPOOL / name, top / str(number))
+            self._copy_folder(self._root / SPOOL / name, top / str(number))
             number += 1
         sync_folder(top)
 
     def _put_key(self) -> None:
         if (self._root / KEY).exists():
-            _copy_file(self._root / KEY, self._job / KEY)
+            self._copy_file(self._root / KEY, self._job / KEY)
+
+    def _copy_folder(self, source: Path, target: Path) -> None:
+        for leaf in sorted(path for path in source.iterdir() if path.is_file()):
+            self._copy_file(leaf, target / leaf.name)
+
+    def _copy_file(self, source: Path, target: Path) -> None:
+        """Copy it to disk, to be read by us alone."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.partial")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file, source.open("rb") as origin:
+            for piece in pieces(origin):
+                file.write(piece)
+                self._on_bytes("restoring the spool", len(piece))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+        sync_folder(target.parent)
 
     def _put_rows(self) -> None:
         url = self._settings.database_url
@@ -146,7 +172,7 @@ class _Restore:
         load_rows(url, schema=self._schema, revision=self._manifest.revision, rows=self._rows)
 
     def _rows(self, table: str) -> Iterator[Row]:
-        for row in decode_rows(self._root / rows_path(table)):
+        for row in decode_rows(self._root / rows_path(table), self._on_bytes):
             yield self._here(row) if table == "versions" else row
 
     def _here(self, row: Mapping[str, Any]) -> Row:
@@ -217,22 +243,3 @@ def _rows_there(settings: Settings) -> dict[str, int]:
     if revisions.current(settings.database_url, schema=schema) is None:
         return {}
     return count_rows(settings.database_url, schema=schema)
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    for leaf in sorted(path for path in source.iterdir() if path.is_file()):
-        _copy_file(leaf, target / leaf.name)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    """Copy it to disk, to be read by us alone."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.partial")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file, source.open("rb") as origin:
-        while piece := origin.read(1 << 20):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(target)
-    sync_folder(target.parent)

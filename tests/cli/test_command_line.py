@@ -123,6 +123,10 @@ def test_the_schema_of_the_settings_takes_good_files_and_refuses_bad_ones(comman
     examples = Path(__file__).parents[2] / "examples" / "production_feedback"
     good = yaml.safe_load(next(examples.glob("*.yaml")).read_text())
     assert list(check.iter_errors(good)) == []
+    assert [
+        each for gate in ("block", False, {"mode": "off"}) for each in check.iter_errors({**good, "gate": gate})
+    ] == []
+    assert [error.validator for error in check.iter_errors({**good, "gate": "blok"})] == ["anyOf"]
     assert [error.validator for error in check.iter_errors({**good, "mode": "srve"})] == ["enum"]
     assert [error.validator for error in check.iter_errors({**good, "nmae": "x"})] == ["additionalProperties"]
 

@@ -1,8 +1,6 @@
 """What services and commands leave on disk: who may read it, and what is left of a person who was erased."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
 from tests.doubles.spelling import SpellingDouble, write_tokenizer
+from tests.doubles.warm import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import service, write_settings
 from tuneloop.explorer.capture import spool
@@ -32,10 +31,9 @@ def double() -> Iterator[EngineDouble]:
 
 def commanded(*words: object) -> str:
     """What a command prints, started under an ordinary umask."""
-    command = [sys.executable, "-c", "from tuneloop.cli.main import main; main()", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, umask=0o022)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
+    done = run_tuneloop(*words, umask=0o022)
+    assert done.code == 0, done.errors + done.output
+    return done.output
 
 
 def settings_of(tmp_path: Path, double: EngineDouble, **but: Any) -> Path:

@@ -133,13 +133,15 @@ def test_a_package_that_waits_no_longer_lets_go_of_the_engine(party: Party, driv
         eventually(lambda: party.double.left == left + 1)
 
 
+@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("name", "until"), STOPS)
-def test_a_hundred_streams_of_a_hundred_are_kept(party: Party, name: str, until: str) -> None:
+def test_all_streams_are_kept(party: Party, name: str, until: str, count: int) -> None:
     party.news()
     with party.engine(stalls_after=STALLS[until]):
-        ids = party.drivers[name].do("streams", count=100, until=until)
-        eventually(lambda: party.kept_since() >= 100)
+        ids = party.drivers[name].do("streams", count=count, until=until)
+        eventually(lambda: party.kept_since() >= count)
     kept = party.news()
+    assert len(ids) == count
     assert sorted(kept) == sorted(ids)
     [ended] = {each.experiences[0].finish_reason for each in kept.values()}
     assert ended == (None if until == "middle" else "length")

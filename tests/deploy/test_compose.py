@@ -122,6 +122,7 @@ def test_the_services_of_compose_start_serve_and_are_scraped(compose: Compose, t
         admin = {"Authorization": f"Bearer {VARIABLES['TUNELOOP_ADMIN_KEY']}"}
         assert http.post(CHAT, json=HELLO, headers=admin).status_code == 200
         assert http.post(CHAT, json=HELLO, headers={"Authorization": f"Bearer {key.strip()}"}).status_code == 403
+        _page_opens(http.base_url)
         scraped = stack.enter_context(
             prometheus_running(tmp_path / "prometheus", f"127.0.0.1:{compose.port}", key_file=key_file)
         )
@@ -132,6 +133,32 @@ def test_the_services_of_compose_start_serve_and_are_scraped(compose: Compose, t
 
         eventually(is_up, within_s=300)
         assert scraped.value("up") == 1
+
+
+def _page_opens(url: httpx.URL) -> None:
+    """As in a browser: the administrator logs in, and each page comes with all that it loads."""
+    with httpx.Client(base_url=url, timeout=60, follow_redirects=True) as browser:
+        asked = browser.get("/ui")
+        assert (asked.status_code, asked.url.path) == (200, "/ui/login")
+        shown = browser.post("/ui/login", data={"key": VARIABLES["TUNELOOP_ADMIN_KEY"], "next": "/ui"})
+        assert (shown.status_code, shown.url.path) == (200, "/ui")
+        pages = re.findall(r'<a href="(/ui[\w/]*)"', shown.text.partition("<nav")[2].partition("</nav>")[0])
+        assert {"/ui", "/ui/exchanges", "/ui/versions", "/ui/preferences", "/ui/trainer", "/ui/doctor"} <= {*pages}
+        loaded = set[str]()
+        for page in pages:
+            answer = browser.get(page)
+            assert (page, answer.status_code) == (page, 200)
+            assert answer.headers["content-type"].startswith("text/html")
+            loaded |= {*re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="([^"]+)"', answer.text)}
+        assert len([each for each in loaded if each.endswith(".js")]) >= 3
+        for each in loaded:
+            found = browser.get(each)  # nothing of it is another host's
+            kind = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}[each.rpartition(".")[2]]
+            assert (each, found.status_code, found.headers["content-type"].partition(";")[0]) == (each, 200, kind)
+            assert found.content
+        with browser.stream("GET", "/ui/events") as events:
+            assert events.headers["content-type"].startswith("text/event-stream")
+            assert next(events.iter_lines())
 
 
 def settings_of(name: str) -> dict[str, Any]:

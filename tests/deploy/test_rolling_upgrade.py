@@ -1,12 +1,16 @@
-"""An upgrade in the order of docs/deployment.md, under load: an earlier release by its checkout, HAProxy in front."""
+"""An upgrade in the order of docs/deployment.md, under load: an earlier release by its checkout, HAProxy in front.
 
+Clients ask, stream, rate and commit all the while, and the trainer of each release makes versions that are served.
+"""
+
+import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +18,16 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
+import yaml
 
 from tests.databases import Schemas
 from tests.deploy.prometheus import ROOT
-from tests.doubles.engine import CHAT, engine_place
+from tests.doubles.engine import CHAT, MODEL, engine_place
 from tests.explorer.running import HELLO, eventually
-from tests.explorer.test_main import write_settings
 from tests.hostile.fronts import environment, program_of
-from tests.loop.harness.services import free_port
+from tests.loop.harness.services import free_port, make_model, started, write_settings
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.database import connect
 
 #: The newest commit with the database's schema of two steps ago (0008): keys, but no raters and nothing for the page.
 BEFORE = "0fc747c"
@@ -36,12 +42,13 @@ defaults
   timeout connect 2s
   timeout client 60s
   timeout server 60s
+  timeout check 20s
 frontend users
   bind 127.0.0.1:{port}
   default_backend explorers
 backend explorers
   option httpchk GET /health/ready
-  default-server check inter 200ms fall 1 rise 1 on-marked-down shutdown-sessions
+  default-server check inter 200ms fall 1 rise 1
   server old 127.0.0.1:{old}
   server new 127.0.0.1:{new}
 """
@@ -64,33 +71,51 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def explorer_of(release: Path, settings: Path, port: int, engine: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """An explorer of a release, ready; told to stop in the end, where it has not ended by then."""
-    given = {"TUNELOOP__EXPLORER__PROXY_PORT": str(port), "PYTHONPATH": str(release / "build" / "links")}
-    given["TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_URLS"] = f"[{engine}]"
-    log = settings.with_name(f"{port}.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tuneloop.explorer", "--config", str(settings)],
-            env={**os.environ, **given},
-            stdout=output,
-            stderr=output,
-        )
+@dataclass(frozen=True)
+class Release:
+    """A checkout of tuneloop, whose services are started with the settings of one file."""
 
-    def is_ready() -> bool:
-        assert process.poll() is None, log.read_text()[-5000:]
+    root: Path
+    settings: Path
+
+    def started(self, what: str, name: str, **given: str) -> "subprocess.Popen[bytes]":
+        environment = {**os.environ, **given, "PYTHONPATH": str(self.root / "build" / "links")}
+        command = [sys.executable, "-P", "-m", f"tuneloop.{what}", "--config", str(self.settings)]
+        return started(command, self.log(name), environment=environment)
+
+    def log(self, name: str) -> Path:
+        return self.settings.with_name(f"{name}.log")
+
+    @contextmanager
+    def explorer(self, port: int, engine: str) -> Iterator["subprocess.Popen[bytes]"]:
+        """An explorer, ready; told to stop in the end, where it has not ended by then."""
+        where = {"TUNELOOP__EXPLORER__PROXY_PORT": str(port)}
+        where["TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_URLS"] = f"[{engine}]"
+        process = self.started("explorer", f"{port}", **where)
+
+        def is_ready() -> bool:
+            assert process.poll() is None, self.log(f"{port}").read_text()[-5000:]
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
         try:
-            return httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
-        except httpx.TransportError:
-            return False
+            eventually(is_ready, within_s=300)
+            yield process
+        finally:
+            process.terminate()
+            process.wait(90)
 
-    try:
-        eventually(is_ready, within_s=300)
-        yield process
-    finally:
-        process.terminate()
-        process.wait(90)
+    @contextmanager
+    def trainer(self, name: str) -> Iterator["subprocess.Popen[bytes]"]:
+        """A trainer, told to stop in the end, where it has not ended by then."""
+        process = self.started("trainer", name)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(90)
 
 
 @contextmanager
@@ -110,41 +135,73 @@ def haproxy(folder: Path, old: int, new: int) -> Iterator[str]:
 
 @dataclass
 class Load:
-    """Clients that ask and rate without a pause, and what they were answered."""
+    """Clients that ask, stream, rate and commit without a pause, and what they were answered."""
 
     url: str
     ids: list[str] = field(default_factory=list)
+    streams: int = 0
+    served: set[int] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
-    def ask(self) -> None:
+    def ask(self, http: httpx.Client) -> None:
+        answer = http.post(CHAT, json=HELLO).raise_for_status()
+        self._rate(http, answer, answer.json()["id"], reward=len(self.ids) % 2)
+        time.sleep(0.02)
+
+    def listen(self, http: httpx.Client) -> None:
+        with http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
+            answer.raise_for_status()
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        if events[-1] != "[DONE]":
+            raise httpx.ReadError(f"a stream ended by {events[-1]}")
+        self._rate(http, answer, json.loads(events[0])["id"], reward=1)
+        self.streams += 1
+
+    def commit(self, http: httpx.Client) -> None:
+        """Commit, as often as is asked for: 503 says that replies are still on their way into the database."""
+        answer = http.post("/commit", json={})
+        if answer.status_code != 503:
+            answer.raise_for_status()
+        time.sleep(0.5)
+
+    def _rate(self, http: httpx.Client, answer: httpx.Response, msg_id: str, *, reward: int) -> None:
+        self.ids.append(msg_id)
+        self.served.add(int(answer.headers["x-tuneloop-version"]))
+        http.post("/feedback", json={"msg_ids": [msg_id], "reward": reward}).raise_for_status()
+
+    def _repeat(self, act: Callable[[httpx.Client], None]) -> None:
         with httpx.Client(base_url=self.url, timeout=60) as http:
-            while not self.ended.is_set():
+            while not self._ended.is_set():
                 try:
-                    answer = http.post(CHAT, json=HELLO)
-                    answer.raise_for_status()
-                    self.ids.append(answer.json()["id"])
-                    http.post("/feedback", json={"msg_ids": [self.ids[-1]], "reward": 1}).raise_for_status()
+                    act(http)
+                except httpx.HTTPStatusError as error:
+                    self.failed.append(f"{act.__name__}: {error}: {error.response.text}")
                 except httpx.HTTPError as error:
-                    self.failed.append(repr(error))
-                time.sleep(0.02)
+                    self.failed.append(f"{act.__name__}: {error!r}")
 
     @contextmanager
-    def running(self, clients: int) -> Iterator["Load"]:
-        threads = [threading.Thread(target=self.ask) for _ in range(clients)]
-        for each in threads:
+    def running(self) -> Iterator["Load"]:
+        acts = [self.ask, self.ask, self.listen, self.listen, self.commit]
+        self._threads = [threading.Thread(target=self._repeat, args=(act,)) for act in acts]
+        for each in self._threads:
             each.start()
         try:
             yield self
         finally:
-            self.ended.set()
-            for each in threads:
-                each.join()
+            self.stop()
+
+    def stop(self) -> None:
+        """Let all end what they have begun."""
+        self._ended.set()
+        for each in self._threads:
+            each.join()
 
     def goes_on(self) -> None:
-        """Wait for some more replies."""
-        until = len(self.ids) + 20
-        eventually(lambda: len(self.ids) >= until)
+        """Wait for some more replies, whole and streamed."""
+        until, streams = len(self.ids) + 20, self.streams + 4
+        eventually(lambda: len(self.ids) >= until and self.streams >= streams, within_s=120)
 
 
 def revision(url: str) -> str:
@@ -158,47 +215,100 @@ def revision(url: str) -> str:
 def test_no_request_fails_while_the_release_is_changed(
     checkout: Path, tmp_path: Path, postgres_url: str, schemas: Schemas
 ) -> None:
-    settings = write_settings(
-        tmp_path,
-        buffer__trainer_input__experience_buffer__path=postgres_url,
-        buffer__trainer_input__experience_buffer__name=SCHEMA,
-        explorer__service_status_check_interval=0.5,
-    )
+    settings = _settings(tmp_path, postgres_url)
+    before, now = Release(checkout, settings), Release(ROOT, settings)
     old_port, new_port = free_port(), free_port()
     try:
-        with engine_place() as first, engine_place() as second, haproxy(tmp_path, old_port, new_port) as url:
+        with (
+            _engine() as first,
+            _engine() as second,
+            haproxy(tmp_path, old_port, new_port) as url,
+            before.trainer("old-trainer") as old_trainer,
+        ):
             load = Load(url)
-            with explorer_of(checkout, settings, old_port, first.fresh().url) as old:
-                before = revision(postgres_url)
+            with before.explorer(old_port, first) as old:
+                assert revision(postgres_url) == "0008"
                 eventually(lambda: httpx.get(f"{url}/health/ready").status_code == 200)
-                with load.running(2):
+                with load.running():
                     load.goes_on()
-                    with explorer_of(ROOT, settings, new_port, second.fresh().url):
-                        assert before == "0008" != revision(postgres_url)
+                    _until_newer(load, trainer=old_trainer)
+                    with now.explorer(new_port, second):
+                        assert revision(postgres_url) != "0008"
                         load.goes_on()
-                        _all_arrive(list(load.ids), postgres_url)  # from the old release on the new schema, too
+                        _until_newer(load, trainer=old_trainer)  # the old trainer's on the new schema, too
+                        _all_arrive(list(load.ids), postgres_url)  # and what the old explorer recorded
                         figures = httpx.get(f"http://127.0.0.1:{old_port}/metrics").text
                         assert "tuneloop_database_up 1.0" in figures
                         assert "tuneloop_spool_quarantined_total 0.0" in figures
                         old.terminate()
                         assert old.wait(90) == 0
                         load.goes_on()
-                        load.ended.set()
+                        old_trainer.terminate()
+                        assert old_trainer.wait(90) == 0
+                        with now.trainer("new-trainer") as new_trainer:
+                            _until_newer(load, trainer=new_trainer)
+                            load.goes_on()
+                        assert new_trainer.returncode == 0
+                        load.stop()
                         _all_arrive(list(load.ids), postgres_url)
             assert load.failed == []
-            _refuses_a_newer_schema(checkout, settings)
+            assert _imbalance(postgres_url) == []
+            _refuses_a_newer_schema(before)
     finally:
         schemas.drop(SCHEMA)
 
 
-def _refuses_a_newer_schema(release: Path, settings: Path) -> None:
+def _settings(folder: Path, database: str) -> Path:
+    """Of a tiny model that both releases serve, by an engine that each explorer is told of, and train."""
+    experience_buffer = {"path": database, "name": SCHEMA}
+    explorer = {"listen_address": "127.0.0.1", "service_status_check_interval": 0.5}
+    buffer = {"train_batch_size": 8, "trainer_input": {"experience_buffer": experience_buffer}}
+    config = write_settings(
+        folder,
+        make_model(folder / "model"),
+        explorer=explorer | {"rollout_model": {"dtype": "float32"}},
+        buffer=buffer,
+    )
+    values = yaml.safe_load(config.read_text())
+    values["model"]["served_model_name"] = MODEL
+    config.write_text(yaml.safe_dump(values))
+    return config
+
+
+@contextmanager
+def _engine() -> Iterator[str]:
+    """An engine that proves whatever it is given, and takes its time with each piece of a stream."""
+    with engine_place() as place:
+        double = place.fresh()
+        double.answers_probes_by_manifest, double.piece_pause_s = True, 0.02
+        yield place.url
+
+
+def _until_newer(load: Load, *, trainer: "subprocess.Popen[bytes]") -> None:
+    """Wait until users are answered by a version that is made from now on."""
+    known = max(load.served)
+
+    def is_newer() -> bool:
+        assert trainer.poll() is None
+        return max(load.served) >= known + 2  # one may have been on its way
+
+    eventually(is_newer, within_s=300)
+
+
+def _imbalance(url: str) -> list[str]:
+    """What the ledger's equation finds wrong."""
+    ledger = Ledger(connect(url, schema=SCHEMA))
+    try:
+        return list(ledger.reports.imbalance())
+    finally:
+        ledger.close()
+
+
+def _refuses_a_newer_schema(release: Release) -> None:
     """As a release does that is started on the schema of a later one."""
-    command = [sys.executable, "-P", "-m", "tuneloop.explorer", "--config", str(settings)]
-    given = {**os.environ, "PYTHONPATH": str(release / "build" / "links")}
-    given["TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_URLS"] = "[http://127.0.0.1:9]"
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 3
-    assert "is not of this release of tuneloop" in done.stderr
+    where = {"TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_URLS": "[http://127.0.0.1:9]"}
+    assert release.started("explorer", "refused", **where).wait(300) == 3
+    assert "is not of this release of tuneloop" in release.log("refused").read_text()
 
 
 def _all_arrive(ids: list[str], url: str) -> None:

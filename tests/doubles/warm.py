@@ -21,14 +21,18 @@ class Ended(NamedTuple):
 
 
 def run_tuneloop(
-    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None, timeout_s: float = 120
+    *arguments: object,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    umask: int | None = None,
+    timeout_s: float = 120,
 ) -> Ended:
     """Run the command `tuneloop` in a process of its own; without an `environment` it has ours."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "output"), Path(folder, "errors")
         variables = dict(os.environ if environment is None else environment)
         words = [str(each) for each in arguments]
-        process = WARM.Process(target=_run, args=(words, cwd, variables, files))
+        process = WARM.Process(target=_run, args=(words, cwd, variables, files, umask))
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
@@ -40,7 +44,15 @@ def run_tuneloop(
         return Ended(code, *(file.read_text() for file in files))
 
 
-def _run(arguments: Sequence[str], cwd: Path | None, environment: Mapping[str, str], files: tuple[Path, Path]) -> None:
+def _run(
+    arguments: Sequence[str],
+    cwd: Path | None,
+    environment: Mapping[str, str],
+    files: tuple[Path, Path],
+    umask: int | None,
+) -> None:
+    if umask is not None:
+        os.umask(umask)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     if cwd is not None:

@@ -1,5 +1,6 @@
 """The two YAML files that Trinity users have, with nothing but the paths filled in, run here and mean the same."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -40,9 +41,11 @@ def test_both_files_run_and_the_version_trained_on_512_rewards_is_served(tmp_pat
         assert explorer.url.endswith(":8010")
         assert httpx.get(f"{explorer.url}/v1/models", timeout=60).json()["data"][0]["id"] == str(model)
         long = Agent(explorer.url, str(model), lanes=2)
-        long.work(2)  # as long as the files let them be
-        agent = Agent(explorer.url, str(model), lanes=32, asked={"max_tokens": 16})
-        agent.work(18 * 32)  # a few more than 16 steps need: a reply may be dropped
+        agent = Agent(explorer.url, str(model), lanes=32, asked={"max_tokens": 4})
+        with ThreadPoolExecutor() as pool:
+            asking = pool.submit(long.work, 2)  # as long as the files let them be
+            agent.work(18 * 32)  # a few more than 16 steps need: a reply may be dropped
+            asking.result()
         ledger = ledger_of(explorer.settings)
         wait_for(lambda: ledger.versions.champion().version == 1, timeout_s=120, why=trainer.log.read_text())
         [base, first] = ledger.versions.all()

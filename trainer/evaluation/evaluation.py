@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
 from tuneloop.shared.evaluation.scores import KL, SCORE, Figure, TaskReply, figures_of, mean
 from tuneloop.shared.evaluation.tasks import Task, fingerprint
 from tuneloop.shared.settings.settings import Settings
@@ -62,11 +63,12 @@ class HeldOut:
 
     def figures(self, actor: Actor) -> tuple[Figure, ...]:
         """Score, length and refusals of the actor's replies. Raises NotEvaluated if the judge cannot say."""
-        said = [
-            (task, ids)
-            for part in self._batches()
-            for (task, _), ids in zip(part, self._generate(actor, [ids for _, ids in part]), strict=True)
-        ]
+        said: list[tuple[Task, list[int]]] = []
+        progress = EvaluationProgress(len(self._asked))
+        for part in self._batches():
+            replies = self._generate(actor, [ids for _, ids in part])
+            said += [(task, ids) for (task, _), ids in zip(part, replies, strict=True)]
+            progress.add(len(part))
         pairs = [(task, self._words(ids)) for task, ids in said]
         scores = self._judge_all(pairs)
         answered = [
@@ -78,10 +80,12 @@ class HeldOut:
     def distance(self, actor: Actor, champion: Actor) -> Figure:
         """How far the actor is from the champion along the champion's greedy answers, in nats a token."""
         distances = []
+        progress = EvaluationProgress(len(self._asked))
         for part in self._batches():
             prompts = [ids for _, ids in part]
             for prompt, reply in zip(prompts, self._generate(champion, prompts), strict=True):
                 distances.append(_divergence(champion, actor, prompt, reply))
+            progress.add(len(part))
         return mean(KL, distances)
 
     def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:

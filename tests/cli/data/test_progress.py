@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
     settings = Settings.model_validate(yaml.safe_load(path.read_text()))
     put_file(settings.database_url, "migrated")
     ledger = Ledger.of(settings)
-    ledger.recording.record([exchange(tenant="default", experiences=(experience(),)) for _ in range(ROWS)])
+    ledger.recording.record([exchange(tenant="default", user="ann", experiences=(experience(),)) for _ in range(ROWS)])
     ledger.close()
     return path
 
@@ -65,6 +65,35 @@ def test_an_export_an_import_and_a_purge_count_on_a_terminal(file: Path, tmp_pat
     output, shown = on_terminal("purge", "-c", file, "--state", "recorded", "--older-than", "0s", "--json")
     assert json.loads(output)["experiences"] == {"recorded": ROWS}
     assert "deleting" in shown
+
+
+def test_a_backup_a_check_and_a_restore_count_bytes_on_a_terminal(file: Path, tmp_path: Path) -> None:
+    backup = tmp_path / "backup"
+    output, shown = on_terminal("backup", "-c", file, backup, "--json")
+    told = json.loads(output)
+    assert told["rows"]["exchanges"] == ROWS
+    written = f"{told['bytes'] / 1e6:.1f} MB"
+    assert re.search(rf"writing the backup, {written}", shown)
+    assert re.search(rf"checking the backup, {written}", on_terminal("backup", "-c", file, backup, "--check")[1])
+    shown = on_terminal("restore", "-c", file, backup, "--replace")[1]
+    assert re.search(rf"checking the backup, {written}", shown)
+    assert re.search(r"restoring the rows, .*\d MB", shown)
+
+
+def test_an_erasure_counts_in_the_ledger_and_in_exported_files(file: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    on_terminal("export", "-c", file, "--format", "experiences", "--to", rows)
+    output, shown = on_terminal("erase", "-c", file, "--user", "ann", "--json")
+    assert json.loads(output)["exchanges"] == ROWS
+    assert re.search(rf"looking through the ledger .*\b{ROWS}\b", shown)
+    assert re.search(r"looking through rows\.jsonl .*\b400\b", shown)
+    assert re.search(r"writing rows\.jsonl .*\b400\b", shown)
+
+
+def test_rewards_that_are_made_anew_are_counted(file: Path) -> None:
+    output, shown = on_terminal("rewards", "recompute", "-c", file, "--json")
+    assert json.loads(output)["replies"] == ROWS
+    assert re.search(rf"examining .*\b{ROWS}\b", shown)
 
 
 def test_nothing_of_it_is_in_a_pipe(file: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_every_route_answers_in_its_time_and_feedback_is_learnt_after_the_thaw(
         try:
             said = chat(staff.http)
             # The seconds that docs/operations.md names, and some for a machine that runs other tests.
-            for method, path, body, status, within_s in (
+            asked = (
                 ("POST", "/feedback", {"msg_ids": [before, said], "reward": 1}, 200, 3),
                 ("POST", "/commit", {}, 503, 9),
                 ("GET", "/metrics", None, 503, 5),
@@ -54,8 +55,11 @@ def test_every_route_answers_in_its_time_and_feedback_is_learnt_after_the_thaw(
                 ("GET", "/health/ready", None, 200, 1),
                 ("GET", "/v1/models", None, 200, 1),
                 ("POST", CHAT, HELLO, 200, 1),
-            ):
-                answer, took_s = timed(staff.http, method, path, json=body)
+            )
+            with ThreadPoolExecutor(len(asked)) as pool:  # at once: who waits keeps nobody else waiting
+                waiting = [pool.submit(timed, staff.http, method, path, json=body) for method, path, body, *_ in asked]
+            for (_, path, _, status, within_s), told in zip(asked, waiting, strict=True):
+                answer, took_s = told.result()
                 assert (path, answer.status_code) == (path, status), answer.text
                 assert took_s < within_s + 3, path
                 assert status != 503 or "retry-after" in answer.headers, path

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -250,26 +249,6 @@ def test_a_port_that_is_shared_among_workers_is_shared_with_nobody_else(tmp_path
                 listen(wanted(port, workers), stack)
     with ExitStack() as stack:
         assert len({each.fileno() for each in listen(wanted(port, 3), stack)}) == 3
-
-
-def test_while_the_control_process_is_frozen_workers_answer_in_their_time(staff: Staff) -> None:
-    said = chat(staff.http)
-    staff.process.send_signal(signal.SIGSTOP)
-    try:
-        for path, body, status, within_s in (
-            ("/feedback", {"msg_ids": [said], "reward": 1}, 200, 5),
-            ("/commit", {}, 503, 12),
-            ("/metrics", None, 503, 8),
-        ):
-            started = time.monotonic()
-            answer = staff.http.get(path) if body is None else staff.http.post(path, json=body)
-            assert answer.status_code == status, answer.text
-            assert time.monotonic() - started < within_s
-            assert body != {"msg_ids": [said], "reward": 1} or answer.json()["outcomes"] == {said: "pending"}
-    finally:
-        staff.process.send_signal(signal.SIGCONT)
-    eventually(lambda: staff.http.post("/commit", json={}).status_code == 200)
-    assert staff.http.get("/metrics").status_code == 200
 
 
 def test_when_the_control_process_dies_nothing_of_it_stays(staff: Staff) -> None:

@@ -20,6 +20,7 @@ RUN_BY = {
     "docs/data.md": "tests/cli/data/test_data_page.py",
     "docs/feedback_client.md": "tests/runner/feedback/test_feedback_docs.py",
     "docs/judges.md": "tests/runner/test_docs.py",
+    "docs/keys.md": "tests/explorer/ui/browser/test_feedback_from_a_page.py",
     "docs/messages.md": "tests/documents/test_python.py",
     "docs/one_gpu.md": "tests/documents/test_python.py",
     "docs/quick_start.md": "tests/documents/test_python.py",
@@ -71,15 +72,6 @@ NOT_RUN = {
     "/run/secrets/": "where the command before writes to: tests/deploy/test_compose.py",
 }
 
-#: Blocks in a language that no test can run, by their page and their beginning, and why.
-NOT_RUN_BLOCKS = {
-    (
-        "docs/keys.md",
-        "js",
-        'fetch("https://model.example.com/feedback"',
-    ): "it needs a browser: tests/explorer/access has the request"
-}
-
 
 def commands_of(block: Block) -> list[str]:
     """The commands of a block of shell, one each, without comments."""
@@ -104,13 +96,6 @@ def test_there_are_blocks_of_known_languages_only() -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in {"python", "js"}], ids=str)
 def test_its_page_is_run(block: Block) -> None:
-    begins = [
-        block.text.startswith(begin)
-        for page, language, begin in NOT_RUN_BLOCKS
-        if (page, language) == (block.page, block.language)
-    ]
-    if any(begins):
-        return
     test = ROOT / RUN_BY[block.page]
     assert Path(block.page).name in test.read_text(), f"{RUN_BY[block.page]} does not name {block.page}"
 

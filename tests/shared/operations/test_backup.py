@@ -405,13 +405,14 @@ def killed_at(number: int, run: Callable[[], object]) -> bool:
     return status == 9
 
 
+@pytest.mark.parametrize("points_apart", [15, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_backup_killed_at_any_point_harms_nothing_and_is_refused(
-    source: Experiment, bench: Bench, tmp_path: Path
+    source: Experiment, bench: Bench, tmp_path: Path, points_apart: int
 ) -> None:
     before, files = source.tables(), sorted(path for path in source.job.rglob("*"))
     there, points, incomplete = bench.settings("target"), 0, 0
     source.ledger.close()
-    while killed_at(3 * points, partial(back_up, source.settings, tmp_path / f"backup-{points}")):
+    while killed_at(points_apart * points, partial(back_up, source.settings, tmp_path / f"backup-{points}")):
         if not (tmp_path / f"backup-{points}" / "backup.json").exists():
             with pytest.raises(FileRefused, match="no backup"):
                 check_backup(there, tmp_path / f"backup-{points}")
@@ -419,19 +420,22 @@ def test_a_backup_killed_at_any_point_harms_nothing_and_is_refused(
         else:
             check_backup(there, tmp_path / f"backup-{points}")
         points += 1
-    assert incomplete > 30
+    assert incomplete > 90 // points_apart
     check_backup(there, tmp_path / f"backup-{points}")
     assert source.tables() == before
     assert sorted(path for path in source.job.rglob("*")) == files
 
 
-def test_a_restore_killed_at_any_point_is_given_again(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("points_apart", [25, pytest.param(5, marks=pytest.mark.soak)])
+def test_a_restore_killed_at_any_point_is_given_again(
+    source: Experiment, bench: Bench, tmp_path: Path, points_apart: int
+) -> None:
     back_up(source.settings, tmp_path / "backup")
     source.ledger.close()
     half = 0
     for number in itertools.count():
         there = bench.settings(f"target-{number}")
-        if not killed_at(5 * number, partial(restore, there, tmp_path / "backup")):
+        if not killed_at(points_apart * number, partial(restore, there, tmp_path / "backup")):
             break
         if restoring.restoring_in(there.job_dir):
             with pytest.raises(EnvironmentRefused, match="is half restored"):
@@ -447,4 +451,4 @@ def test_a_restore_killed_at_any_point_is_given_again(source: Experiment, bench:
             assert ledger.reports.audit() == []
             assert sum(ledger.reports.counts().values()) == 9
         check_files(there.job_dir / "global_step_2", read_manifest(there.job_dir / "global_step_2"))
-    assert half > 20
+    assert half > 100 // points_apart

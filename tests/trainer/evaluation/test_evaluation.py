@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.evaluation import evaluation_log
 from tuneloop.shared.evaluation.tasks import is_right, tasks_of
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -56,6 +57,14 @@ def test_replies_are_what_greedy_decoding_gives_however_they_are_padded(held_out
     _, alone = held_out(*({"prompt": each, "answer": "?"} for each in prompts), trainer={"micro_batch_tokens": 1})
     assert [len(part) for part in alone._batches()] == [1, 1, 1, 1]
     assert [len(part) for part in asked._batches()] == [2, 1, 1]
+
+
+def test_a_long_evaluation_says_how_many_questions_are_answered(held_out, monkeypatch):
+    monkeypatch.setattr(evaluation_log, "EVERY_S", 0.0)
+    chosen, asked = held_out(*[{"prompt": "a", "answer": "?"}] * 3, trainer={"micro_batch_tokens": 1})
+    with capture_logs() as lines:
+        asked.figures(Actor.load(chosen, chosen.model.model_path))
+    assert [(line["answered"], line["of"]) for line in lines if line["event"] == "evaluating"] == [(1, 3), (2, 3)]
 
 
 def test_the_score_is_the_share_of_right_answers_of_all_and_of_each_slice(held_out):

@@ -196,8 +196,9 @@ class PinnedCopies:
             return None
         optimizers = {name: self._copy(tensors, f"{name}/") for name, tensors in state.optimizers.items()}
         copied = CapturedState(optimizers, state.critic, self._copy(state.critic_tensors, ""))
-        if self._buffers:
-            torch.cuda.synchronize()
+        for device in {each.device for tensors in state.optimizers.values() for each in tensors.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         return copied
 
     def _copy(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -201,10 +201,11 @@ class PinnedCopies:
             reason = "there is no main memory for a copy of it"
             _log.warning("state_not_kept" if several else "state_written_in_the_foreground", reason=reason)
             return None
-        pinned = learner.actor.network.device.type == "cuda"
-        copied = snapshot.copy_state(learner, self._pin if pinned else lambda _, like: _on_cpu(like))
-        if pinned:
-            torch.cuda.synchronize()
+        device = learner.actor.network.device
+        on_gpu = device.type == "cuda"
+        copied = snapshot.copy_state(learner, self._pin if on_gpu else lambda _, like: _on_cpu(like))
+        if on_gpu:
+            torch.cuda.synchronize(device)
         return copied
 
     def _pin(self, place: str, like: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ from tuneloop.trainer.transfer import hand_over
 _VALUE_HEAD = "value_head.safetensors"
 _PARTS = ("body", "value_head")
 
-#: A file of weights has about so much: several are written, and read, at once.
-_SHARD = "1GB"
+#: A file of weights has about so much: several are written, and read, at once, of a small model too.
+_SHARD = "250MB"
 
 
 class _Output(Protocol):
@@ -207,7 +207,7 @@ class Critic(nn.Module):
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the models run. This also settles the number of threads on the CPU."""
+    """Where the models run. This also settles the number of threads on the CPU, and torch's own choice of GPU."""
     if "OMP_NUM_THREADS" not in os.environ:
         # Engines share the machine; two threads waiting for each other are slower than one. Beside a GPU, what is made
         # on the CPU is small.
@@ -227,7 +227,9 @@ def device_of(settings: Settings) -> torch.device:
             f"trainer.workers: worker {rank} has no GPU of its own: torch sees {gpus_here}; lower it, or"
             " cluster.gpu_per_node"
         )
-    return torch.device(f"cuda:{number + rank}")
+    device = torch.device(f"cuda:{number + rank}")
+    torch.cuda.set_device(device)  # What is waited for and measured without naming a GPU is else the engine's.
+    return device
 
 
 def gpu_of(settings: Settings, *, gpus_here: int) -> int:

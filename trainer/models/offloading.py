@@ -24,8 +24,8 @@ class OffloadedGradients:
             if shard not in self._held:
                 self._held[shard] = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
             copies[shard] = self._held[shard].copy_(gradient, non_blocking=True)
-        if any(each.is_cuda for each in gradients.values()):
-            torch.cuda.synchronize()
+        for device in {each.device for each in gradients.values() if each.is_cuda}:
+            torch.cuda.synchronize(device)
         gradients.clear()
         with _all_cores():
             yield copies

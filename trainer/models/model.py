@@ -31,7 +31,7 @@ _VALUE_HEAD = "value_head.safetensors"
 _PARTS = ("body", "value_head")
 
 #: A file of weights has about so much: several are written, and read, at once.
-_SHARD = "1GB"
+_SHARD = "256MB"
 
 
 class _Output(Protocol):
@@ -199,7 +199,10 @@ class Critic(nn.Module):
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the models run. This also settles the number of threads on the CPU."""
+    """Where the models run. This also settles the number of threads on the CPU, and this thread's GPU.
+
+    What torch says or does without being told a GPU is about the current one: memory taken, waiting for copies.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         # Engines share the machine; two threads waiting for each other are slower than one. Beside a GPU, what is made
         # on the CPU is small.
@@ -219,7 +222,9 @@ def device_of(settings: Settings) -> torch.device:
             f"trainer.workers: worker {rank} has no GPU of its own: torch sees {gpus_here}; lower it, or"
             " cluster.gpu_per_node"
         )
-    return torch.device(f"cuda:{number + rank}")
+    device = torch.device(f"cuda:{number + rank}")
+    torch.cuda.set_device(device)
+    return device
 
 
 def gpu_of(settings: Settings, *, gpus_here: int) -> int:

@@ -67,8 +67,6 @@ class JoinedRanks(Ranks):
     """One of several ranks, once torch.distributed has been initialised. `device` is where its gradients are."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
         # Kept, like what the first sum makes NCCL allocate: later there may be no room on one rank.

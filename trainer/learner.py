@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,8 +45,7 @@ class Learner:
     `baselines` is what the algorithm remembers from step to step. `spoilt` is true once a step failed after some of its
     updates: the weights from before it are not here, and it must be loaded anew.
 
-    Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others.
-    """
+    Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ class Learner:
         self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
         self.actor, self.critic, self.reference = actor, critic, reference
-        self.optimizers = {"actor": MasterAdamW(actor.network, settings.algorithm.optimizer)}
+        optimizer = partial(MasterAdamW, ranks=ranks, offload=settings.trainer.optimizer_offload)
+        self.optimizers = {"actor": optimizer(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
-            self.optimizers["critic"] = MasterAdamW(critic, settings.algorithm.critic_optimizer)
+            self.optimizers["critic"] = optimizer(critic, settings.algorithm.critic_optimizer)
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
@@ -108,7 +109,7 @@ class Learner:
         with self.ranks.agree():
             metrics = self._share(batch, targets)
         for optimizer in self.optimizers.values():
-            optimizer.add_up(self.ranks)
+            optimizer.add_up()
         return self.ranks.add_up_numbers(metrics)
 
     def _share(self, batch: Batch, targets: Targets) -> Metrics:

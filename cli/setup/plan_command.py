@@ -17,6 +17,7 @@ from tuneloop.shared.capacity.memory import (
     disk_speed,
     engine_memory,
     gpu_memory,
+    offloaded_memory,
     trainer_memory,
     version_disk,
 )
@@ -43,7 +44,7 @@ GpuMemoryOption = Annotated[
 class ExperimentPlan(NamedTuple):
     """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits.
 
-    `micro_batch`: tokens at once, and whether activations are made again.
+    `micro_batch`: tokens at once, and whether activations are made again. `offloaded`: main memory beside the GPUs'.
     """
 
     shape: ModelShape
@@ -52,6 +53,7 @@ class ExperimentPlan(NamedTuple):
     engines: int
     engine: EngineMemory | None
     trainer: TrainerMemory | None
+    offloaded: int
     micro_batch: tuple[int, bool]
     on_gpus: dict[int, list[str]]
     disk: VersionDisk
@@ -108,6 +110,7 @@ def make_plan(
         engines=settings.explorer.rollout_model.engine_num if serves and not urls else 0,
         engine=engine_memory(shape, settings, gpu_bytes) if serves and not urls else None,
         trainer=trainer_memory(shape, critic, settings) if trains else None,
+        offloaded=offloaded_memory(shape, critic, settings) if trains and _offloads(settings) else 0,
         micro_batch=(settings.trainer.tokens_at_once, bool(settings.trainer.activation_checkpointing)),
         on_gpus=users_of_gpus(settings),
         disk=disk,
@@ -147,7 +150,12 @@ def _problems(made: ExperimentPlan, settings: Settings) -> Iterator[str]:
 
 
 def _main_memory_problems(made: ExperimentPlan, settings: Settings, free: int) -> Iterator[str]:
-    """What runs on the CPU and does not fit into main memory."""
+    """What is in main memory and does not fit there."""
+    if made.offloaded > free:
+        yield (
+            f"trainer.optimizer_offload: AdamW takes {gigabytes(made.offloaded)} of main memory, {gigabytes(free)} are"
+            " free; write false, or algorithm.optimizer.bits: 8, or give it more memory"
+        )
     parts: dict[str, int] = {}
     if made.engines and made.engine is not None and not made.gpus:
         parts["the engine" if made.engines == 1 else f"{made.engines} engines"] = made.engines * made.engine.total
@@ -161,6 +169,11 @@ def _main_memory_problems(made: ExperimentPlan, settings: Settings, free: int) -
             f"model.model_path: main memory is too small without GPUs: {taken}, {gigabytes(free)} are free; choose a"
             " smaller model, train an adapter (model.lora.rank: 16), or give it GPUs (cluster.gpu_per_node)"
         )
+
+
+def _offloads(settings: Settings) -> bool:
+    """Whether anything of the trainer's is in main memory while its models are on GPUs."""
+    return settings.trainer.optimizer_offload and trainer_on_gpu(settings)
 
 
 def _needed_on(made: ExperimentPlan, users: list[str], settings: Settings) -> int:
@@ -177,6 +190,7 @@ def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
         "engines": made.engines,
         "engine_bytes": as_numbers(made.engine) if made.engine else None,
         "trainer_bytes": as_numbers(made.trainer) if made.trainer else None,
+        "offloaded_bytes": made.offloaded,
         "micro_batch": {"tokens": made.micro_batch[0], "activation_checkpointing": made.micro_batch[1]},
         "explorer_bytes": _explorer_bytes(settings) if settings.mode != "train" else None,
         "on_gpus": {str(number): users for number, users in made.on_gpus.items()},
@@ -214,6 +228,8 @@ def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Setti
     each = f"{settings.trainer_workers} x " if settings.trainer_workers > 1 else ""
     yield f"Trainer    {each}{gigabytes(trainer.total)} of {_place(on_gpu=on_gpu)} at the peak of a step"
     yield f"           {', '.join(parts)}"
+    if made.offloaded:
+        yield f"           {gigabytes(made.offloaded)} of {_place(on_gpu=False)} for AdamW"
     tokens, again = made.micro_batch
     yield f"           {tokens} tokens at once{', activations made again' if again else ''}"
     yield f"Disk       {gigabytes(disk.newest)} for a version to go on from, {gigabytes(disk.older)} for an older one"

@@ -12,9 +12,9 @@ _USED = 0.95
 
 #: What to do where nothing fits.
 CURE = (
-    "train an adapter (model.lora.rank: 16), keep AdamW's memory in 8 bits (algorithm.optimizer.bits: 8), take a method"
-    " without a critic (algorithm.algorithm_type: reinforce), or lower explorer.rollout_model.gpu_memory_utilization if"
-    " an engine shares the GPU"
+    "train an adapter (model.lora.rank: 16), keep AdamW's memory in 8 bits (algorithm.optimizer.bits: 8) or in main"
+    " memory (trainer.optimizer_offload: true), take a method without a critic (algorithm.algorithm_type: reinforce),"
+    " or lower explorer.rollout_model.gpu_memory_utilization if an engine shares the GPU"
 )
 
 

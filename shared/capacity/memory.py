@@ -41,6 +41,9 @@ _CPU_CACHE_BYTES = 1 * GIB
 #: AdamW's two moments of a parameter in 8 bits, with a float32 scale of each for 256 of them.
 EIGHT_BIT_MOMENTS = 2 + 2 * 4 / 256
 
+#: Bytes of a weight that has a master of its own.
+_SMALLER = 2
+
 _WITH_CRITIC = frozenset({"ppo"})
 _PIECE, _PIECES = 4 << 20, 16
 
@@ -104,7 +107,7 @@ def trained_weights(shape: ModelShape, settings: Settings) -> int:
 
 
 def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> TrainerMemory:
-    """The trainer at the peak of a step, with micro-batches as full as the settings allow."""
+    """The trainer, or each of its workers, at the peak of a step, with micro-batches as full as the settings allow."""
     algorithm, lora = settings.algorithm, settings.model.lora.rank > 0
     size = 4 if settings.trainer_dtype == "float32" else 2
     trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
@@ -120,16 +123,28 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
     reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
     tokens = settings.trainer.tokens_at_once
     logits = min(_LOGIT_TOKENS, tokens) * shape.vocabulary * _LOGIT_BYTES
+    if settings.trainer.optimizer_offload:
+        optimizer = 0 if on_gpu else offloaded_memory(shape, critic, settings)
     memory = TrainerMemory(
         base=_CUDA_BASE if on_gpu else TRAINER_BASE,
         weights=frozen + trained * size,
-        optimizer=optimizer,
+        optimizer=optimizer // settings.trainer_workers,
         gradients=trained * 4,
         reference=reference,
         activations=tokens * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
         logits=logits,
     )
     return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))
+
+
+def offloaded_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> int:
+    """Main memory of all workers together for an offloaded AdamW: moments, float32 masters and their gradients."""
+    algorithm = settings.algorithm
+    found = trained_weights(shape, settings) * (optimizer_bytes(algorithm.optimizer.bits, _SMALLER) + 4)
+    if algorithm.algorithm_type in _WITH_CRITIC:
+        also = trained_weights(critic, settings) if settings.model.lora.rank else critic.weights - critic.head_weights
+        found += also * (optimizer_bytes(algorithm.critic_optimizer.bits, _SMALLER) + 4)
+    return int(found)
 
 
 def optimizer_bytes(bits: int, size: int) -> float:

@@ -38,8 +38,8 @@ class TrainerSettings(Section):
     trainer_config: dict[str, Any] = Field(default_factory=dict)
     """Accepted, not needed: settings of Trinity's trainer. Anything may stand in it. _Train._"""
     workers: Positive | None = None
-    """Processes that [share each step](training.md#several-gpus), a GPU each; memory for the models is needed on each.
-    null: one for each GPU that no engine takes, and at least one. _Train._"""
+    """Processes that [share each step](training.md#several-gpus), a GPU each; memory for all weights is needed on each,
+    AdamW's is shared out. null: one for each GPU that no engine takes, and at least one. _Train._"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer computes. `auto`: on the CPU if `gpu_per_node` is 0, else on a GPU. In mode `both` those are
     the GPUs after the engines', else the last. _Train._"""
@@ -59,6 +59,9 @@ class TrainerSettings(Section):
     """Compile the layers and what follows the head with `torch.compile`: a step takes two thirds of the time on a GPU,
     the first one half a minute more; on a CPU the first take minutes. It needs a C compiler. null: on a GPU, where
     there is one. The numbers stay the same but for rounding. _Train._"""
+    optimizer_offload: bool = False
+    """Keep AdamW's masters and moments in [main memory](training.md#memory), where the CPU makes the update: 12 bytes a
+    weight less of a GPU. _Train._"""
     yield_to_traffic: bool = False
     """Wait before each micro-batch until no request has been in flight for 0.6 s: for an engine and a trainer that
     share a GPU. A micro-batch that has begun ends first, so smaller `trainer.micro_batch_tokens` yield sooner. Training

@@ -24,9 +24,9 @@ def collate(samples):
 
 def _gradients(learner):
     return {
-        f"{name}.{key}": parameter.grad.clone()
-        for name, module in (("actor", learner.actor.network), ("critic", learner.critic))
-        for key, parameter in module.named_parameters()
+        f"{name}.{shard.name}": gradient.clone()
+        for name, optimizer in learner.optimizers.items()
+        for shard, gradient in optimizer.gradients.items()
     }
 
 

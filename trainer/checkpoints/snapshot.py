@@ -44,8 +44,8 @@ from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.checkpoints.tensor_file import TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
-from tuneloop.trainer.models.optimizer import MasterAdamW
-from tuneloop.trainer.ranks.orders import LoadOrder
+from tuneloop.trainer.models.optimizer import MasterAdamW, Room
+from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 
 _log = structlog.get_logger()
@@ -130,9 +130,29 @@ def save_weights(learner: Learner, folder: Path, *, base: Path) -> dict[Path, st
 
 
 def state_of(learner: Learner) -> CapturedState:
-    """The learner's own tensors: they change with its next step."""
+    """The learner's own tensors: they change with its next step. Of several ranks, which have but parts, a copy."""
+    if learner.ranks.size > 1:
+        return copy_state(learner, lambda _, like: torch.empty_like(like, device="cpu"))
     optimizers = {name: _optimizer_tensors(optimizer) for name, optimizer in learner.optimizers.items()}
     return CapturedState(optimizers, learner.critic, learner.critic.state_dict() if learner.critic else {})
+
+
+def copy_state(learner: Learner, room: Room) -> CapturedState:
+    """A copy of the state of all ranks, in memory that `room` makes; what comes from a GPU may still be on its way."""
+    learner.ranks.lead(StateOrder())
+    optimizers = {
+        name: optimizer.copy(lambda key, like, name=name: room(f"{name}/{key}", like))  # type: ignore[misc]
+        for name, optimizer in learner.optimizers.items()
+    }
+    critic = learner.critic.state_dict() if learner.critic else {}
+    copied = {key: room(key, each).copy_(each, non_blocking=True) for key, each in critic.items()}
+    return CapturedState(optimizers, learner.critic, copied)
+
+
+def give_state(learner: Learner) -> None:
+    """Give rank 0, which is at `copy_state`, what this rank has."""
+    for optimizer in learner.optimizers.values():
+        optimizer.copy(None)
 
 
 def save_state(state: CapturedState, folder: Path, *, base: Path) -> dict[Path, str]:

@@ -3,7 +3,6 @@
 import errno
 import shutil
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -76,10 +75,12 @@ class StateWriter:
             self._work = self._pool.submit(self._run, published, None)
             return {}
         started, size = time.perf_counter(), snapshot.size_of_state(learner)
-        live = snapshot.state_of(learner)
-        state = self._copies.of(live, size=size)
+        state = self._copies.of(learner, size=size)
+        if state is None and learner.ranks.size > 1:
+            return {"state/skipped": 1.0}
+        live = state or snapshot.state_of(learner)
         measured = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
-        self._work = self._pool.submit(self._run, published, state or live, size)
+        self._work = self._pool.submit(self._run, published, live, size)
         if state is None:  # It changes with the next step.
             self.join()
         return measured
@@ -88,7 +89,11 @@ class StateWriter:
         """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped or not due."""
         self.join()
         if learner and self._last is not None and self._last.version == version != self._written:
-            self._run(self._last, snapshot.state_of(learner), snapshot.size_of_state(learner))
+            size = snapshot.size_of_state(learner)
+            if learner.ranks.size == 1:
+                self._run(self._last, snapshot.state_of(learner), size)
+            elif (state := self._copies.of(learner, size=size)) is not None:
+                self._run(self._last, state, size)
         self.report(curves)
 
     def settle(self, curves: CurveWriter) -> None:
@@ -189,27 +194,28 @@ class PinnedCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def of(self, state: CapturedState, *, size: int) -> CapturedState | None:
+    def of(self, learner: Learner, *, size: int) -> CapturedState | None:
         """A copy that is complete; None if there is no room for one of `size` bytes."""
         if not self._buffers and free_memory() < size * (1 + _SLACK):
-            _log.warning("state_written_in_the_foreground", reason="there is no main memory for a copy of it")
+            several = learner.ranks.size > 1  # None of them has all of it, so that none can write it in the foreground.
+            reason = "there is no main memory for a copy of it"
+            _log.warning("state_not_kept" if several else "state_written_in_the_foreground", reason=reason)
             return None
-        optimizers = {name: self._copy(tensors, f"{name}/") for name, tensors in state.optimizers.items()}
-        copied = CapturedState(optimizers, state.critic, self._copy(state.critic_tensors, ""))
-        if self._buffers:
+        pinned = learner.actor.network.device.type == "cuda"
+        copied = snapshot.copy_state(learner, self._pin if pinned else lambda _, like: _on_cpu(like))
+        if pinned:
             torch.cuda.synchronize()
         return copied
 
-    def _copy(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        return {key: self._copy_of(tensor.detach(), prefix + key) for key, tensor in tensors.items()}
-
-    def _copy_of(self, tensor: Tensor, place: str) -> Tensor:
-        if tensor.device.type != "cuda":
-            return tensor.clone()
+    def _pin(self, place: str, like: Tensor) -> Tensor:
         held = self._buffers.get(place)
-        if held is None or held.shape != tensor.shape:
-            held = self._buffers[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return held.copy_(tensor, non_blocking=True)
+        if held is None or held.shape != like.shape or held.dtype != like.dtype:
+            held = self._buffers[place] = _on_cpu(like, pinned=True)
+        return held
+
+
+def _on_cpu(like: Tensor, *, pinned: bool = False) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
 
 
 def is_full(error: Exception) -> bool:

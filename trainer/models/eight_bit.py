@@ -6,13 +6,14 @@ lies between two is rounded up or down in turn: by a number that is different fo
 evenly, and follows from both, so that a run that is resumed is the same to the bit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_BLOCK = 256
+from tuneloop.trainer.ranks.shards import BLOCK
+
 #: So many at a time: what is made of them in between takes a few hundred megabytes.
 _CHUNK = 1 << 22
 
@@ -27,11 +28,12 @@ class EightBitAdamW:
     """What of torch.optim.AdamW is used: `param_groups` with one group, `state`, `step`, `zero_grad`."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+        self, parameters: Mapping[nn.Parameter, int], *, lr: float, betas: tuple[float, float], weight_decay: float
     ) -> None:
-        found = list(parameters)
+        """`parameters` may be parts of larger ones: with each goes where it begins there, at a multiple of BLOCK."""
+        self._starts = parameters
         self.param_groups: list[dict[str, Any]] = [
-            {"params": found, "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
+            {"params": list(parameters), "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
         ]
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
@@ -65,7 +67,7 @@ class EightBitAdamW:
         weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
         for part in _chunks(len(weights)):
             gradient, chunk = gradients[part], dict(_parts(state, part))
-            dither = _dither(part, updates, device=parameter.device)
+            dither = _dither(part, updates, start=self._starts[parameter], device=parameter.device)
             first = _first(chunk).mul_(one).add_(gradient, alpha=1 - one)
             second = _second(chunk).square_().mul_(two).addcmul_(gradient, gradient, value=1 - two)
             root = second.sqrt_()
@@ -77,7 +79,7 @@ class EightBitAdamW:
 
 def _nothing(parameter: Tensor) -> dict[str, Tensor]:
     count, device = parameter.numel(), parameter.device
-    blocks = -(-count // _BLOCK)
+    blocks = -(-count // BLOCK)
     return {
         "step": torch.zeros(()),
         "exp_avg": torch.zeros(count, dtype=torch.int8, device=device),
@@ -93,22 +95,22 @@ def _chunks(count: int) -> Iterator[slice]:
 
 
 def _parts(state: Mapping[str, Tensor], part: slice) -> Iterator[tuple[str, Tensor]]:
-    blocks = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
+    blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
     for name, each in state.items():
         if name != "step":
             yield name, each[blocks if name.endswith("_scale") else part]
 
 
-def _dither(part: slice, updates: int, *, device: torch.device) -> Tensor:
-    """Numbers from 0 to 1, one for each place."""
-    places = torch.arange(part.start, part.stop, dtype=torch.int64, device=device)
+def _dither(part: slice, updates: int, *, start: int, device: torch.device) -> Tensor:
+    """Numbers from 0 to 1, one for each place; `start` is where the parameter begins in the whole."""
+    places = torch.arange(start + part.start, start + part.stop, dtype=torch.int64, device=device)
     mixed = (places * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
     return (mixed >> 8).float() / (1 << 24)
 
 
 def _spread(scale: Tensor, count: int) -> Tensor:
     """The scale of each place."""
-    return scale.repeat_interleave(_BLOCK)[:count]
+    return scale.repeat_interleave(BLOCK)[:count]
 
 
 def _first(chunk: Mapping[str, Tensor]) -> Tensor:
@@ -127,8 +129,8 @@ def _second(chunk: Mapping[str, Tensor]) -> Tensor:
 def _keep(chunk: Mapping[str, Tensor], name: str, values: Tensor, dither: Tensor) -> None:
     steps, most = (_FIRST_STEPS, _FIRST_LEVELS) if name == "exp_avg" else (_SECOND_STEPS, _SECOND_LEVELS)
     sizes, scale = values.abs(), chunk[f"{name}_scale"]
-    padded = nn.functional.pad(sizes, (0, len(scale) * _BLOCK - len(sizes)))
-    scale.copy_(padded.view(-1, _BLOCK).amax(1))
+    padded = nn.functional.pad(sizes, (0, len(scale) * BLOCK - len(sizes)))
+    scale.copy_(padded.view(-1, BLOCK).amax(1))
     shares = sizes / _spread(scale, len(sizes)).clamp_min(torch.finfo(torch.float32).tiny)
     levels = (most + steps * shares.log2() + dither).floor_().clamp_(max=most)
     # A second moment that is forgotten would make the next update endless; a first one that is, is nothing.

@@ -31,11 +31,15 @@ class StepOrder(msgspec.Struct, frozen=True, tag="step"):
     halves: bool
 
 
+class StateOrder(msgspec.Struct, frozen=True, tag="state"):
+    """Give rank 0 what you have of the optimisers' state."""
+
+
 class EndOrder(msgspec.Struct, frozen=True, tag="end"):
     """There is nothing more to do."""
 
 
-Order = LoadOrder | StepOrder | EndOrder
+Order = LoadOrder | StepOrder | StateOrder | EndOrder
 
 
 def encode(order: Order) -> bytes:

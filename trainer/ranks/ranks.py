@@ -1,4 +1,5 @@
-"""The ranks that train together. Each has the whole of the models and of every batch, and a share of the work.
+"""The ranks that train together. Each has the whole of the models and of every batch, and a share of the work and of
+what only an update needs (shards.py).
 
 Rank 0 leads: it alone knows the ledger, and orders what the others do with it (orders.py). Whatever may fail on one
 rank only is done within `agree`, so that all ranks go on, or all raise; one that raises anything else ends, and its
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from tuneloop.shared.errors import NotFinite, RankFailed, TuneloopError
 from tuneloop.trainer.ranks.orders import Order, decode, encode
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+from tuneloop.trainer.ranks.shards import Shard
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
 _STUCK = timedelta(minutes=30)
@@ -29,6 +31,8 @@ _QUIET = timedelta(days=3650)
 
 #: Gradients are added up in pieces of so many numbers: few enough to have room for, enough to be fast.
 _PIECE = 1 << 24
+
+_Part = TypeVar("_Part", Tensor, Tensor | None)
 
 
 class Ranks:
@@ -45,6 +49,22 @@ class Ranks:
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """By name the sum over those ranks that have it, which is the same to the bit on all of them."""
         return dict(numbers)
+
+    def add_up_shards(self, parts: Sequence[tuple[Shard, Tensor | None]]) -> dict[Shard, Tensor]:
+        """Of one's own shards the sums of all ranks' parts, in the place of one's own. Without a part it has zeros."""
+        return {shard: part for shard, part in parts if part is not None}
+
+    def spread(self, parts: Sequence[tuple[Shard, Tensor]]) -> None:
+        """Make each part what the shard's owner has in it."""
+
+    def bring(self, owner: int, part: Tensor | None, like: Tensor, into: Tensor | None) -> None:
+        """Copy the owner's part, which is as long as `like` and of its type, `into` memory of rank 0.
+
+        Others than the owner have no part, and others than rank 0 nothing to copy into.
+        """
+        assert part is not None
+        assert into is not None
+        into.copy_(part, non_blocking=True)
 
     @contextmanager
     def agree(self) -> Iterator[None]:
@@ -110,6 +130,48 @@ class JoinedRanks(Ranks):
             dist.all_reduce(self._piece[: ends[-1]])
             for part, each in zip(parts, together, strict=True):
                 each.copy_(part.view_as(each))
+
+    def add_up_shards(self, parts: Sequence[tuple[Shard, Tensor | None]]) -> dict[Shard, Tensor]:
+        """See Ranks."""
+        with self.agree():
+            sums = {
+                shard: torch.zeros(shard.length, device=self._piece.device) if part is None else part
+                for shard, part in parts
+                if shard.owner == self.rank
+            }
+        for owner, together in _shard_pieces(parts, _PIECE):
+            for room, (_, part, span) in _rooms(self._piece, together):
+                room.zero_() if part is None else room.copy_(part[span])
+            dist.reduce(self._piece[: _numbers(together)], dst=owner)
+            for room, (shard, _, span) in _rooms(self._piece, together) if owner == self.rank else ():
+                sums[shard][span] = room
+        return sums
+
+    def spread(self, parts: Sequence[tuple[Shard, Tensor]]) -> None:
+        """See Ranks."""
+        for dtype in {part.dtype: None for _, part in parts}:
+            piece = self._piece.view(dtype)
+            alike = [(shard, part) for shard, part in parts if part.dtype == dtype]
+            for owner, together in _shard_pieces(alike, len(piece)):
+                for room, (_, part, span) in _rooms(piece, together) if owner == self.rank else ():
+                    room.copy_(part[span])
+                dist.broadcast(piece[: _numbers(together)], src=owner)
+                for room, (_, part, span) in _rooms(piece, together) if owner != self.rank else ():
+                    part[span] = room
+
+    def bring(self, owner: int, part: Tensor | None, like: Tensor, into: Tensor | None) -> None:
+        """See Ranks. All hear it, piece by piece: to send to one would take memory of NCCL's that may not be there."""
+        if owner == 0:
+            return super().bring(owner, part, like, into) if self.rank == 0 else None
+        room = self._piece.view(like.dtype)
+        for start in range(0, len(like), len(room)):
+            span = slice(start, min(len(like), start + len(room)))
+            heard = room[: span.stop - start]
+            if part is not None:
+                heard.copy_(part[span])
+            dist.broadcast(heard, src=owner)
+            if into is not None:
+                into[span].copy_(heard, non_blocking=True)
 
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """See Ranks."""
@@ -195,6 +257,39 @@ def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Sequenc
         together.append(each)
     if together:
         yield together
+
+
+def _shard_pieces(
+    parts: Sequence[tuple[Shard, _Part]], most: int
+) -> Iterator[tuple[int, list[tuple[Shard, _Part, slice]]]]:
+    """Of each owner so many numbers of its shards as go into one piece, with where in the shard they are."""
+    for owner in sorted({shard.owner for shard, _ in parts}):
+        together: list[tuple[Shard, _Part, slice]] = []
+        for shard, part in parts:
+            start = 0
+            while shard.owner == owner and start < shard.length:
+                span = slice(start, min(shard.length, start + most - _numbers(together)))
+                together.append((shard, part, span))
+                start = span.stop
+                if _numbers(together) == most:
+                    yield owner, together
+                    together = []
+        if together:
+            yield owner, together
+
+
+def _numbers(together: Iterable[tuple[Shard, _Part, slice]]) -> int:
+    return sum(span.stop - span.start for _, _, span in together)
+
+
+def _rooms(
+    piece: Tensor, together: Iterable[tuple[Shard, _Part, slice]]
+) -> Iterator[tuple[Tensor, tuple[Shard, _Part, slice]]]:
+    """Where in the piece each of them is."""
+    end = 0
+    for each in together:
+        start, end = end, end + each[2].stop - each[2].start
+        yield piece[start:end], each
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -13,6 +13,7 @@ def environment_of(rank: int, size: int, rendezvous: Path) -> dict[str, str]:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }

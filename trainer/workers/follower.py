@@ -11,7 +11,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StepOrder
+from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StateOrder, StepOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks
 
 _log = structlog.get_logger()
@@ -31,6 +31,9 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
             case StepOrder() as order:
                 assert learner is not None
                 _step(learner, order)
+            case StateOrder():
+                assert learner is not None
+                snapshot.give_state(learner)
             case EndOrder():
                 return
 

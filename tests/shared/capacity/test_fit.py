@@ -85,3 +85,17 @@ def test_an_engine_on_the_same_gpu_leaves_the_rest(tmp_path: Path) -> None:
     apart = settings_of(folder, mode="both", cluster={"gpu_per_node": 2}, **share)
     assert room_for_trainer(shared, 100 * GB) == 60 * GB
     assert room_for_trainer(apart, 100 * GB) == 100 * GB
+
+
+def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    here, there = (settings_of(folder, trainer={"optimizer_offload": offload}) for offload in (False, True))
+    assert fit_trainer(here, shapes_of(here), 24 * GB) is None
+    chosen = fit_trainer(there, shapes_of(there), 24 * GB)
+    assert chosen is not None
+    assert reckon(chosen, shapes_of(there)).optimizer == 0
+    plan = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=64 * GB)
+    assert plan.problems == []
+    assert plan.offloaded == int(sum(16 * each.weights for each in shapes_of(there)))
+    [problem] = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=16 * GB).problems
+    assert problem.startswith("trainer.optimizer_offload: AdamW takes 19")

@@ -26,6 +26,7 @@ def _updated(bits, gradients, *, weights=None):
     module, optimizer = _optimizer(torch.zeros_like(gradients[0]) if weights is None else weights, bits=bits)
     for gradient in gradients:
         module.weight.grad = gradient.clone()
+        optimizer.add_up()
         optimizer.update(norm=1.0, max_norm=1e9)
     return module.weight.detach()
 

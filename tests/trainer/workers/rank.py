@@ -1,6 +1,7 @@
 """The ranks of a test: `python -m tests.trainer.workers.rank FOLDER SIZE`. They are forked: imports take longest.
 
-FOLDER/plan.json has the scenarios, in order; of each rank 0 leaves {name}.json and {name}.safetensors in FOLDER.
+FOLDER/plan.json has the scenarios, in order; of each rank 0 leaves {name}.json and {name}.safetensors in FOLDER, and of
+one that is to "save" the learner in FOLDER/{name}. One may go on "from" such a folder.
 FOLDER/ends.json says of each rank its exit code and the second at which it ended.
 """
 
@@ -34,10 +35,8 @@ OF_THE_MACHINE = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak
 class MeanRanks(JoinedRanks):
     """The usual mistake: gradients are averaged over ranks, as if each had as much to say."""
 
-    def add_up(self, tensors):
-        for each in tensors:
-            super().add_up([each])
-            each.div_(self.size)
+    def add_up_shards(self, parts):
+        return {shard: each.div_(self.size) for shard, each in super().add_up_shards(parts).items()}
 
 
 def batch(step: int, *, rows: int):
@@ -54,11 +53,13 @@ def batch(step: int, *, rows: int):
     ]
 
 
-def outcome(settings: Settings, ranks: Ranks, *, rows: int = 12) -> tuple[Metrics, dict[str, torch.Tensor], Learner]:
+def outcome(
+    settings: Settings, ranks: Ranks, *, rows: int = 12, start: Path | None = None
+) -> tuple[Metrics, dict[str, torch.Tensor], Learner]:
     """Some steps: the metrics of all, and the weights after the last."""
-    learner, told = snapshot.load(settings, None, ranks), {}
+    learner, told = snapshot.load(settings, start, ranks), {}
     micro_batch = MicroBatch(settings)
-    for step in range(STEPS):
+    for step in range(learner.steps, learner.steps + STEPS):
         try:
             metrics = micro_batch.step(learner, batch(step, rows=rows), version=0)
         except NotFinite as error:
@@ -89,8 +90,8 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
         if shares == 3 and how == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         if shares == 3 and how == "nan":
-            master = next(iter(learner.optimizers["actor"]._masters.values()))
-            master.grad = torch.full_like(master, float("nan"))
+            parameter = next(learner.actor.network.parameters())
+            parameter.grad = torch.full_like(parameter, float("nan"))
         if shares == 3 and how == "death":
             os.kill(os.getpid(), signal.SIGKILL)
         return metrics
@@ -127,7 +128,11 @@ def main(folder: Path) -> None:
         if ranks.rank:
             follow(settings, ranks)
             continue
-        told, weights, _ = outcome(settings, ranks, rows=scenario.get("rows", 12))
+        start = Path(scenario["from"]) if "from" in scenario else None
+        told, weights, learner = outcome(settings, ranks, rows=scenario.get("rows", 12), start=start)
+        if scenario.get("save"):
+            (folder / name).mkdir()
+            snapshot.save(learner, folder / name, base=settings.model.model_path)
         ranks.lead(EndOrder())
         (folder / f"{name}.json").write_text(json.dumps(told))
         save_file({key: each.contiguous() for key, each in weights.items()}, folder / f"{name}.safetensors")

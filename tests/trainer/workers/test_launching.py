@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.trainer.factories import commit, points, sample
+from tuneloop.shared.checkpoints.file_checks import is_weights_only
 from tuneloop.shared.experience import State
 from tuneloop.trainer.workers.launching import launch
 
@@ -77,6 +78,7 @@ def test_a_worker_killed_in_mid_step_is_continued_from_the_last_version(start, l
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 32}
     assert [(each.step, each.consumed) for each in ledger.versions.all()] == [(0, 0), (2, 8), (4, 8), (6, 8), (8, 8)]
     assert ledger.reports.imbalance() == []
+    assert not is_weights_only(ledger.versions.newest().path)
     assert [step for step, _ in points(settings().tensorboard_dir / "trainer", "actor/pg_loss")] == list(range(1, 9))
 
 

@@ -225,6 +225,7 @@ class TrainingLoop:
             self._learner = _load(self._settings, self._ledger, self._store, newest, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
+            self._publisher.states.prepare(self._learner)
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
         self._unpublished.clear()

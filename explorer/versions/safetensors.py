@@ -23,7 +23,8 @@ from tuneloop.explorer.engines.proof.fingerprint import (
 )
 from tuneloop.shared.errors import CheckpointRejected
 
-_In, _Out = TypeVar("_In"), TypeVar("_Out")
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 #: Processes that read a large model at once, and from how many bytes on it is large. Counting holds Python's lock.
 _READERS, _LARGE = min(16, os.cpu_count() or 1), 256 << 20

@@ -143,8 +143,7 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
-        self._micro_batch = MicroBatch(settings, stop)
-        self._monitors = Monitors(settings, ledger)
+        self._micro_batch, self._monitors = MicroBatch(settings, stop), Monitors(settings, ledger)
         self._pace, self._examination = PaceLog(settings, ledger), Examination(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []

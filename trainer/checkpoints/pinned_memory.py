@@ -23,13 +23,13 @@ class PinnedMemory:
 
     def __init__(self, allocate: Callable[[int], Tensor] | None = None, *, chunk: int = _CHUNK) -> None:
         """`allocate` makes so many bytes."""
-        self._allocate = allocate or _pinned
+        self._allocate = allocate or _allocate_pinned
         self._chunk = chunk
         self._chunks: list[_Chunk] = []
 
     def reserve(self, size: int, *, largest: int) -> None:
         """Get room for tensors of `size` bytes in all, of which the largest has so many."""
-        self._chunk = max(self._chunk, 1 << (_aligned(largest) - 1).bit_length())
+        self._chunk = max(self._chunk, 1 << (_align(largest) - 1).bit_length())
         while not self.holds(size):
             self._chunks.append(_Chunk(self._allocate(self._chunk), 0))
 
@@ -43,15 +43,15 @@ class PinnedMemory:
         fitting = (number for number, each in enumerate(self._chunks) if len(each.memory) - each.used >= size)
         if (number := next(fitting, None)) is None:
             number = len(self._chunks)
-            self._chunks.append(_Chunk(self._allocate(max(self._chunk, _aligned(size))), 0))
+            self._chunks.append(_Chunk(self._allocate(max(self._chunk, _align(size))), 0))
         memory, used = self._chunks[number]
-        self._chunks[number] = _Chunk(memory, min(len(memory), used + _aligned(size)))
+        self._chunks[number] = _Chunk(memory, min(len(memory), used + _align(size)))
         return memory[used : used + size].view(like.dtype).view(like.shape)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pinned(size: int) -> Tensor:
+def _allocate_pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
+
+_log = structlog.get_logger()
 
 #: What is got at once, unless a tensor needs more. torch rounds up to a power of two, so that others would be wasted.
 _CHUNK = 1 << 30
@@ -54,4 +57,8 @@ def _align(size: int) -> int:
 
 
 def _allocate_pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # A limit on locked memory, say. Copies take longer then.
+        _log.warning("memory_not_pinned", bytes=size, reason=str(error).splitlines()[0])
+        return torch.empty(size, dtype=torch.uint8)

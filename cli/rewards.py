@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.data.progress import counting
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 
@@ -26,8 +27,8 @@ def recompute(
 ) -> None:
     """Recompute the rewards of untrained replies from their feedback, by the present rule. Services may run."""
     settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
-        result = ledger.recording.recompute_rewards(dry_run=dry_run)
+    with closing(ledger), counting("examining") as count:
+        result = ledger.recording.recompute_rewards(dry_run=dry_run, examined=count)
     if for_programs:
         counts = {"replies": result.replies, "changed": result.changed}
         echo_json({"rule": definition(settings.reward), "dry_run": dry_run, **counts})

@@ -1,10 +1,12 @@
 """The command `python -m tuneloop.trainer --config trainer.yaml`."""
 
 import argparse
+import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
@@ -14,6 +16,7 @@ from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_pl
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
+from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import SignalStop, Stop
 from tuneloop.trainer.workers.launching import launch
@@ -64,8 +67,26 @@ def _train(settings: Settings, stop: Stop) -> None:
     alone = RENDEZVOUS_VARIABLE not in os.environ
     if alone:
         log_placement(settings)
+    with _translating_disk_errors(settings):
+        require_folders(settings)
+    run, take_part = _import_training()
+    if stop.is_set() and alone:
+        return
+    with _translating_disk_errors(settings):
+        if alone:
+            run(settings, stop)
+        else:
+            take_part(settings, stop)
+
+
+def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Settings, Stop], None]]:
+    """What trains alone, and what does so as a worker.
+
+    Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra. A fifth of
+    them would go to the search for garbage among what lives to the end.
+    """
+    gc.disable()
     try:
-        # Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra.
         from tuneloop.trainer.loop import run
         from tuneloop.trainer.workers.rank import take_part
     except ModuleNotFoundError as error:
@@ -74,13 +95,16 @@ def _train(settings: Settings, stop: Stop) -> None:
         raise EnvironmentRefused(
             f'the trainer needs {error.name}: in a clone, pip install ./runner ".[trainer]"'
         ) from None
-    if stop.is_set() and alone:
-        return
+    finally:
+        gc.freeze()
+        gc.enable()
+    return run, take_part
+
+
+@contextmanager
+def _translating_disk_errors(settings: Settings) -> Iterator[None]:
     try:
-        if alone:
-            run(settings, stop)
-        else:
-            take_part(settings, stop)
+        yield
     except OSError as error:
         raise EnvironmentRefused(
             f"checkpoint_root_dir: the disk refuses the trainer: {error}; it needs room and the right to write in "

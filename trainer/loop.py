@@ -44,7 +44,8 @@ from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
-from tuneloop.trainer.models.model import device_of, require_folders
+from tuneloop.trainer.models.folders import require_folders
+from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors

@@ -2,10 +2,10 @@
 
     python -m benchmarks.runner.runner_overhead [--runs 2000]
 
-Both sides make the same calls with the same client class, 16 at a time, in this process; the server is another one. It
-prints the CPU of this process (user and system) for each run, of the bare calls and of tune(), and their difference. A
-run of tune() is: a client bound to its run, the workflow, its result in the journal (on disk), its reward sent, its
-share of a step's commit.
+Both sides make the same calls, 16 at a time, in this process; the server is another one. The bare calls are those of a
+stock AsyncOpenAI. It prints the CPU of this process (user and system) for each run, of the bare calls and of tune(),
+and their difference. A run of tune() is: a client bound to its run, the workflow, its result in the journal (on disk),
+its reward sent, its share of a step's commit.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from openai import AsyncOpenAI
 
 from tests.runner.tuning.service_double import MODEL
 from tuneloop.runner import AlgorithmConfig, WorkflowOutput, tune
-from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model
 from tuneloop.runner.tuning.services.service_process import free_port
 
 AT_ONCE, GROUP, BATCH = 16, 8, 32
@@ -30,16 +29,15 @@ MESSAGES: Any = [{"role": "user", "content": "1+1"}]
 
 
 async def bare(url: str, runs: int) -> None:
-    """Call as often as tune() does, with one client."""
-    endpoint = ModelEndpoint(base_url=f"{url}/v1")
-    client: AsyncOpenAI = make_model(endpoint, CallDefaults(model_name=MODEL), client="async_openai")
+    """Call as often as tune() does, with one client as `openai` has it."""
     room = asyncio.Semaphore(AT_ONCE)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
 
-    async def call() -> None:
-        async with room:
-            await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+        async def call() -> None:
+            async with room:
+                await client.chat.completions.create(model=MODEL, messages=MESSAGES)
 
-    await asyncio.gather(*(call() for _ in range(runs)))
+        await asyncio.gather(*(call() for _ in range(runs)))
 
 
 async def workflow(task: Any, model: AsyncOpenAI) -> WorkflowOutput:

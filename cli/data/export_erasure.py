@@ -5,7 +5,7 @@ The new file is written beside the old one and renamed: a reader has the old one
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,17 +101,18 @@ def _erase_parquet(path: Path, person: Person, dry_run: bool) -> FileErasure:
         removed = sum(row is False for group in keep for row in group)
         if removed and not dry_run:
             with _replacing(path) as draft:
-                _write_parquet(file, draft, keep, filter_of=lambda rows: pyarrow.array(rows, pyarrow.bool_()))
+                written = with_progress(keep, f"writing {path.name}", step=1)
+                _write_parquet(file, draft, written, filter_of=lambda rows: pyarrow.array(rows, pyarrow.bool_()))
     return FileErasure(str(path), removed, sum(map(len, keep)) - removed)
 
 
 def _write_parquet(
-    file: Any, draft: Path, keep: Sequence[Sequence[bool]], *, filter_of: Callable[[Sequence[bool]], Any]
+    file: Any, draft: Path, keep: Iterable[Sequence[bool]], *, filter_of: Callable[[Sequence[bool]], Any]
 ) -> None:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetWriter(draft, file.schema_arrow, compression="zstd") as writer:
-        for number, rows in enumerate(with_progress(keep, f"writing {draft.name}", step=1)):
+        for number, rows in enumerate(keep):
             writer.write_table(file.read_row_group(number).filter(filter_of(rows)))
 
 

@@ -1,7 +1,7 @@
 """Pre-train a model of any size on problems made here, until it gets about half of them right; then tune it.
 
 python -m examples.math_agent.pretrain --parameters 100M --to MODEL                # minutes on a GPU
-python -m examples.math_agent.main --model MODEL --gpu --gpu-share 0.3 --rate 2e-5 --batch 16
+python -m examples.math_agent.main --model MODEL --gpu --gpu-share 0.3 --rate 4e-5
 
 The problems have two to four operations. Late lessons have the teacher's slips, which the tuning takes away.
 """

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-import httpx
-
 from tuneloop.runner.errors import ExtraMissing
 from tuneloop.runner.models.run_calls import RunCalls
-from tuneloop.runner.models.transport import AsyncObservedTransport, ObservedTransport
+from tuneloop.runner.models.transport import client_arguments
 
 #: Which kind of model a workflow gets: `auto` is AgentScope's if it is installed, else an `openai` client, synchronous
 #: for a plain function.
@@ -101,14 +99,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _client_arguments(bound: CallsEndpoint, defaults: CallDefaults, *, sync: bool) -> dict[str, Any]:
-    """What an `openai` client is made of. The environment is not asked: its proxies would go past the transport."""
-    timeout = httpx.Timeout(defaults.timeout_s, connect=10.0)
-    client: Any
-    if sync:
-        client = httpx.Client(transport=ObservedTransport(bound.calls), trust_env=False, timeout=timeout)
-    else:
-        client = httpx.AsyncClient(transport=AsyncObservedTransport(bound.calls), trust_env=False, timeout=timeout)
-    return {"base_url": bound.base_url, "http_client": client, "timeout": timeout}
+    """What an `openai` client is made of."""
+    return {"base_url": bound.base_url, **client_arguments(bound.calls, defaults.timeout_s, sync=sync)}
 
 
 def _with_defaults(options: Any, defaults: CallDefaults) -> Any:

@@ -1,19 +1,23 @@
-"""httpx transports that take down each request for a reply, over connections that all runs of a process share.
+"""HTTP clients that take down each request for a reply, over connections that all runs of a process share.
 
 A client of its own for every run would read the certificates of the machine again for each, and open its own
 connections. The pools are one per event loop, and one for threads; a forked process begins with none of its parent's.
+
+They are of the library that `openai` has its own clients of, httpx or from its version 3 on httpx2: between two of them
+it converts every request, which costs more than all else that a run does.
 """
 
 import asyncio
+import importlib
 import json
 import os
 import time
+import types
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import httpx
 
 from tuneloop.runner.models.run_calls import ModelCall, RunCalls
 
@@ -25,51 +29,74 @@ _TAIL = 32 << 10
 
 #: No bound of ours: the service has its own, and says what it does with requests beyond it. A connection is given up
 #: before the service does so, which would lose a request that goes out in that moment.
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3.0)
+_LIMITS = {"max_connections": None, "max_keepalive_connections": None, "keepalive_expiry": 3.0}
 
-_async_pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str | None, httpx.AsyncHTTPTransport]]" = (
-    WeakKeyDictionary()
-)
-_pools: dict[tuple[int, str | None], httpx.HTTPTransport] = {}
+_async_pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Any]]" = WeakKeyDictionary()
+_pools: dict[tuple[int, str, str | None], Any] = {}
 
 
-class ObservedTransport(httpx.BaseTransport):
+def client_arguments(calls: RunCalls, timeout_s: float, *, sync: bool) -> dict[str, Any]:
+    """What an `openai` client takes. The environment is not asked: its proxies would go past the transport."""
+    library = _library()
+    timeout = library.Timeout(timeout_s, connect=10.0)
+    base, transport = (library.BaseTransport, _Transport) if sync else (library.AsyncBaseTransport, _AsyncTransport)
+    made = library.Client if sync else library.AsyncClient
+    client = made(transport=_subclass_of(transport, base)(library, calls), trust_env=False, timeout=timeout)
+    return {"http_client": client, "timeout": timeout}
+
+
+@lru_cache
+def _library() -> Any:
+    """The one that `openai` has, else httpx."""
+    try:
+        from openai import DefaultAsyncHttpxClient
+    except ImportError:
+        return importlib.import_module("httpx")
+    names = (each.__module__.partition(".")[0] for each in DefaultAsyncHttpxClient.__mro__)
+    return importlib.import_module(next((name for name in names if name in ("httpx", "httpx2")), "httpx"))
+
+
+@lru_cache
+def _subclass_of(ours: type, base: type) -> type:
+    """Ours as a subclass of the library's."""
+    return types.new_class(ours.__name__, (ours, base))
+
+
+class _Transport:
     """For clients in threads."""
 
-    def __init__(self, calls: RunCalls) -> None:
-        self._calls = calls
+    def __init__(self, library: Any, calls: RunCalls) -> None:
+        self._library, self._calls = library, calls
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    def handle_request(self, request: Any) -> Any:
         """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
-            response = _pool(request.url).handle_request(request)
-        except httpx.TransportError:
+            response = _pool(self._library, request.url).handle_request(request)
+        except self._library.TransportError:
             observed.end()
             raise
         observed.begin(response)
-        assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _Stream(response.stream, observed)
+        response.stream = _subclass_of(_Stream, self._library.SyncByteStream)(response.stream, observed)
         return response
 
 
-class AsyncObservedTransport(httpx.AsyncBaseTransport):
+class _AsyncTransport:
     """For clients in an event loop; the same client may be used in several loops, one after the other."""
 
-    def __init__(self, calls: RunCalls) -> None:
-        self._calls = calls
+    def __init__(self, library: Any, calls: RunCalls) -> None:
+        self._library, self._calls = library, calls
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
-            response = await _async_pool(request.url).handle_async_request(request)
-        except (httpx.TransportError, asyncio.CancelledError):
+            response = await _async_pool(self._library, request.url).handle_async_request(request)
+        except (self._library.TransportError, asyncio.CancelledError):
             observed.end()
             raise
         observed.begin(response)
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _AsyncStream(response.stream, observed)
+        response.stream = _subclass_of(_AsyncStream, self._library.AsyncByteStream)(response.stream, observed)
         return response
 
 
@@ -79,22 +106,22 @@ async def close_connections() -> None:
         await pool.aclose()
 
 
-def _async_pool(url: httpx.URL) -> httpx.AsyncHTTPTransport:
+def _async_pool(library: Any, url: Any) -> Any:
     pools = _async_pools.setdefault(asyncio.get_running_loop(), {})
-    proxy = _proxy_of(url)
-    if proxy not in pools:
-        pools[proxy] = httpx.AsyncHTTPTransport(limits=_LIMITS, proxy=proxy)
-    return pools[proxy]
+    key = library.__name__, _proxy_of(url)
+    if key not in pools:
+        pools[key] = library.AsyncHTTPTransport(limits=library.Limits(**_LIMITS), proxy=key[1])
+    return pools[key]
 
 
-def _pool(url: httpx.URL) -> httpx.HTTPTransport:
-    key = os.getpid(), _proxy_of(url)
+def _pool(library: Any, url: Any) -> Any:
+    key = os.getpid(), library.__name__, _proxy_of(url)
     if key not in _pools:
-        _pools.setdefault(key, httpx.HTTPTransport(limits=_LIMITS, proxy=key[1]))
+        _pools.setdefault(key, library.HTTPTransport(limits=library.Limits(**_LIMITS), proxy=key[2]))
     return _pools[key]
 
 
-def _proxy_of(url: httpx.URL) -> str | None:
+def _proxy_of(url: Any) -> str | None:
     """The proxy that the environment names for a URL; the machine's own services need none."""
     if url.host in {"127.0.0.1", "localhost", "::1"}:
         return None
@@ -106,17 +133,17 @@ def _proxy_of(url: httpx.URL) -> str | None:
 class _Observed:
     """A request until it is taken down, which happens once."""
 
-    def __init__(self, request: httpx.Request, calls: RunCalls) -> None:
+    def __init__(self, request: Any, calls: RunCalls) -> None:
         self._path = request.url.path
         self._add: Callable[[ModelCall], None] | None = None
         if request.method == "POST" and self._path.endswith(_SAMPLING):
             self._add = calls.add
         self._started = time.monotonic()
-        self._response: httpx.Response | None = None
+        self._response: Any = None
         self._streams = False
         self._data = bytearray()
 
-    def begin(self, response: httpx.Response) -> None:
+    def begin(self, response: Any) -> None:
         self._response = response
         self._streams = response.headers.get("content-type", "").startswith("text/event-stream")
 
@@ -133,7 +160,7 @@ class _Observed:
         if add is None:
             return
         response = self._response
-        headers = httpx.Headers() if response is None else response.headers
+        headers = {} if response is None else response.headers
         body = _last_event(bytes(self._data)) if self._streams else _object(bytes(self._data))
         version = headers.get("x-tuneloop-version")
         # Of ours, the header is the id whatever the route and however little of a stream was read.
@@ -152,8 +179,8 @@ class _Observed:
         )
 
 
-class _Stream(httpx.SyncByteStream):
-    def __init__(self, stream: httpx.SyncByteStream, observed: _Observed) -> None:
+class _Stream:
+    def __init__(self, stream: Any, observed: _Observed) -> None:
         self._stream, self._observed = stream, observed
 
     def __iter__(self) -> Iterator[bytes]:
@@ -167,8 +194,8 @@ class _Stream(httpx.SyncByteStream):
         self._stream.close()
 
 
-class _AsyncStream(httpx.AsyncByteStream):
-    def __init__(self, stream: httpx.AsyncByteStream, observed: _Observed) -> None:
+class _AsyncStream:
+    def __init__(self, stream: Any, observed: _Observed) -> None:
         self._stream, self._observed = stream, observed
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

@@ -80,10 +80,12 @@ class HeldOut:
     def distance(self, actor: Actor, champion: Actor) -> Figure:
         """How far the actor is from the champion along the champion's greedy answers, in nats a token."""
         distances = []
+        progress = EvaluationProgress(len(self._asked))
         for part in self._batches():
             prompts = [ids for _, ids in part]
             for prompt, reply in zip(prompts, self._generate(champion, prompts), strict=True):
                 distances.append(_divergence(champion, actor, prompt, reply))
+            progress.add(len(part))
         return mean(KL, distances)
 
     def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:

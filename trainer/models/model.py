@@ -23,6 +23,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, scatter_tokens
 from tuneloop.trainer.batches.packed import Positions, packed_rows, padded_rows
 from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
+from tuneloop.trainer.models.folders import named_folders
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers, is_compiling
 from tuneloop.trainer.transfer import hand_over
@@ -232,25 +233,6 @@ def gpu_of(settings: Settings, *, gpus_here: int) -> int:
     return min(settings.gpus_of_engines if settings.mode == "both" else 0, gpus_here - 1)
 
 
-def require_folders(settings: Settings) -> None:
-    """Raise EnvironmentRefused unless the models to start from are there."""
-    for setting, folder in _folders(settings).items():
-        if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
-            what = "is not a model folder" if folder.is_dir() else "is not there"
-            raise EnvironmentRefused(
-                f"{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
-            )
-
-
-def _folders(settings: Settings) -> dict[str, Path]:
-    """The models that the settings name, by the setting."""
-    model, algorithm = settings.model, settings.algorithm
-    named = {"model.model_path": model.model_path, "model.critic_model_path": model.critic_model_path}
-    if algorithm.algorithm_type == "distill":
-        named["algorithm.distill.teacher_path"] = algorithm.distill.teacher_path
-    return {setting: folder for setting, folder in named.items() if folder is not None}
-
-
 def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder: Path) -> PreTrainedModel:
     device = device_of(settings)
     try:
@@ -263,7 +245,7 @@ def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, f
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
-        settings_of = {named: setting for setting, named in reversed(_folders(settings).items())}
+        settings_of = {named: setting for setting, named in reversed(named_folders(settings).items())}
         setting = settings_of.get(folder, "model.model_path")
         raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
     network.train(mode=False).to(device)

@@ -21,6 +21,9 @@ _MOST_AT_ONCE = 256
 #: A service takes 100 events of a run in one call, and keeps 250 of one source; other feedback may come later.
 _MOST_OF_A_RUN, _MOST_METRICS = 100, 200
 
+#: Seconds in which results gather before they are sent. Runs are not kept waiting: their places are free by then.
+_GATHER_S = 0.02
+
 #: Entries in a call, so that it stays well below the largest body that a service takes.
 _MOST_OF_A_CALL = 5000
 
@@ -53,6 +56,7 @@ class RewardOutbox:
     async def _drain(self) -> None:
         try:
             while self._waiting:
+                await asyncio.sleep(_GATHER_S)
                 batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
                 await self._send(batch)
         finally:

@@ -179,8 +179,13 @@ class Recording(LedgerPart):
                     if connection.execute(newest).one() == beat:
                         self._settlement.release(connection, experiences.c.lease_epoch <= beat.epoch)
 
-    def recompute_rewards(self, *, dry_run: bool = False) -> RecomputeResult:
-        """Recompute the rewards of what is not trained yet from the feedback, under the present rule."""
+    def recompute_rewards(
+        self, *, dry_run: bool = False, examined: Callable[[int], object] = lambda count: None
+    ) -> RecomputeResult:
+        """Recompute the rewards of what is not trained yet from the feedback, under the present rule.
+
+        A transaction for each portion, so that others can write meanwhile; `examined` is called with its size.
+        """
         replies = changed = 0
         last = ""
         while page := self._untrained_after(last):
@@ -192,6 +197,7 @@ class Recording(LedgerPart):
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)
                     _under_the_rule(connection, page, rule_id)
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
+            examined(len(page))
         return RecomputeResult(replies, changed)
 
     def _in_ledger_time(self, connection: Connection, records: Sequence[_Record]) -> list[_Record]:

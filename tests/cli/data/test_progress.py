@@ -80,14 +80,23 @@ def test_a_backup_a_check_and_a_restore_count_bytes_on_a_terminal(file: Path, tm
     assert re.search(r"restoring the rows, .*\d MB", shown)
 
 
-def test_an_erasure_counts_in_the_ledger_and_in_exported_files(file: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
+@pytest.mark.parametrize(("name", "counted"), [("rows.jsonl", r"\b400\b"), ("rows.parquet", "1/1")])
+def test_an_erasure_counts_in_the_ledger_and_in_exported_files(
+    file: Path, tmp_path: Path, name: str, counted: str
+) -> None:
+    rows = tmp_path / name
     on_terminal("export", "-c", file, "--format", "experiences", "--to", rows)
     output, shown = on_terminal("erase", "-c", file, "--user", "ann", "--json")
     assert json.loads(output)["exchanges"] == ROWS
     assert re.search(rf"looking through the ledger .*\b{ROWS}\b", shown)
-    assert re.search(r"looking through rows\.jsonl .*\b400\b", shown)
-    assert re.search(r"writing rows\.jsonl .*\b400\b", shown)
+    assert re.search(rf"looking through {re.escape(name)} .*{counted}", shown)
+    assert re.search(rf"writing {re.escape(name)} .*{counted}", shown)
+
+
+def test_rewards_that_are_made_anew_are_counted(file: Path) -> None:
+    output, shown = on_terminal("rewards", "recompute", "-c", file, "--json")
+    assert json.loads(output)["replies"] == ROWS
+    assert re.search(rf"examining .*\b{ROWS}\b", shown)
 
 
 def test_nothing_of_it_is_in_a_pipe(file: Path, tmp_path: Path) -> None:

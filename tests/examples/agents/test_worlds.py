@@ -1,6 +1,9 @@
 """The worlds of the examples: tasks that have answers, teachers that are right, and models that can be taught."""
 
+import io
 import random
+import re
+import sys
 from contextlib import suppress
 from itertools import islice
 
@@ -199,3 +202,16 @@ def test_late_lessons_end_as_soon_as_the_model_is_no_better_than_wanted(monkeypa
     assert len(rates) == 50
     assert rates[0] < rates[1] == max(rates)
     assert set(rates[10:]) == {schooling.late_rate} == {min(rates[1:])}
+
+
+def test_teaching_shows_its_steps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = models.tokenizer(WORLDS[0])
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(warmup, "learn", lambda *given: None)
+    monkeypatch.setattr(warmup, "share_right", lambda *_: 0.5)
+    teach(WORLDS[0], models.build(words, hidden=32, layers=1), words, Schooling(early_steps=3, late_steps=2), seed=0)
+    shown = terminal.getvalue()
+    assert re.search(rf"teaching {WORLDS[0].name}, slips 30% .*3/3", shown)
+    assert re.search(rf"teaching {WORLDS[0].name}, slips 100% .*2/2", shown)

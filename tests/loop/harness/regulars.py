@@ -80,7 +80,7 @@ class Regulars(Load):
             "model": self._model,
             # Always another one: who asks the same again is answered by the engine that knows it.
             "messages": [{"role": "user", "content": f"{sent}: once upon a time"}],
-            "max_tokens": 32,
+            "max_tokens": 12,
             "ignore_eos": True,
             "user": user,
             "stream": stream,

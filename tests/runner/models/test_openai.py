@@ -63,6 +63,14 @@ def test_calls_are_taken_down_and_have_the_defaults(
     assert [each["chat_template_kwargs"]["enable_thinking"] for each in bodies] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_client_is_of_the_library_that_openai_has_its_own_of(sync: bool) -> None:
+    """One of another library would have each request and each answer converted."""
+    made = make_model(ModelEndpoint(base_url="http://there/v1"), DEFAULTS, sync=sync)
+    stock = (openai.OpenAI if sync else openai.AsyncOpenAI)(api_key="none")
+    assert isinstance(stock._client, type(made._client))
+
+
 async def test_many_runs_in_one_event_loop_each_have_their_own_calls(explorer: RunningExplorer) -> None:
     async def attempt(run: Run) -> None:
         model = make_model(run, DEFAULTS, client="async_openai")

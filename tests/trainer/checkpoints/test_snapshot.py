@@ -11,7 +11,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.models.model import require_folders
+from tuneloop.trainer.models.folders import require_folders
 
 BATCHES = [[sample(10 * step + i) for i in range(8)] for step in range(4)]
 

@@ -35,7 +35,8 @@ NEEDED_WIDTH = """selector => {
 
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
-in_both_schemes = pytest.mark.parametrize("scheme", ["light", "dark"])
+SCHEMES = ("light", "dark")
+
 on_both_windows = pytest.mark.parametrize("window", [DESKTOP, PHONE], ids=["desktop", "phone"])
 
 
@@ -76,15 +77,17 @@ def tab(browser: sync_api.Browser, filled: Filled) -> Iterator[Tab]:
     tab.close()
 
 
-@in_both_schemes
 @on_both_windows
 def test_every_page_fits_its_window_and_does_nothing_wrong(
-    browser: sync_api.Browser, filled: Filled, window: dict[str, int], scheme: str
+    browser: sync_api.Browser, filled: Filled, window: dict[str, int]
 ):
-    tab = Tab(browser, filled, color_scheme=scheme, viewport=window)
+    tab = Tab(browser, filled, viewport=window)
     for path in PAGES + FRONT:
         page = tab.open(path)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{path} is wider than the window"
+        for scheme in SCHEMES:
+            page.emulate_media(color_scheme=scheme)
+            fits = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert fits, f"{path} is wider than the window"
     assert [each for each in tab.wrong if "status of 40" not in each] == []  # the two pages that are refused
     tab.close()
 
@@ -100,8 +103,15 @@ def test_what_is_filled_in_is_seen_whole(browser: sync_api.Browser, filled: Fill
 
 
 @needs_axe
-@in_both_schemes
-@on_both_windows
+@pytest.mark.parametrize(
+    ("window", "scheme"),
+    [
+        pytest.param(DESKTOP, "light", id="desktop-light"),
+        pytest.param(PHONE, "dark", id="phone-dark"),
+        pytest.param(DESKTOP, "dark", id="desktop-dark", marks=pytest.mark.soak),
+        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.soak),
+    ],
+)
 def test_axe_finds_nothing_serious(browser: sync_api.Browser, filled: Filled, window: dict[str, int], scheme: str):
     tab = Tab(browser, filled, color_scheme=scheme, viewport=window, bypass_csp=True)
     for path in PAGES + FRONT:

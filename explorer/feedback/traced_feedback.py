@@ -51,21 +51,22 @@ class TracedFeedbackRoutes(FeedbackRoutes):
                     kind="server",
                     parent=parent and parent.id,
                     links=[span_of_reply(each) for each in about],
-                    events=[("gen_ai.evaluation.result", _of_event(each, outcomes[each.event_id])) for each in events],
+                    events=[
+                        ("gen_ai.evaluation.result", self._of_event(each, outcomes[each.event_id])) for each in events
+                    ],
                 )
             )
         return outcomes, apart
 
-
-def _of_event(event: Feedback, outcome: Outcome) -> dict[str, AttributeValue]:
-    """What it says, but for its text, which is a user's."""
-    found: dict[str, AttributeValue] = {
-        "gen_ai.evaluation.name": event.metric,
-        "tuneloop.feedback.kind": event.kind.value,
-        "tuneloop.feedback.outcome": outcome.value,
-    }
-    if event.value is not None:
-        found["gen_ai.evaluation.score.value"] = event.value
-    if event.msg_id is not None:
-        found["gen_ai.response.id"] = event.msg_id
-    return found
+    def _of_event(self, event: Feedback, outcome: Outcome) -> dict[str, AttributeValue]:
+        """What it says, but for its text, which is a user's."""
+        found: dict[str, AttributeValue] = {
+            "gen_ai.evaluation.name": self._recorder.name_as_stored(event.metric),
+            "tuneloop.feedback.kind": event.kind.value,
+            "tuneloop.feedback.outcome": outcome.value,
+        }
+        if event.value is not None:
+            found["gen_ai.evaluation.score.value"] = event.value
+        if event.msg_id is not None:
+            found["gen_ai.response.id"] = event.msg_id
+        return found

@@ -70,7 +70,13 @@ class TracedProxy(Proxy):
             await super()._answer_from(engine, request, raw, outcome)
         finally:
             if request.trace is not None:
-                self._tracing.send(_engine_span(engine, request, request.trace, outcome, started))
+                attributes = self._of_request(request) | _of_reply(request, outcome.version)
+                attributes |= {"gen_ai.provider.name": "vllm", "tuneloop.engine": engine.number}
+                name, place = self._name_of(request), request.trace
+                ended = time.time_ns()
+                self._tracing.send(
+                    FinishedSpan(name, place.engine, started, ended, attributes, kind="client", parent=place.request)
+                )
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
         started, request = time.time_ns(), in_flight.request
@@ -80,13 +86,13 @@ class TracedProxy(Proxy):
 
     def _request_span(self, request: Request, trace: RequestTrace, outcome: RequestOutcome, error: str) -> FinishedSpan:
         started = int(request.received_at * _NS)
-        attributes = _of_request(request) | _of_reply(request, outcome.version)
+        attributes = self._of_request(request) | _of_reply(request, outcome.version)
         attributes["http.response.status_code"] = outcome.status
         attributes["http.route"] = request.dialect.path
         if error:
             attributes["error.type"] = error
         return FinishedSpan(
-            name=_name_of(request),
+            name=self._name_of(request),
             id=trace.request,
             started_ns=started,
             ended_ns=started + int((time.monotonic() - request.started) * _NS),
@@ -96,15 +102,25 @@ class TracedProxy(Proxy):
             error=error,
         )
 
+    def _name_of(self, request: Request) -> str:
+        return f"{_operation(request.dialect)} {self._recorder.name_as_stored(request.model)}".strip()
 
-def _engine_span(
-    engine: Engine, request: Request, trace: RequestTrace, outcome: RequestOutcome, started: int
-) -> FinishedSpan:
-    attributes = _of_request(request) | _of_reply(request, outcome.version)
-    attributes |= {"gen_ai.provider.name": "vllm", "tuneloop.engine": engine.number}
-    return FinishedSpan(
-        _name_of(request), trace.engine, started, time.time_ns(), attributes, kind="client", parent=trace.request
-    )
+    def _of_request(self, request: Request) -> dict[str, AttributeValue]:
+        """What is asked; of a client's words only names, as they may be stored."""
+        as_stored = self._recorder.name_as_stored
+        found: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": _operation(request.dialect),
+            "gen_ai.provider.name": "tuneloop",
+            "gen_ai.request.model": as_stored(request.model),
+            "gen_ai.request.choice.count": request.choices,
+            "gen_ai.request.temperature": request.sampling.temperature,
+            "tuneloop.stored": request.store,
+        }
+        if request.labels.run_id:
+            found["gen_ai.conversation.id"] = as_stored(request.labels.run_id)
+        if request.labels.task_id:
+            found["tuneloop.task_id"] = as_stored(request.labels.task_id)
+        return found
 
 
 def _record_span(request: Request, trace: RequestTrace, version: int, started: int) -> FinishedSpan:
@@ -118,28 +134,8 @@ def _record_span(request: Request, trace: RequestTrace, version: int, started: i
     return FinishedSpan("record", place, started, time.time_ns(), attributes, links=[trace.request])
 
 
-def _name_of(request: Request) -> str:
-    return f"{_operation(request.dialect)} {request.model}".strip()
-
-
 def _operation(dialect: Dialect) -> str:
     return _OPERATIONS.get(dialect.path, "chat")
-
-
-def _of_request(request: Request) -> dict[str, AttributeValue]:
-    found: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": _operation(request.dialect),
-        "gen_ai.provider.name": "tuneloop",
-        "gen_ai.request.model": request.model,
-        "gen_ai.request.choice.count": request.choices,
-        "gen_ai.request.temperature": request.sampling.temperature,
-        "tuneloop.stored": request.store,
-    }
-    if request.labels.run_id:
-        found["gen_ai.conversation.id"] = request.labels.run_id
-    if request.labels.task_id:
-        found["tuneloop.task_id"] = request.labels.task_id
-    return found
 
 
 def _of_reply(request: Request, version: int | None) -> dict[str, AttributeValue]:

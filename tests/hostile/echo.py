@@ -69,6 +69,8 @@ class EchoDouble(EngineDouble):
     async def _reply(self, request: Json, scope: Any, send: Any) -> None:
         if request.get("model") not in {MODEL, *self.adapters}:
             return await _send(send, 404, {"error": {"message": "no such model", "type": "NotFoundError", "code": 404}})
+        if request.get("prompt", "x") in ("", [], None):
+            return await _send(send, 400, {"error": {"message": "no prompt", "type": "BadRequestError", "code": 400}})
         names = ids_in(request.get("messages", request.get("prompt")))
         if self.keeps_asked:
             self.asked += names
@@ -146,7 +148,7 @@ class _Reply:
 def _is_probe(request: Json) -> bool:
     """Whether the explorer asks for itself."""
     prompt = request.get("prompt")
-    numbers = isinstance(prompt, list) and all(isinstance(each, int) for each in prompt)
+    numbers = isinstance(prompt, list) and bool(prompt) and all(isinstance(each, int) for each in prompt)
     return numbers or "prompt_logprobs" in request or (prompt, request.get("top_k")) == ("a", 1)
 
 
@@ -165,11 +167,11 @@ def listens(port: int) -> bool:
 
 
 @contextmanager
-def echo_process(folder: Path, port: int | None = None) -> Iterator[str]:
-    """The URL of a double in a process of its own."""
+def echo_process(folder: Path, port: int | None = None, *, pause_s: float = 0.0) -> Iterator[str]:
+    """The URL of a double in a process of its own, which pauses so long before each reply or piece."""
     port = port or free_port()
     with (folder / "echo.log").open("wb") as log:
-        command = [sys.executable, "-m", "tests.hostile.echo", str(port)]
+        command = [sys.executable, "-m", "tests.hostile.echo", str(port), str(pause_s)]
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         eventually(lambda: listens(port), within_s=600)
@@ -181,7 +183,7 @@ def echo_process(folder: Path, port: int | None = None) -> Iterator[str]:
 
 if __name__ == "__main__":
     uvicorn.run(
-        EchoDouble(answers_probes_by_manifest=True, keeps_asked=False),
+        EchoDouble(answers_probes_by_manifest=True, keeps_asked=False, piece_pause_s=float(sys.argv[2])),
         port=int(sys.argv[1]),
         log_level="error",
         http=Resettable,

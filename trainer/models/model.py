@@ -31,8 +31,8 @@ from tuneloop.trainer.transfer import hand_over
 _VALUE_HEAD = "value_head.safetensors"
 _PARTS = ("body", "value_head")
 
-#: A file of weights has about so much: several are written, and read, at once.
-_SHARD = "256MB"
+#: A file of weights has about so much: several are written, and read, at once, of a small model too.
+_SHARD = "250MB"
 
 
 class _Output(Protocol):
@@ -200,10 +200,7 @@ class Critic(nn.Module):
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the models run. This also settles the number of threads on the CPU, and this thread's GPU.
-
-    What torch says or does without being told a GPU is about the current one: memory taken, waiting for copies.
-    """
+    """Where the models run. This also settles the number of threads on the CPU, and torch's own choice of GPU."""
     if "OMP_NUM_THREADS" not in os.environ:
         # Engines share the machine; two threads waiting for each other are slower than one. Beside a GPU, what is made
         # on the CPU is small.
@@ -224,7 +221,7 @@ def device_of(settings: Settings) -> torch.device:
             " cluster.gpu_per_node"
         )
     device = torch.device(f"cuda:{number + rank}")
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device)  # What is waited for and measured without naming a GPU is else the engine's.
     return device
 
 

@@ -1,18 +1,31 @@
 """The examples through the whole loop: one step always, and the long versions in which their agents learn."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import examples.email_search.main as email_search
+import examples.json_format.main as json_format
+import examples.math_agent.main as math_agent
 import examples.werewolf.both_sides as both_sides
+import examples.werewolf.main as werewolf
 from benchmarks.learning import agents
+from examples.email_search.world import Mailbox
+from examples.math_agent.world import Problems
+from examples.tasks.dialogue import Task
 from examples.worlds.schooling import Schooling
-from examples.worlds.start import Beginner
+from examples.worlds.start import Beginner, start_model
 
 Means = Mapping[str, float]
+
+ROOT = Path(__file__).parent.parent.parent.parent
+GIVEN = ("--steps", "1", "--batch", "2", "--group", "2", "--held-out", "4")
 
 #: What three seeds come to on average, on held-out tasks.
 GOALS: Mapping[str, Callable[[Means, Means], bool]] = {
@@ -30,14 +43,52 @@ NOTHING = Beginner(is_tied=True, hidden=32, layers=1, schooling=Schooling(early_
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("example", [email_search, math_agent, werewolf, json_format], ids=lambda each: each.NAME)
 def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(email_search, "BEGINNER", NOTHING)
+    monkeypatch.setattr(example, "BEGINNER", NOTHING)
     monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
-    given = ["--steps", "1", "--batch", "2", "--group", "2", "--held-out", "4", "--dir", str(tmp_path / "run")]
-    email_search.main([*given, "--start", str(tmp_path / "start")])
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    example.main([*GIVEN, "--dir", str(tmp_path / "run"), "--start", str(tmp_path / "start")])
+    require_a_step(tmp_path / "run")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("example", "place", "world"),
+    [
+        ("math_agent", "agentscope2", Problems()),
+        ("langchain_agent", "langchain", Problems()),
+        ("openai_agents", "agents", Mailbox()),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_an_example_makes_a_step_in_the_environment_of_its_framework(
+    example: str, place: str, world: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner alone is in that environment; the service's command is found in PATH."""
+    python = ROOT / ".venv" / "clients" / place / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{place} is not installed: run scripts/install-clients")
+    monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
+    start = start_model(world, NOTHING, tmp_path, seed=0)
+    (tmp_path / "links" / "tuneloop").mkdir(parents=True)
+    (tmp_path / "links" / "tuneloop" / "runner").symlink_to(ROOT / "runner")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "links"), str(ROOT)]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    command = [python, "-m", f"examples.{example}.main", *GIVEN, "--model", start, "--dir", tmp_path / "run"]
+    ended = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    require_a_step(tmp_path / "run")
+
+
+def require_a_step(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
     assert [each["step"] for each in summary["evaluations"]] == [0, 1]
     assert summary["failures"] == {}
     assert [step for step, _ in summary["curve"]] == [1]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.doubles.engine import CHAT, MODEL
+from tuneloop.explorer.routes.api_description import describe_api
 
 Json = dict[str, Any]
 
@@ -198,6 +199,39 @@ def description() -> Json:
         paths.setdefault(path, {})["get"] = _operation(path, query)
     paths[CHAT + "/{id}"]["delete"] = _operation(CHAT + "/{id}", {})
     return {"openapi": "3.1.0", "info": {"title": "tuneloop", "version": "0"}, "paths": paths}
+
+
+#: The pages, which the service's own description leaves out.
+_UI: dict[str, Json] = {
+    "/ui": {},
+    "/ui/login": {"next": _TEXT},
+    "/ui/exchanges": {"after": _TEXT, "state": _TEXT, "version": _TEXT},
+    "/ui/exchanges/{id}": {},
+    "/ui/exchanges/{id}/tokens/{choice}": {},
+    "/ui/versions": {},
+    "/ui/versions/{version}": {},
+    "/ui/versions/compare": {"a": _TEXT, "b": _TEXT},
+    "/ui/preferences": {"after": _TEXT},
+    "/ui/{page}": {},
+}
+_UI_FORMS: dict[str, Json] = {
+    "/ui/login": _body({"key": _TEXT, "next": _TEXT}),
+    "/ui/logout": _body({"token": _TEXT}),
+    "/ui/exchanges/{id}/feedback": _body({"token": _TEXT, "value": _TEXT, "comment": _TEXT}),
+    "/ui/preferences": _body({"token": _TEXT, "better": _TEXT, "worse": _TEXT}),
+    "/ui/versions/{version}/{action}": _body({"token": _TEXT, "reason": _TEXT}),
+}
+
+
+def own_description() -> Json:
+    """What the service says of itself, with the pages."""
+    found = describe_api()
+    for path, query in _UI.items():
+        found["paths"].setdefault(path, {})["get"] = _operation(path, query)
+    for path, form in _UI_FORMS.items():
+        content = {"required": True, "content": {"application/json": {"schema": form}}}
+        found["paths"].setdefault(path, {})["post"] = _operation(path, {}) | {"requestBody": content}
+    return found
 
 
 def _operation(path: str, query: Json) -> Json:

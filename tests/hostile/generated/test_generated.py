@@ -1,7 +1,9 @@
 """Very many requests that nobody thought of: none fails or hangs, none gets another's reply, and the sums are right."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -10,11 +12,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.hostile.bed import Bed, bed_with
+from tests.explorer.running import eventually
+from tests.hostile.bed import ADMIN_KEY, Bed, bed_with
 from tests.hostile.echo import echo_process
 from tests.hostile.generated.machine import Clients
-from tests.hostile.generated.openapi import description
+from tests.hostile.generated.openapi import description, own_description
 from tests.hostile.generated.traffic import Traffic
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import KeyGrant
 
 #: The requests of the long version, of which the state machine sends the larger part.
 REQUESTS = int(os.environ.get("TUNELOOP_TEST_REQUESTS", "100000"))
@@ -59,9 +64,11 @@ def live(traffic: Traffic, *, requests: int, derandomize: bool) -> None:
             break
 
 
-def send_from_description(traffic: Traffic, *, requests: int, derandomize: bool) -> None:
-    """Send what schemathesis makes of the description, as it says and otherwise, evenly over the routes."""
-    schema = schemathesis.openapi.from_dict(description())
+def send_from_description(
+    traffic: Traffic, *, requests: int, derandomize: bool, of: Callable[[], dict[str, Any]] = description
+) -> None:
+    """Send what schemathesis makes of a description, as it says and otherwise, evenly over the routes."""
+    schema = schemathesis.openapi.from_dict(of())
     operations = [found.ok() for found in schema.get_all_operations()]
     for operation in operations:
         modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
@@ -73,7 +80,8 @@ def send_from_description(traffic: Traffic, *, requests: int, derandomize: bool)
             if isinstance(case.body, bytes):
                 sent = {"content": case.body}
             elif case.body is not schemathesis.core.NOT_SET:
-                sent = {"json": case.body}
+                is_form = path.startswith("/ui") and isinstance(case.body, dict)
+                sent = {"data": case.body} if is_form else {"json": case.body}
             traffic.send(case.method, path, params=case.query or None, admin=path.startswith("/admin"), **sent)
 
         send()
@@ -87,6 +95,41 @@ def test_a_state_machine_of_clients(traffic: Traffic) -> None:
 def test_requests_by_their_description(traffic: Traffic) -> None:
     send_from_description(traffic, requests=700, derandomize=True)
     assert traffic.requests > 300
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[Traffic]:
+    """Clients of two tenants, an administrator of one, and the operator, where nobody comes in without a key."""
+    with echo_process(tmp_path) as url, bed_with(tmp_path, [url]) as bed:
+        ledger, all_but_admin = bed.ledger(), tuple(set(Scope) - {Scope.ADMIN, Scope.METRICS})
+        grants = [
+            KeyGrant(name="app", tenant="acme", scopes=all_but_admin),
+            KeyGrant(name="app", tenant="globex", scopes=all_but_admin),
+            KeyGrant(name="ops", tenant="acme", scopes=(Scope.ADMIN,)),
+        ]
+        secrets = [ledger.keys.create(grant, actor="test")[1] for grant in grants]
+        ledger.close()
+        bed.http.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+        headers = {"Authorization": f"Bearer {secrets[0]}"}
+        eventually(lambda: bed.http.get("/v1/models", headers=headers).status_code == 200)
+        found = Traffic(bed, keys=[*secrets, ADMIN_KEY])
+        yield found
+        found.close()
+        print(f"{found.requests} requests: {dict(found.statuses)}, refusals: {dict(found.codes)}")  # noqa: T201
+        bed.is_sound()
+
+
+def test_holders_of_keys_send_what_our_own_description_says(keyed: Traffic) -> None:
+    send_from_description(keyed, requests=150, derandomize=True, of=own_description)
+    assert keyed.requests > 80
+    assert keyed.statuses[200] > 20
+    assert keyed.unauthorized <= {"/ui/login"}  # whose form brings a key of its own
+
+
+@pytest.mark.soak
+def test_holders_of_keys_send_ten_thousand_requests(keyed: Traffic) -> None:
+    send_from_description(keyed, requests=REQUESTS // 10, derandomize=False, of=own_description)
+    assert keyed.requests >= REQUESTS // 20
 
 
 @pytest.mark.soak

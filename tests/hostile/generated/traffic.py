@@ -95,11 +95,14 @@ def read_stream(path: Path, data: str) -> tuple[str, str]:
 class Traffic:
     """Several clients of one service. `requests` counts what they have sent, `statuses` what came back."""
 
-    def __init__(self, bed: Bed, *, clients: int = 3) -> None:
+    def __init__(self, bed: Bed, *, clients: int = 3, keys: Sequence[str] = ()) -> None:
+        """With `keys`, each request brings the next of them."""
         self.bed = bed
+        self._keys = keys
         self.requests = 0
         self.statuses: Counter[int] = Counter()
         self.codes: Counter[str] = Counter()
+        self.unauthorized: set[str] = set()
         self._clients = [httpx.Client(base_url=bed.url, timeout=60) for _ in range(clients)]
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
@@ -113,10 +116,15 @@ class Traffic:
         self.requests += 1
         if "json" in what:  # httpx sends no infinity
             what["content"] = json.dumps(what.pop("json")).encode()
-        if admin:
+        if self._keys:
+            key = self._keys[self.requests % len(self._keys)]
+            what["headers"] = {"Authorization": f"Bearer {key}"} | what.get("headers", {})
+        elif admin:
             what["headers"] = {"Authorization": f"Bearer {ADMIN_KEY}"} | what.get("headers", {})
         answer = self._clients[self.requests % len(self._clients)].request(method, path, **what)
         self.statuses[answer.status_code] += 1
+        if answer.status_code == 401:
+            self.unauthorized.add(path)
         if answer.status_code >= 500:
             error = answer.json()["error"]
             self.codes[str(error.get("code"))] += 1

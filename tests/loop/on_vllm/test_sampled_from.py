@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +19,14 @@ from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.export import ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.settings.serving import CaptureSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import collate, micro_batches
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.recomputation import Recomputation
+from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.model import Actor
 
 pytestmark = pytest.mark.vllm
@@ -31,6 +37,9 @@ CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v
 
 #: How far the trainer's ratio may be from 1 before any update.
 TOLERANCE = 1e-3
+
+#: How far a recomputed log-probability may be from the engine's, in nats.
+RECOMPUTED = 1e-4
 
 WEATHER: Json = {
     "type": "function",
@@ -227,6 +236,25 @@ def test_the_ratio_is_one_before_any_update(recorded: Recorded) -> None:
     names = {reply.id: name for msg_id, name in recorded.kept.items() for reply in recorded.replies[msg_id]}
     far = {id_: float((ratio - 1).abs().max()) for id_, ratio in ratios(recorded.actor, accepted).items()}
     assert {names[id_]: by for id_, by in far.items() if by > TOLERANCE} == {}
+
+
+def test_what_was_not_captured_is_recomputed_to_what_the_engine_would_have_told(
+    recorded: Recorded, ledger: Ledger
+) -> None:
+    share = recorded.settings.explorer.model_copy(update={"capture": CaptureSettings(logprobs="share")})
+    settings = recorded.settings.model_copy(update={"explorer": share})
+    accepted, _ = select(recorded.leased, settings, vocabulary=recorded.actor.vocabulary)
+    silent = [msgspec.structs.replace(each, logprobs=np.full_like(each.logprobs, np.nan)) for each in accepted]
+    recomputation = Recomputation(settings, ledger, MicroBatch(settings))
+    version = ledger.versions.champion().version
+    filled, lost = recomputation.fill(silent, snapshot.load(settings, None), version=version)
+    assert lost == {}
+    assert all(each.recomputed for each in filled)
+    names = {reply.id: name for msg_id, name in recorded.kept.items() for reply in recorded.replies[msg_id]}
+    told = {each.id: each.logprobs for each in accepted}
+    apart = {names[each.id]: float(np.abs(each.logprobs - told[each.id]).max()) for each in filled}
+    assert apart.keys() == (ON_POLICY | HELD).keys()
+    assert {name: by for name, by in apart.items() if by > RECOMPUTED} == {}
 
 
 def test_without_its_grammar_a_reply_that_was_held_would_not_match(recorded: Recorded) -> None:

@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.umask(umask_of(settings.trainer.checkpoint_mode))
         redact_crash_reports(settings.privacy)
         settings = fit_to_machine(settings, gpus_here=count_gpus())
+        with _translating_disk_errors(settings):
+            require_folders(settings)
         if settings.trainer_workers > 1 and RENDEZVOUS_VARIABLE not in os.environ:
             return _start_workers(settings, given, stop)
         _train(settings, stop)
@@ -67,8 +69,6 @@ def _train(settings: Settings, stop: Stop) -> None:
     alone = RENDEZVOUS_VARIABLE not in os.environ
     if alone:
         log_placement(settings)
-    with _translating_disk_errors(settings):
-        require_folders(settings)
     run, take_part = _import_training()
     if stop.is_set() and alone:
         return

@@ -144,8 +144,7 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
-        self._micro_batch = MicroBatch(settings, stop)
-        self._monitors = Monitors(settings, ledger)
+        self._micro_batch, self._monitors = MicroBatch(settings, stop), Monitors(settings, ledger)
         self._pace, self._examination = PaceLog(settings, ledger), Examination(settings, ledger)
         self._held: list[Sample] = []
         self._unpublished: list[int] = []
@@ -226,6 +225,7 @@ class TrainingLoop:
             self._learner = _load(self._settings, self._ledger, self._store, newest, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
+            self._publisher.states.prepare(self._learner)
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
         self._version = newest.version
         self._unpublished.clear()

@@ -2,10 +2,14 @@
 
 import json
 import math
+import multiprocessing
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +22,12 @@ from tuneloop.explorer.engines.proof.fingerprint import (
     stored_sums,
 )
 from tuneloop.shared.errors import CheckpointRejected
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+#: Processes that read a large model at once, and from how many bytes on it is large. Counting holds Python's lock.
+_READERS, _LARGE = min(16, os.cpu_count() or 1), 256 << 20
 
 _LONGEST_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
@@ -67,6 +77,12 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def find_not_finite(found: Mapping[str, StoredTensor]) -> str | None:
+    """The name of a tensor that holds a number that is infinite or none at all, if one does."""
+    finite = _read_all(is_finite, list(found.values()), found.values())
+    return next((name for name, is_so in zip(found, finite, strict=True) if not is_so), None)
+
+
 def is_finite(tensor: StoredTensor) -> bool:
     """Whether no number of it is infinite or none at all."""
     if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
@@ -95,14 +111,31 @@ def adapter_fingerprints_of(found: Mapping[str, StoredTensor], *, scale: float) 
 
 
 def _add_up(tensors: Iterable[tuple[str, StoredTensor, float]]) -> dict[str, Fingerprint]:
+    chosen = list(tensors)
+    if any(tensor.dtype not in EXPONENTS or tensor.start == tensor.end for _, tensor, _ in chosen):
+        return {}
     sums: dict[str, defaultdict[str, int]] = {served: defaultdict(int) for served in SERVED}
-    for part, tensor, scale in tensors:
-        if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
-            return {}
-        data = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
-        for served, total in stored_sums(data, tensor.dtype, scale=scale).items():
+    for (part, _, _), totals in zip(chosen, _read_all(_sums_of, chosen, [each for _, each, _ in chosen]), strict=True):
+        for served, total in totals.items():
             sums[served][part] = (sums[served][part] + total) % MODULUS
     return {served: dict(parts) for served, parts in sums.items()}
+
+
+def _sums_of(summed: tuple[str, StoredTensor, float]) -> dict[str, int]:
+    _, tensor, scale = summed
+    data = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
+    return stored_sums(data, tensor.dtype, scale=scale)
+
+
+def _read_all(read: Callable[[_In], _Out], each: Sequence[_In], tensors: Iterable[StoredTensor]) -> list[_Out]:
+    """`read` of each, which together are about `tensors`: by several processes where they are large.
+
+    Only where this process has one thread, as a verifier has: others cannot be forked safely.
+    """
+    if sum(tensor.end - tensor.start for tensor in tensors) < _LARGE or threading.active_count() > 1:
+        return [read(one) for one in each]
+    with ProcessPoolExecutor(_READERS, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(read, each))
 
 
 def _index(folder: Path) -> dict[str, str] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
-from tuneloop.explorer.versions.safetensors import StoredTensor, fingerprints_of, is_finite, tensors
+from tuneloop.explorer.versions.safetensors import StoredTensor, find_not_finite, fingerprints_of, tensors
 from tuneloop.explorer.versions.verifier_lora import verify_adapter
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.layout import ACTOR
@@ -81,9 +81,8 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     _same_tensors(
         found, _of_base(tensors, base), tied=bool(wanted.get("tie_word_embeddings")), dtype=_TYPES.get(manifest.dtype)
     )
-    for name, tensor in found.items():
-        if not is_finite(tensor):
-            raise CheckpointRejected(f"{name} in {tensor.file.name} holds NaN or infinity")
+    if name := find_not_finite(found):
+        raise CheckpointRejected(f"{name} in {found[name].file.name} holds NaN or infinity")
     return _fingerprints(config, found)
 
 

@@ -27,6 +27,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
 from tuneloop.trainer.checkpoints.pruning import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedState
 from tuneloop.trainer.learner import Learner
@@ -58,10 +59,16 @@ class StateWriter:
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
         self._copies = PinnedCopies()
+        self._prepared: Future[None] | None = None
         self._last: PublishedVersion | None = None
         self._written = self._since = 0
         #: Whether the last state did not fit on the disk.
         self.full = False
+
+    def prepare(self, learner: Learner) -> None:
+        """Begin to make room for the copies of a GPU's state, in the thread: else the first step would wait for it."""
+        if self._prepared is None:
+            self._prepared = self._pool.submit(self._copies.prepare, learner)
 
     def follow(self, learner: Learner, published: PublishedVersion) -> Metrics:
         """Take a copy of the state of a version just published, if one is due, and write it while training goes on."""
@@ -75,6 +82,8 @@ class StateWriter:
             self._work = self._pool.submit(self._run, published, None)
             return {}
         started, size = time.perf_counter(), snapshot.size_of_state(learner)
+        if self._prepared is not None:
+            self._prepared.result()
         state = self._copies.of(learner, size=size)
         if state is None and learner.ranks.size > 1:
             return {"state/skipped": 1.0}
@@ -192,11 +201,21 @@ class PinnedCopies:
     """Copies of a state in main memory. Those of a GPU's tensors are pinned, and written over by the next."""
 
     def __init__(self) -> None:
+        self._memory = PinnedMemory()
         self._buffers: dict[str, Tensor] = {}
+
+    def prepare(self, learner: Learner) -> None:
+        """Make room for the copies, if the state is on a GPU and there is that much memory."""
+        device, size = learner.actor.network.device, snapshot.size_of_state(learner)
+        if device.type != "cuda" or not _has_memory_for(size):
+            return
+        largest = max(each.numel() for each in learner.actor.network.parameters())
+        with torch.cuda.device(device):
+            self._memory.reserve(size, largest=4 * largest)
 
     def of(self, learner: Learner, *, size: int) -> CapturedState | None:
         """A copy that is complete; None if there is no room for one of `size` bytes."""
-        if not self._buffers and free_memory() < size * (1 + _SLACK):
+        if not self._buffers and not self._memory.holds(size) and not _has_memory_for(size):
             several = learner.ranks.size > 1  # None of them has all of it, so that none can write it in the foreground.
             reason = "there is no main memory for a copy of it"
             _log.warning("state_not_kept" if several else "state_written_in_the_foreground", reason=reason)
@@ -211,12 +230,16 @@ class PinnedCopies:
     def _pin(self, place: str, like: Tensor) -> Tensor:
         held = self._buffers.get(place)
         if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            held = self._buffers[place] = _on_cpu(like, pinned=True)
+            held = self._buffers[place] = self._memory.take(like)
         return held
 
 
-def _on_cpu(like: Tensor, *, pinned: bool = False) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+def _on_cpu(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
+def _has_memory_for(size: int) -> bool:
+    return free_memory() >= size * (1 + _SLACK)
 
 
 def is_full(error: Exception) -> bool:

@@ -104,8 +104,6 @@ class JoinedRanks(Ranks):
     """
 
     def __init__(self, device: torch.device, *, together: int = 1) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
         # Kept, like what the first sum makes NCCL allocate: later there may be no room on one rank.

@@ -257,3 +257,23 @@ def test_it_says_why_on_standard_output(store: CheckpointStore, base: Path) -> N
     said = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (said.returncode, said.stderr) == (1, "")
     assert "config.json" in said.stdout
+
+
+def test_a_large_checkpoint_is_read_by_several_processes_alike(store: CheckpointStore, base: Path) -> None:
+    run = (
+        "import sys; from tuneloop.explorer.versions import safetensors, verifier; safetensors._LARGE = 0;"
+        " safetensors._READERS = 3; sys.exit(verifier.main())"
+    )
+
+    def read(path: Path, sha256: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", run, str(path), sha256, "1", str(base)]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    path, sha256 = publish(store, 1)
+    said = read(path, sha256)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout) == safetensors.fingerprints_of(safetensors.tensors(path / "actor"), tied=False)
+    other = CheckpointStore(path.parent / "other")
+    spoilt = read(*sealed(other, lambda actor: weights(actor, lm_head__weight=np.full((8, 4), np.nan, np.float32))))
+    assert (spoilt.returncode, spoilt.stderr) == (1, "")
+    assert "lm_head.weight in model.safetensors holds NaN or infinity" in spoilt.stdout

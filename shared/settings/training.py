@@ -34,7 +34,7 @@ class TrainerSettings(Section):
     save_hf_checkpoint: Literal["always", "never", "last"] = "always"
     """Accepted, not needed: every version is a Hugging Face folder. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
-    """Workers that [read each row together](decisions/0061-optimiser-state-in-shards.md), a part of its tokens each,
+    """Workers that [read each row together](decisions/0062-optimiser-state-in-shards.md), a part of its tokens each,
     for sequences too long for one GPU. It must divide `workers`, and with the model's heads go evenly. _Train._"""
     trainer_config: dict[str, Any] = Field(default_factory=dict)
     """Accepted, not needed: settings of Trinity's trainer. Anything may stand in it. _Train._"""

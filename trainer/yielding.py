@@ -9,6 +9,7 @@ import torch
 
 from tuneloop.shared.job_marks import TRAFFIC_S, traffic_stamp
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.stop import Stop
 
 #: A mark that has not been touched for so long says that nobody is being answered: three touches may be late.
@@ -25,13 +26,14 @@ class TrafficYield:
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._job_dir, self._stop = settings.job_dir, stop
         self._longest_s = settings.trainer.longest_yield
+        self._on_gpu = device_of(settings).type == "cuda"
         self._stamp = traffic_stamp(self._job_dir)
         self._touched = float("-inf")
         self._seconds = 0.0
 
     def __call__(self) -> None:
         """Wait until there has been no traffic for `QUIET_S`, for `longest_yield` seconds, or until told to stop."""
-        if torch.cuda.is_available():
+        if self._on_gpu:
             torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
         began = time.monotonic()
         while self._is_busy() and not self._stop.is_set():

@@ -27,7 +27,7 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 #: Processes that read a large model at once, and from how many bytes on it is large. Counting holds Python's lock.
-_READERS, _LARGE = min(16, os.cpu_count() or 1), 256 << 20
+_READERS, _LARGE = min(16, len(os.sched_getaffinity(0))), 256 << 20
 
 _LONGEST_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"

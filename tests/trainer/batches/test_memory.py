@@ -20,6 +20,7 @@ def on_gpu(settings, tmp_path, monkeypatch):
     """Settings of a trainer of the 0.6B shape on a GPU, which is not here."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     model = {"model_path": model_folder(tmp_path / "m")}
     return lambda **but: settings(**{"model": model, "trainer": OPEN, "cluster": {"gpu_per_node": 1}} | but)
 

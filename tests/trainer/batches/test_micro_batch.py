@@ -22,11 +22,11 @@ def _full_after(monkeypatch, *, calls, room):
     """From so many micro-batches on, memory has room for those of at most so many tokens."""
     score, made = Actor.score, []
 
-    def bounded(self, batch):
+    def bounded(self, batch, *more):
         made.append(int(batch.lengths_B.sum()))
         if len(made) > calls and made[-1] > room:
             raise torch.OutOfMemoryError
-        return score(self, batch)
+        return score(self, batch, *more)
 
     monkeypatch.setattr(Actor, "score", bounded)
     return made

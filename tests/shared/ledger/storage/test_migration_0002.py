@@ -199,7 +199,8 @@ def test_every_exchange_epoch_and_version_is_kept(old: Engine, place: Place) -> 
     for row in before["exchanges"]:
         del row["task_id"], row["run_id"]
     assert rows(old, "experiment") == before["experiment"]
-    assert rows(old, "exchanges") == [{**row, "user_id": None, "engine": None} for row in before["exchanges"]]
+    added = {"user_id": None, "engine": None, "key": None, "stored_bytes": 0}
+    assert rows(old, "exchanges") == [row | added for row in before["exchanges"]]
     assert rows(old, "versions") == [{**row, "purged": 0, "pinned": False} for row in before["versions"]]
     seen = [{**row, "seen_at": row["started_at"], "ended_at": None} for row in before["epochs"]]
     assert rows(old, "epochs") == seen
@@ -208,7 +209,8 @@ def test_every_exchange_epoch_and_version_is_kept(old: Engine, place: Place) -> 
 def test_every_feedback_becomes_a_number(old: Engine, place: Place) -> None:
     before = everything(old)["feedback"]
     database.upgrade(place.url, schema=place.schema)
-    nothing = dict.fromkeys(("text", "other_msg_id", "other_choice", "source", "occurred_at"))
+    nothing = dict.fromkeys(("text", "other_msg_id", "other_choice", "source", "occurred_at", "key"))
+    nothing["stored_bytes"] = 0
     for row in before:
         row |= {"kind": "number", "metric": "reward", "value": row.pop("reward"), "call_id": row["event_id"]} | nothing
         row["outcome"] = "pending" if row["event_id"] == "parked" else "accepted"

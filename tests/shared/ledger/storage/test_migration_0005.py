@@ -60,7 +60,9 @@ def test_every_row_stays_as_it_is(before: Engine, place: Place) -> None:
     old = {table: rows(before, table) for table in ("versions", "exchanges", "experiences")}
     database.upgrade(place.url, schema=place.schema)
     assert rows(before, "versions") == [row | {"pinned": False} for row in old["versions"]]
-    assert rows(before, "exchanges") == [row | {"engine": None} for row in old["exchanges"]]
+    assert rows(before, "exchanges") == [
+        row | {"engine": None, "key": None, "stored_bytes": 0} for row in old["exchanges"]
+    ]
     assert rows(before, "experiences") == [row | {"grammar": None} for row in old["experiences"]]
     assert Ledger(before).reports.audit() == []
     assert Ledger(before).versions.events() == []

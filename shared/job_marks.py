@@ -135,11 +135,8 @@ def announcing(job_dir: Path) -> Iterator[None]:
 
 def touch_traffic(job_dir: Path) -> None:
     """Say that requests are being answered now. Raises OSError."""
-    descriptor = os.open(job_dir / _TRAFFIC, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.utime(descriptor)
-    finally:
-        os.close(descriptor)
+    with append_unlinked(job_dir / _TRAFFIC) as mark:
+        os.utime(mark.fileno())
 
 
 def traffic_stamp(job_dir: Path) -> int:

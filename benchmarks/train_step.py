@@ -91,7 +91,18 @@ class Figures(NamedTuple):
 
 def make_model(size: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Qwen3Config:
     """Random weights of a shape in a folder."""
-    width, inner, layers, heads, kv_heads, head, vocabulary, tied = SHAPES[size]
+    return write_random(SHAPES[size], folder, dtype, device, eos_token_id=1)
+
+
+def write_random(
+    shape: tuple[int, int, int, int, int, int, int, bool],
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    **tokens: int | None,
+) -> Qwen3Config:
+    """Random weights in a folder, and a configuration that also says which `tokens` are special."""
+    width, inner, layers, heads, kv_heads, head, vocabulary, tied = shape
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -102,7 +113,7 @@ def make_model(size: str, folder: Path, dtype: torch.dtype, device: torch.device
         head_dim=head,
         max_position_embeddings=40_960,
         tie_word_embeddings=tied,
-        eos_token_id=1,
+        **tokens,
     )
     torch.manual_seed(7)
     with torch.device(device):

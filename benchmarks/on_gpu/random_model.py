@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.train_step import SHAPES
+from benchmarks.train_step import SHAPES, write_random
 from examples.sums.model import CHAT_TEMPLATE, CONTROL_TOKENS, IM_END, LONGEST
 
 _VOCABULARY = 151_936
@@ -49,28 +49,11 @@ def tokenizer(size: int = _VOCABULARY) -> PreTrainedTokenizerFast:
 
 def make_model(size: str, folder: Path, *, on_gpu: bool) -> Path:
     """Its folder: weights in bfloat16 on a GPU, in float32 on a CPU."""
-    width, inner, layers, heads, kv_heads, head, _, tied = _SHAPES[size]
     words = tokenizer()
-    config = Qwen3Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=tied,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(7)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        network = Qwen3ForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
-    network.save_pretrained(folder)
+    special = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": None}
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    write_random(_SHAPES[size], folder, dtype, torch.device(device), **special)
     words.save_pretrained(folder)
-    del network
     if on_gpu:
         torch.cuda.empty_cache()
     return folder

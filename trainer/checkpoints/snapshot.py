@@ -136,9 +136,14 @@ def save_weights(learner: Learner, folder: Path, *, base: Path) -> dict[Path, st
 def state_of(learner: Learner) -> CapturedState:
     """The learner's own tensors: they change with its next step. Of several ranks, which have but parts, a copy."""
     if learner.ranks.size > 1:
-        return copy_state(learner, lambda _, like: torch.empty_like(like, device="cpu"))
+        return copy_state(learner, allocate_on_cpu)
     optimizers = {name: _optimizer_tensors(optimizer) for name, optimizer in learner.optimizers.items()}
     return CapturedState(optimizers, learner.critic, learner.critic.state_dict() if learner.critic else {})
+
+
+def allocate_on_cpu(_: str, like: Tensor) -> Tensor:
+    """Ordinary main memory for `copy_state`."""
+    return torch.empty_like(like, device="cpu")
 
 
 def copy_state(learner: Learner, room: Room) -> CapturedState:

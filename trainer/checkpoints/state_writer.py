@@ -222,7 +222,7 @@ class PinnedCopies:
             return None
         device = learner.actor.network.device
         on_gpu = device.type == "cuda"
-        copied = snapshot.copy_state(learner, self._pin if on_gpu else lambda _, like: _on_cpu(like))
+        copied = snapshot.copy_state(learner, self._pin if on_gpu else snapshot.allocate_on_cpu)
         if on_gpu:
             torch.cuda.synchronize(device)
         return copied
@@ -232,10 +232,6 @@ class PinnedCopies:
         if held is None or held.shape != like.shape or held.dtype != like.dtype:
             held = self._buffers[place] = self._memory.take(like)
         return held
-
-
-def _on_cpu(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype)
 
 
 def _has_memory_for(size: int) -> bool:

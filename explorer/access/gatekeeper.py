@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from tuneloop.explorer.access import feedback_tokens, key_prefix
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.loopback import HostRules
-from tuneloop.explorer.access.rate_limits import KeyMeter, KeyUsage
+from tuneloop.explorer.access.rate_limits import KeyMeter, KeyUsage, PromptRefusals
 from tuneloop.explorer.access.route_scopes import OPEN, is_about_all_tenants, required_scopes
 from tuneloop.explorer.http import run_prefix
 from tuneloop.explorer.http.caller import Caller, operator_only
@@ -21,7 +21,7 @@ from tuneloop.explorer.http.cors import ROUTE, CrossOrigin
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import AccessKey, KeyTable, digest_of
+from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of
 from tuneloop.shared.settings.serving import is_loopback
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -32,8 +32,10 @@ _BEARER = b"bearer "
 #: Where the routes of administrators are. Without keys they ask for `explorer.admin_key`, or are not there.
 _ADMIN = "/admin"
 
+#: What is beyond a key's limits.
+_LIMITED = 429
+
 _STRANGER = Caller()
-_LOCAL = Caller(scopes=frozenset(set(Scope) - {Scope.ADMIN}))
 
 
 class _Holder:
@@ -56,12 +58,16 @@ class Gatekeeper:
         explorer = settings.explorer
         self._refused: Counter | None = None
         self._tokens = tokens
+        self._prompt_refusals = PromptRefusals()
         self._cross_origin = CrossOrigin(explorer.cors_allow_origins)
         self._holders: dict[bytes, _Holder] = {}
         self._insecure, self._on_loopback = explorer.insecure, is_loopback(explorer.listen_address)
         self._hosts = None if self._insecure else HostRules(explorer.allowed_hosts)
         admin_key = reveal(explorer.admin_key)
         self._admin_digest = None if admin_key is None else digest_of(admin_key)
+        limits = KeyLimits(max_stored_bytes=explorer.max_stored_bytes_per_key)
+        self._of_no_key = KeyMeter(limits, whose="callers without a key")
+        self._local = Caller(scopes=frozenset(set(Scope) - {Scope.ADMIN}), meter=self._of_no_key)
         self._operator = Caller(name="admin_key", scopes=frozenset({Scope.ADMIN}))
         self.apply(KeyTable())
 
@@ -69,11 +75,8 @@ class Gatekeeper:
         """Go by these keys from now on. What was taken of a key stays taken."""
         known = {holder.key_id: holder for holder in self._holders.values()}
         self._holders = {key.digest: self._holder_of(key, known.get(key.key_id)) for key in table.keys}
+        self._of_no_key.stored_bytes = table.stored_without_key
         self._open = self._insecure or (self._on_loopback and not table.in_force)
-
-    async def publish(self, table: KeyTable) -> None:
-        """The same, for who tells several."""
-        self.apply(table)
 
     def count_in(self, refused: Counter) -> None:
         """Count refusals there from now on, by their codes."""
@@ -92,6 +95,8 @@ class Gatekeeper:
         try:
             return self._admit(scope)
         except RequestRefused as error:
+            if error.status != _LIMITED:  # a key's meter counts its own
+                self._prompt_refusals.take(error)
             if self._refused is not None:
                 self._refused.labels(error.code).inc()
             raise
@@ -117,7 +122,7 @@ class Gatekeeper:
         if not self._open:
             raise _unknown() if candidates else _missing()
         if not path.startswith(_ADMIN):
-            return _LOCAL
+            return self._local
         if self._admin_digest is None:
             raise RequestRefused(f"no route {path}", status=404, code="not_found")
         raise _no_entry("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
@@ -137,7 +142,7 @@ class Gatekeeper:
                 raise _no_entry("the key that made this token was revoked", "token_unknown")
             maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
         elif self._open:
-            maker = _LOCAL
+            maker = self._local
         else:
             raise _no_entry("keys are needed now: this token was made without one", "token_unknown")
         return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)

@@ -5,14 +5,17 @@ sends across sites has its `Origin`.
 """
 
 import ipaddress
+import re
 from collections.abc import Collection, Container
 from functools import lru_cache
-from urllib.parse import urlsplit
 
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.settings.serving import is_loopback
 
 _HEARD = 512
+
+_ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://([^/@?#]+)", re.IGNORECASE).fullmatch
+_BRACKETED = re.compile(r"\[([^\]]*)\](?::\d*)?").fullmatch
 
 #: Only a proxy sends these: who is behind it may be anywhere.
 OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -60,10 +63,8 @@ def is_from_here(client: str, headers: Container[str]) -> bool:
 
 
 def _host_of(origin: bytes) -> bytes:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return b""
+    found = _ORIGIN(origin)
+    return found[1] if found else b""
 
 
 def _name_of(host: str) -> str:
@@ -72,8 +73,8 @@ def _name_of(host: str) -> str:
     >>> _name_of("localhost:8010"), _name_of("[::1]:8010"), _name_of("::1")
     ('localhost', '::1', '::1')
     """
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
+    if (found := _BRACKETED(host)) is not None:
+        return found[1]
     try:
         return str(ipaddress.IPv6Address(host))
     except ValueError:

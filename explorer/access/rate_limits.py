@@ -14,6 +14,10 @@ from tuneloop.shared.ledger.keys import KeyLimits
 
 _MINUTE_S = 60.0
 
+#: So many refusals are answered at once, and so many more each minute; those beyond are held back for so long. One
+#: costs little, but a client that goes on at once, over many connections, would have the service do nothing else.
+_PROMPT_REFUSALS, HELD_S = 300, 1.0
+
 #: Until a place is likely to be free.
 _RETRY_S = 1.0
 
@@ -49,14 +53,35 @@ class Bucket:
         return (amount - self.level) / self._per_s
 
 
+class PromptRefusals:
+    """Decides which refusals of one caller are answered at once."""
+
+    __slots__ = ("_bucket", "_clock")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._bucket = Bucket(_PROMPT_REFUSALS, clock())
+
+    def take(self, refusal: RequestRefused) -> None:
+        """Have the answer held back if there were too many of late."""
+        if self._bucket.fill(self._clock()) < 1:
+            refusal.held_s = HELD_S
+        else:
+            self._bucket.level -= 1
+
+
 class KeyMeter:
     """Counts what a key takes, and says when it has had enough.
 
     `stored_bytes` are what the database holds of it, as was last heard.
     """
 
-    def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic, *, whose: str = "this key"
+    ) -> None:
         self._clock = clock
+        self._whose = whose
+        self._prompt_refusals = PromptRefusals(clock)
         self.usage = KeyUsage()
         self._others = KeyUsage()
         now = clock()
@@ -72,6 +97,13 @@ class KeyMeter:
 
         Feedback that is sure to be refused is refused here, before its body costs others anything.
         """
+        try:
+            self._admit(brings_feedback=brings_feedback)
+        except RequestRefused as refusal:
+            self._prompt_refusals.take(refusal)
+            raise
+
+    def _admit(self, *, brings_feedback: bool) -> None:
         usage, limits, now = self.usage, self._limits, self._clock()
         if limits.max_concurrent is not None and usage.concurrent + self._others.concurrent >= limits.max_concurrent:
             raise _too_much(f"{limits.max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
@@ -94,7 +126,8 @@ class KeyMeter:
         """Something is to be stored. Raises RequestRefused where the database holds as much as it may of the key's."""
         most = self._limits.max_stored_bytes
         if most is not None and self.stored_bytes >= most:
-            reason = f"this key may store {most} bytes, and has {self.stored_bytes}: delete some, or send store: false"
+            has = f"{most} bytes may be stored of {self._whose}, and {self.stored_bytes} are"
+            reason = f"{has}: delete some, or send store: false"
             raise RequestRefused(reason, status=429, code="key_limit_stored_bytes")
 
     def begin_request(self) -> None:

@@ -14,7 +14,7 @@ import structlog
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.intake import Intake, Patience
 from tuneloop.explorer.capture.merge import SlotQueue, Source
-from tuneloop.explorer.capture.spool_slots import FlushedMark, Slot, Slots
+from tuneloop.explorer.capture.spool_slots import FlushedMark, Predecessors, Slot, Slots
 from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.spool_format import Position, segments, slots
@@ -147,11 +147,14 @@ class Flusher:
 
     def _follow(self) -> None:
         self._intake.note(None)  # what a process that was killed had noted
-        adopt_at = time.monotonic()
+        adopt_at, predecessors = time.monotonic(), Predecessors(self._slots)
         while True:
             stopping = self._stop.is_set()
             self._wake.clear()
             self._intake.look()
+            if predecessors.hold and not stopping:
+                self._stop.wait(_LOOK_S)
+                continue
             adopts_all = stopping or time.monotonic() >= adopt_at
             all_moved = self._move(_left_behind(self._slots, everywhere=adopts_all and not self._stop.is_set()))
             if adopts_all and not self._more:

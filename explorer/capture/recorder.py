@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,14 +10,24 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.http.caller import Meter
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
-from tuneloop.shared.errors import LedgerForbidden, SpoolFull
+from tuneloop.shared.errors import LedgerForbidden, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, Record, encode
 from tuneloop.shared.privacy.redactor import Redactor
-from tuneloop.shared.spool_format import Position, backlog_of, flushed_of, next_after, recorded_at, refusal_of, slots
+from tuneloop.shared.spool_format import (
+    Position,
+    backlog_of,
+    flushed_of,
+    frame,
+    next_after,
+    recorded_at,
+    refusal_of,
+    slots,
+)
 
 log = structlog.get_logger()
 
@@ -27,6 +38,13 @@ _LOOK_S = 0.5
 
 #: From this size on records are redacted in a thread: others' replies go on meanwhile.
 _LARGE = 256 << 10
+
+#: What an event without a text counts for in that.
+_EVENT_CHARACTERS = 512
+
+#: Characters of one key's large records that may wait for their redaction: what is held of a request whose client has
+#: left counts nowhere else.
+MAX_UNREDACTED = 64 << 20
 
 
 class _Waits(NamedTuple):
@@ -147,16 +165,31 @@ class SpoolLimits:
 class Recorder:
     """The spool, as the routes see it: what it gets has been redacted."""
 
-    def __init__(self, spool: Spool, limits: SpoolLimits, metrics: Metrics, redactor: Redactor | None = None) -> None:
+    def __init__(
+        self,
+        spool: Spool,
+        limits: SpoolLimits,
+        metrics: Metrics,
+        redactor: Redactor | None = None,
+        bulk_work: BulkWork | None = None,
+    ) -> None:
         self._spool = spool
         self._limits = limits
         self._metrics = metrics
         self._redactor = redactor if redactor else None
-        self._redacting: set[asyncio.Task[list[Record]]] = set()
+        self.bulk_work = bulk_work or BulkWork()
+        self._writing: set[asyncio.Task[list[Record]]] = set()
+        self._unredacted: Counter[str] = Counter()
 
-    def admit(self, meter: Meter) -> None:
-        """Raise SpoolFull, or RequestRefused by the caller's `meter`, if a request's reply could not be kept."""
-        meter.check_stored()
+    def admit(self, caller: Caller, size: int) -> None:
+        """Raise SpoolFull, or RequestRefused by the caller's meter, if the reply to a request could not be kept.
+
+        Raises RequestRefused for a large request, too, where too much of the caller's is being redacted.
+        """
+        caller.meter.check_stored()
+        if size > _LARGE and self._unredacted[caller.identity] + size > MAX_UNREDACTED:
+            reason = "large requests of this key are still being redacted; try again in a moment"
+            raise RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
         self._limits.admit()
 
     async def record(self, exchange: Exchange) -> None:
@@ -171,6 +204,11 @@ class Recorder:
         self._limits.admit()
         return [each for each in await self._write(events) if isinstance(each, Feedback)]
 
+    @property
+    def slow(self) -> bool:
+        """Whether even a name may take longer than an event loop should wait."""
+        return self._redactor is not None and self._redactor.slow
+
     def name_as_stored(self, name: str) -> str:
         """What a task, a run or a person of this name is called in the database."""
         return self._redactor.name(name) if self._redactor else name
@@ -181,29 +219,44 @@ class Recorder:
 
     async def close(self) -> None:
         """Wait for what is still being redacted, whose requests were cancelled."""
-        await asyncio.gather(*self._redacting, return_exceptions=True)
+        await asyncio.gather(*self._writing, return_exceptions=True)
+        self.bulk_work.close()
 
     async def _write(self, records: Sequence[Record]) -> list[Record]:
-        if self._redactor is None:
-            written = list(records)
-        elif self._redactor.slow or sum(map(_size, records)) > _LARGE:
-            task = asyncio.create_task(self._redact_aside(records, self._redactor))
-            self._redacting.add(task)
-            task.add_done_callback(self._redacting.discard)
+        redactor, size = self._redactor, sum(map(_size, records))
+        if size > _LARGE or self.slow:
+            task = asyncio.create_task(self._write_aside(records, size))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
             return await asyncio.shield(task)
-        else:
-            written = [self._redactor.record(each) for each in records]
+        written = redactor.records(records) if redactor else list(records)
         await self._spool.append([encode(each) for each in written])
         return written
 
-    async def _redact_aside(self, records: Sequence[Record], redactor: Redactor) -> list[Record]:
-        written = await asyncio.to_thread(lambda: [redactor.record(each) for each in records])
-        await self._spool.append([encode(each) for each in written])
+    async def _write_aside(self, records: Sequence[Record], size: int) -> list[Record]:
+        """The same while others are answered."""
+        redactor, owner = self._redactor, _owner(records[0])
+
+        def prepare() -> tuple[list[Record], bytes]:
+            written = redactor.records(records) if redactor else list(records)
+            return written, b"".join([frame(encode(each)) for each in written])
+
+        self._unredacted[owner] += size
+        try:
+            written, data = await self.bulk_work.run(owner, prepare)
+        finally:
+            self._unredacted[owner] -= size
+            self._unredacted += Counter()  # forgets who has nothing left
+        await self._spool.append_frames(data)
         return written
+
+
+def _owner(record: Record) -> str:
+    return Caller(tenant=record.tenant, name=record.key).identity
 
 
 def _size(record: Record) -> int:
     """About how many characters there are to be looked at."""
     if isinstance(record, Feedback):
-        return len(record.text or "")
+        return len(record.text or "") + _EVENT_CHARACTERS
     return len(record.request) + sum(len(each.text) + len(each.prompt_ids) for each in record.experiences)

@@ -110,7 +110,10 @@ class Spool:
 
     async def append(self, payloads: Sequence[bytes]) -> Position:
         """Return when all payloads are on disk, with the position after them. Raises SpoolFull if they cannot be."""
-        data = b"".join([frame(payload) for payload in payloads])
+        return await self.append_frames(b"".join([frame(payload) for payload in payloads]))
+
+    async def append_frames(self, data: bytes) -> Position:
+        """The same for payloads that are framed already."""
         if not self._sync and self._writing.acquire(blocking=False):
             try:
                 if not self.broken and self._end.offset <= self._segment_bytes:

@@ -3,13 +3,32 @@
 import mmap
 import os
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from tuneloop.shared.held_files import change_unlinked
-from tuneloop.shared.spool_format import POSITION, Position, parse_position, parse_positions, size_of
+from tuneloop.shared.spool_format import (
+    POSITION,
+    Position,
+    flushed_of,
+    is_taken,
+    parse_position,
+    parse_positions,
+    segment_path,
+    segments,
+    size_of,
+)
+from tuneloop.shared.spool_format import slots as slots_in
+
+log = structlog.get_logger()
+
+#: How long a slot whose owner neither moves it nor ends is waited for: a process may be stopped for ever.
+PREDECESSOR_PATIENCE_S = 30.0
 
 
 class FlushedMark:
@@ -131,7 +150,15 @@ class Slots:
         """Nothing is left of what a dead writer wrote."""
         if folder in self._left:
             self._left.discard(folder)
-            self._ours.pop(folder, None)
+            slot = self._ours.pop(folder, None)
+            if isinstance(slot, RemoteSlot):
+                slot.close()
+
+    def close(self) -> None:
+        """Look no more at those that other processes fill."""
+        for slot in self._ours.values():
+            if isinstance(slot, RemoteSlot):
+                slot.close()
 
 
 class RemoteSlot:
@@ -151,3 +178,40 @@ class RemoteSlot:
     def renew(self) -> None:
         """Have the other process begin a new segment."""
         self._renew()
+
+    def close(self) -> None:
+        """Look there no more: what was last seen stays."""
+        self.flushed.close()
+        self._end.close()
+
+
+class Predecessors:
+    """What other processes had written below the root when we began, and the database did not have.
+
+    The disk may keep a killed process, and its lock, for seconds after its last word. What it wrote comes before what
+    our writers write: it could be taken for a correction else, and a commit would miss it.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._until = time.monotonic() + PREDECESSOR_PATIENCE_S
+        ends = {folder: _size_of(folder) for folder in slots_in(slots.root)}
+        self._ends = {folder: end for folder, end in ends.items() if self._waits(folder, end)}
+
+    @property
+    def hold(self) -> bool:
+        """Whether one of them still has its slot, and something in it that must come before ours."""
+        self._ends = {folder: end for folder, end in self._ends.items() if self._waits(folder, end)}
+        if self._ends and time.monotonic() > self._until:
+            log.warning("spool_not_waited_for", folders=[str(each) for each in self._ends])
+            self._ends = {}
+        return bool(self._ends)
+
+    def _waits(self, folder: Path, end: Position) -> bool:
+        return not self._slots.lives(folder) and flushed_of(folder) < end and is_taken(folder)
+
+
+def _size_of(folder: Path) -> Position:
+    """The end of what lies in a slot, whether its writer has told of it or not."""
+    number = max(segments(folder), default=0)
+    return Position(number, size_of(segment_path(folder, number)))

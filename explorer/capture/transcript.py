@@ -17,7 +17,7 @@ import orjson
 
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.shared.errors import EngineError
-from tuneloop.shared.experience import Experience
+from tuneloop.shared.experience import Experience, pack_ids, pack_logprobs
 
 #: Of a float32.
 _LARGEST = 3.4e38
@@ -55,6 +55,11 @@ class _Token(msgspec.Struct, gc=False):
 
 class _ChatLogprobs(msgspec.Struct, gc=False):
     content: list[_Token] | None = None
+    packed: bytes | None = None
+
+    @property
+    def of_tokens(self) -> Sequence[float]:
+        return _unpack(self.packed) if self.packed is not None else [each.logprob for each in self.content or ()]
 
 
 class _TextPiece(msgspec.Struct):
@@ -75,6 +80,11 @@ class _TextChoice(msgspec.Struct):
 
 class _TextLogprobs(msgspec.Struct):
     token_logprobs: list[float | None] = []
+    packed: bytes | None = None
+
+    @property
+    def of_tokens(self) -> Sequence[float | None]:
+        return _unpack(self.packed) if self.packed is not None else self.token_logprobs
 
 
 class _Usage(msgspec.Struct):
@@ -130,7 +140,7 @@ class Transcript(ABC):
         self.broken = False
         #: The tokens of the prompts and of all choices, as the engine counts them; 0 before it does.
         self.reported_tokens = 0
-        self._msg_id = msg_id
+        self.msg_id = msg_id
         self._wants = wants
 
     def feed(self, piece: bytes) -> bytes | None:
@@ -180,7 +190,7 @@ class Transcript(ABC):
                     choice=index,
                     prompt_ids=choice.prompt_ids or b"",
                     completion_ids=ids or b"",
-                    logprobs=array("f", choice.logprobs).tobytes() if ids else b"",
+                    logprobs=pack_logprobs(choice.logprobs) if ids else b"",
                     version_min=min(versions),
                     version_max=max(versions),
                     temperature=sampling.temperature,
@@ -208,7 +218,7 @@ class Transcript(ABC):
 
     def _view(self, piece: bytes, engine_id: str, ours: Iterable[tuple[bytes, msgspec.Raw]]) -> bytes:
         """The piece under our name, where these fields are null."""
-        if engine_id == self._msg_id:
+        if engine_id == self.msg_id:
             cut = piece
             for key, value in ours:
                 cut = _without(cut, key, bytes(value)) if cut else cut
@@ -219,7 +229,7 @@ class Transcript(ABC):
     def _rewritten(self, piece: bytes) -> bytes:
         """The same, whatever way the engine writes its JSON."""
         parsed = orjson.loads(piece)
-        parsed["id"] = self._msg_id
+        parsed["id"] = self.msg_id
         for holder in (parsed, *parsed.get("choices", ())):  # a chat's prompt ids stand beside its choices
             _forget(holder, "logprobs", unless=self._wants.logprobs)
             _forget(holder, "token_ids", unless=self._wants.token_ids)
@@ -266,7 +276,7 @@ class ChatTranscript(Transcript):
             found = _chat_logprobs.decode(update.logprobs)
             choice.take_down(
                 _ids.decode(update.token_ids),
-                [each.logprob for each in (found and found.content) or ()],
+                found.of_tokens if found else (),
                 captured=self.captured,
             )
         except msgspec.ValidationError:
@@ -310,7 +320,7 @@ class TextTranscript(Transcript):
         choice.finish_reason = update.finish_reason or choice.finish_reason
         try:
             ids, found = _ids.decode(update.token_ids), _text_logprobs.decode(update.logprobs)
-            logprobs = found.token_logprobs if found else []
+            logprobs = found.of_tokens if found else ()
             if ids is not None and len(logprobs) != len(ids):
                 # With `echo` the prompt's come first, and the very first has none.
                 logprobs = logprobs[len(choice.prompt_ids or b"") // _ID_BYTES :]
@@ -333,10 +343,20 @@ def _prompt_ids(ids: msgspec.Raw) -> bytes | None:
 def _pack(ids: Sequence[Any]) -> bytes | None:
     """Token ids as int32 bytes; None if some are none."""
     try:
-        data = array("I", ids).tobytes()
+        data = pack_ids(ids)
     except (OverflowError, TypeError):
         return None
-    return data if data[3::4].isascii() else None  # below 2 ** 31
+    return data if data[3::4].isascii() else None  # none is negative
+
+
+def _unpack(numbers: bytes) -> Sequence[float]:
+    """The numbers that these are, as float32. Raises ValidationError."""
+    found = array("f")
+    try:
+        found.frombytes(numbers)
+    except ValueError as error:
+        raise msgspec.ValidationError(str(error)) from error
+    return found
 
 
 def _without(piece: bytes, key: bytes, value: bytes) -> bytes:

@@ -15,6 +15,7 @@ from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
 from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
+from tuneloop.explorer.dialects.token_pieces import TokenPieces
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.coercion import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
@@ -31,14 +32,22 @@ ReadConversation = Callable[[str, str], Awaitable[Sequence[Json]]]
 class ReplyWriter:
     """Writes one reply for the client while its transcript captures it; this one without translation."""
 
-    def __init__(self, transcript: Transcript) -> None:
+    def __init__(self, transcript: Transcript, tokens: TokenPieces | None = None) -> None:
+        """`tokens` reads those pieces of a stream that it can."""
         self.transcript = transcript
         #: Whether the engine has sent the end of the stream.
         self.done = False
+        self._tokens = tokens
+        self._rest = bytearray()
 
     def convert_whole(self, reply: bytes) -> bytes:
         """The body that the client gets. Raises EngineError if the reply cannot be read."""
         return self.transcript.feed(reply) or b""
+
+    def convert_block(self, block: bytes) -> bytes:
+        """The bytes for what a block of a stream completes. Raises EngineError if that cannot be read."""
+        events = split_events(self._rest, block)
+        return self.convert_event(events[0]) if len(events) == 1 else b"".join(map(self.convert_event, events))
 
     def convert_event(self, event: bytes) -> bytes:
         """The bytes for a server-sent event (without its blank line); empty if the client does not get it."""
@@ -50,7 +59,12 @@ class ReplyWriter:
         return event + b"\n\n" if event.startswith(b":") else b""  # a comment keeps the connection alive
 
     def _convert_data(self, data: bytes) -> bytes:
+        tokens = self._tokens
+        if tokens is not None and (chunk := tokens.read(data)) is not None:
+            return b"data: %b\n\n" % chunk if chunk else b""
         chunk = self.transcript.feed(data)
+        if tokens is not None:
+            tokens.learn(data)
         return b"" if chunk is None else b"data: %b\n\n" % chunk
 
     @property
@@ -131,7 +145,8 @@ class ChatDialect(Dialect):
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         requested = RequestedFields(flag_of(body, "logprobs"), flag_of(body, "return_token_ids"))
-        return ReplyWriter(ChatTranscript(msg_id, requested))
+        transcript = ChatTranscript(msg_id, requested)
+        return ReplyWriter(transcript, None if any(requested) else TokenPieces(transcript))
 
 
 class TextDialect(Dialect):
@@ -324,10 +339,11 @@ def split_events(buffer: bytearray, block: bytes) -> list[bytes]:
         buffer += block
         block = bytes(buffer)
         buffer.clear()
-    *events, remainder = block.split(b"\n\n")
-    buffer += remainder
-    if len(buffer) > _MAX_EVENT_BYTES:
-        raise EngineError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+    events = block.split(b"\n\n")
+    if rest := events.pop():
+        buffer += rest
+        if len(buffer) > _MAX_EVENT_BYTES:
+            raise EngineError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
     return events
 
 

@@ -2,10 +2,15 @@
 
 A prefix hash is a hash of a conversation up to some point. Each request is recorded under the hash of all its messages,
 and the next one of its conversation finds it there.
+
+Where several workers answer, the last one may have come to another. So what no worker remembers goes where all of them
+would send it, by the hash of the conversation's beginning: rendezvous hashing, with a bound on how much busier that
+engine may be.
 """
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import orjson
@@ -15,6 +20,10 @@ MAX_ENTRIES = 8192
 
 #: A prompt of a text completion has no turns: it is cut into blocks of so many characters, or token ids.
 _BLOCK_CHARACTERS, _BLOCK_TOKENS = 1024, 256
+
+#: So many more requests than the least busy one an engine that has a prefix may have, and one that may have it, beside
+#: a quarter more. The latter is of each worker: all of them prefer the same engine for the same beginning.
+_SLACK, _RENDEZVOUS_SLACK = 8, 1
 
 
 class EngineCache(Protocol):
@@ -62,11 +71,26 @@ class PrefixAffinity:
 
 def is_overloaded(in_flight: int, least: int) -> bool:
     """Whether an engine has so much more in flight than the least busy one that a cold prefix elsewhere is faster."""
-    return in_flight > least + 8 + least // 4
+    return in_flight > least + _SLACK + least // 4
+
+
+def is_too_busy_for_rendezvous(in_flight: int, least: int) -> bool:
+    """The same of an engine that may have the prefix, or may get it now."""
+    return in_flight > least + _RENDEZVOUS_SLACK + least // 4
+
+
+def rendezvous(prefix_hashes: Sequence[int], engines: Sequence[EngineCache]) -> list[int]:
+    """The numbers of the engines, in the order in which every worker prefers them for a conversation."""
+    # Python's hash of numbers is the same in every process.
+    ranked = sorted((hash((*prefix_hashes[:1], each.number)), each.number) for each in engines)
+    return [number for _, number in ranked]
 
 
 def hash_prefixes(body: Mapping[str, Any]) -> tuple[int, ...]:
-    """The hashes of the prefixes of a request that an earlier request may have been; the last one is of all of it."""
+    """The hashes of the prefixes of a request that an earlier request may have been; the last one is of all of it.
+
+    The first one is the same for all requests of a conversation, and all of them in every process.
+    """
     messages = body.get("messages")
     if isinstance(messages, list):
         return _of_turns(messages)
@@ -85,13 +109,17 @@ def _of_turns(messages: Sequence[Any]) -> tuple[int, ...]:
     for message in messages:
         if isinstance(message, dict) and message.get("role") == "assistant":
             found.append(prefix_hash)
-        prefix_hash = hash((prefix_hash, orjson.dumps(message)))
+        prefix_hash = _extend(prefix_hash, orjson.dumps(message))
     return (*found, prefix_hash)
 
 
 def _of_blocks(prompt: str | tuple[int, ...], size: int) -> tuple[int, ...]:
     found, prefix_hash = [], 0
     for end in range(size, len(prompt) + 1, size):
-        prefix_hash = hash((prefix_hash, prompt[end - size : end]))
+        prefix_hash = _extend(prefix_hash, repr(prompt[end - size : end]).encode())
         found.append(prefix_hash)
     return tuple(found)
+
+
+def _extend(prefix_hash: int, piece: bytes) -> int:
+    return int.from_bytes(blake2b(piece, digest_size=8, salt=prefix_hash.to_bytes(8)).digest())

@@ -6,11 +6,12 @@ The decisions are synchronous, so no lock is needed: nothing else runs between l
 import asyncio
 from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.affinity import PrefixAffinity, is_overloaded
+from tuneloop.explorer.engines.affinity import PrefixAffinity, is_overloaded, is_too_busy_for_rendezvous, rendezvous
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.version_routing import TrafficSplit, VersionPin
 from tuneloop.explorer.engines.vllm import EngineControl
@@ -147,9 +148,16 @@ class Fleet:
     """
 
     def __init__(
-        self, engines: Iterable[Engine], *, wait_timeout_s: float, replicas: FleetReplicas | None = None
+        self,
+        engines: Iterable[Engine],
+        *,
+        wait_timeout_s: float,
+        replicas: FleetReplicas | None = None,
+        is_alone: bool = True,
     ) -> None:
+        """`is_alone`: no other process sends requests of the same conversations to the engines."""
         self.engines = list(engines)
+        self._is_alone = is_alone
         self.split: TrafficSplit | None = None
         self._wait_timeout_s = wait_timeout_s
         self._replicas = replicas
@@ -251,7 +259,8 @@ class Fleet:
 
     def _choose(self, engines: Sequence[Engine], key: RoutingKey | None, prefix_hashes: Sequence[int]) -> Engine | None:
         with_prefix = self._affinity.engines_with_prefix(prefix_hashes, engines) if prefix_hashes else ()
-        return choose_engine(engines, self.split, key, with_prefix)
+        rendezvous_order = rendezvous(prefix_hashes, engines) if prefix_hashes and not self._is_alone else ()
+        return choose_engine(engines, self.split, key, with_prefix, rendezvous_order)
 
     def acquire_for_shadow(self) -> Engine | None:
         """A ready engine of the version that gets shadow requests, counted as busy until it is released."""
@@ -299,20 +308,22 @@ def choose_engine(
     split: TrafficSplit | None,
     key: RoutingKey | None,
     with_prefix: Sequence[Container[int]] = (),
+    rendezvous_order: Sequence[int] = (),
 ) -> Engine | None:
     """The ready engine that answers a request of a key, if any; of several `pick_engine` decides.
 
     The champion's engines stand in for the canary's, but never the other way round.
     """
+    pick = partial(pick_engine, with_prefix=with_prefix, rendezvous_order=rendezvous_order)
     if isinstance(key, VersionPin):
-        return pick_engine(key.filter(engines), with_prefix)
+        return pick(key.filter(engines))
     if split is None:
-        return pick_engine(engines, with_prefix)
+        return pick(engines)
     if key is not None and split.answers(key):
-        canary = pick_engine((each for each in engines if each.version == split.version), with_prefix)
+        canary = pick(each for each in engines if each.version == split.version)
         if canary is not None:
             return canary
-    return pick_engine((each for each in engines if each.version != split.version), with_prefix)
+    return pick(each for each in engines if each.version != split.version)
 
 
 def eligible_engines(engines: Sequence[Engine], key: RoutingKey | None) -> Sequence[Engine]:
@@ -320,21 +331,29 @@ def eligible_engines(engines: Sequence[Engine], key: RoutingKey | None) -> Seque
     return key.filter(engines) if isinstance(key, VersionPin) else engines
 
 
-def pick_engine(engines: Iterable[Engine], with_prefix: Sequence[Container[int]] = ()) -> Engine | None:
-    """Of the ready engines one that has a prefix of the conversation cached, unless it is overloaded; else the least
-    busy one.
+def pick_engine(
+    engines: Iterable[Engine], with_prefix: Sequence[Container[int]] = (), rendezvous_order: Sequence[int] = ()
+) -> Engine | None:
+    """Of the ready engines one that has a prefix of the conversation cached, or where all workers would send it, unless
+    that is too busy; else the least busy one.
 
-    `with_prefix` are the numbers of the engines that have one, the longest prefix first.
+    `with_prefix` are the numbers of the engines that have one, the longest prefix first; `rendezvous_order` those of
+    all, the preferred one first.
     """
-    if not with_prefix:
-        return least_busy(engines)
     ready = [engine for engine in engines if engine.state is EngineState.READY]
     least = least_busy(ready)
+    if least is None:
+        return None
     for numbers in with_prefix:
         preferred = least_busy(engine for engine in ready if engine.number in numbers)
-        if least and preferred and not is_overloaded(preferred.in_flight, least.in_flight):
+        if preferred and not is_overloaded(preferred.in_flight, least.in_flight):
             return preferred
-    return least
+    by_number = {engine.number: engine for engine in ready}
+    preferred_first = (by_number[number] for number in rendezvous_order if number in by_number)
+    return next(
+        (engine for engine in preferred_first if not is_too_busy_for_rendezvous(engine.in_flight, least.in_flight)),
+        least,
+    )
 
 
 def spare_place(engines: Iterable[Engine]) -> Engine | None:

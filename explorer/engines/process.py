@@ -95,6 +95,7 @@ class EngineProcess:
             return command, vllm.environment(settings, self._gpu_place())
         spec = RayEngineSpec(
             ray_address=settings.cluster.ray_address,
+            insecure=settings.explorer.insecure,
             gpus=settings.explorer.rollout_model.tensor_parallel_size if settings.cluster.gpu_per_node else 0,
             socket=str(self._socket),
             log=str(self._log),
@@ -131,10 +132,10 @@ class EngineProcess:
                 stage = start_stage(_lines(self._log, self._log_start))
                 log.info("engine_start_goes_on", engine=self._engine.number, seconds=round(waited), stage=stage)
             if self._process.returncode is not None:
-                said = _last_error(self._log, self._log_start)
+                last_error = _last_error(self._log, self._log_start)
                 raise EnvironmentRefused(
                     f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
-                    f"{self._process.returncode}): {said} - the full log is {self._log}"
+                    f"{self._process.returncode}): {last_error} - the full log is {self._log}"
                 )
             await asyncio.sleep(0.25)
 

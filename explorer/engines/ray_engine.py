@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.held_files import append_unlinked
+from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_token
 
 _NONCE_BYTES = 32
 _AUTH_TIMEOUT_S = 10.0
@@ -100,6 +102,7 @@ class RayEngineSpec(msgspec.Struct, frozen=True):
     """
 
     ray_address: str
+    insecure: bool
     gpus: int
     socket: str
     log: str
@@ -153,6 +156,8 @@ class EngineActor:
 
 async def run(spec: RayEngineSpec) -> int:
     """Run the engine to its end; its exit code."""
+    if spec.ray_address == LOCAL:
+        keep_to_this_machine()
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -165,6 +170,7 @@ async def run(spec: RayEngineSpec) -> int:
     resources = {"CPU": 1.0} | ({"GPU": float(spec.gpus)} if spec.gpus else {})
     sys.stderr.write(f"waiting for {resources} on one node of the Ray cluster\n")
     try:
+        require_token(ray.get_runtime_context().gcs_address, insecure=spec.insecure)
         group = placement_group([resources], strategy="STRICT_PACK")
         await group.ready()
         options = {"num_cpus": 1, "num_gpus": spec.gpus, "max_restarts": 0}
@@ -174,7 +180,7 @@ async def run(spec: RayEngineSpec) -> int:
         remote_address = await actor.start.remote(msgspec.json.encode(spec), secret)
         async with await open_local_end(Path(spec.socket), secret, remote_address):
             return int(await actor.wait.remote())
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, EnvironmentRefused) as error:
         sys.stderr.write(f"Error: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n")
         return 1
     finally:

@@ -53,9 +53,9 @@ def is_held_out(key: str, share: float) -> bool:
     return _bucket(b"held out", key) < share
 
 
-def is_captured(msg_id: str, share: float) -> bool:
-    """Whether a reply is one of that share whose log-probabilities engines are asked for."""
-    return _bucket(b"captured", msg_id) < share
+def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
+    """Whether a reply is one of the share that is taken for a purpose; always the same for the same reply."""
+    return _bucket(purpose, msg_id) < share
 
 
 def split_of(mode: str, version: int, share: float) -> TrafficSplit:

@@ -23,7 +23,7 @@ from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
 from tuneloop.explorer.engines.proof.life import START_TIME, instance_id, start_time
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, LIFE, METHOD
-from tuneloop.explorer.engines.vllm_plugin import FORKS, SLEEPS, UNPACKED
+from tuneloop.explorer.engines.vllm_plugin import FORKS, PACKS, SLEEPS, UNPACKED
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError
@@ -48,8 +48,6 @@ _ASK_S = 30.0
 
 #: How long an engine may take to swap its weights, in seconds.
 _TIMEOUT_S = 600.0
-#: A log-probability so near to 0 is that of the only token that could be sampled.
-_CERTAIN_LOGPROB = 1e-3
 
 #: The ranks that vLLM accepts for --max-lora-rank.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -58,6 +56,9 @@ _MAX_LORAS = 4
 
 #: A host that there never will be (RFC 6761).
 _NO_DOMAIN = "none.invalid"
+
+#: A metric that only engines have which draft tokens: speculative decoding.
+_DRAFTS = "vllm:spec_decode_num_drafts"
 
 #: Tokens that are sampled after a probe's prompt, to see whether its cached keys and values are those of the weights.
 _PROBE_TOKENS = PROBE_ROOM // 2
@@ -153,6 +154,7 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.model.lora.rank else "0",
         # What the processes of an engine say to each other stays on their machine.
         **{"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
+        PACKS: os.environ.get(PACKS, "1"),
     }
     if not settings.cluster.gpu_per_node:
         defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
@@ -198,6 +200,8 @@ class EngineControl:
     #: Whether `load` changes the weights under what is in flight.
     loads_in_place = True
     rebuilds_grammars = False
+    #: Whether it was told to draft tokens. Of an engine of others it is not known.
+    drafts = False
     renaming: ModelRenaming | None = None
     #: Whether its weights are proven by their fingerprint too; None: it is not known before it is asked.
     has_fingerprint: bool | None = None
@@ -208,7 +212,7 @@ class EngineControl:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
         self._session = session
         self._model_name = model_name
-        self._tolerance = tolerance
+        self.tolerance = tolerance
 
     async def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether the engine answers its health check in time."""
@@ -230,6 +234,10 @@ class EngineControl:
         if await self._has_fingerprint():
             return str(orjson.loads(await self._post("/collective_rpc", json={"method": LIFE}))["results"])
         return instance_id(await self._get("/server_info", config_format="json"))
+
+    async def drafts_tokens(self) -> bool:
+        """Whether it drafts tokens: it was told to, or has counters of them."""
+        return self.drafts or _DRAFTS in await self._get("/metrics/")
 
     async def pause(self, mode: str) -> None:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
@@ -274,7 +282,7 @@ class EngineControl:
             found = ProbeFindings(
                 weights=mean_distance(logprobs, probe.logprobs),
                 cache=await self._distance_by_cache(list(probe.prompt_ids)),
-                allowed=max(probe.tolerance, self._tolerance),
+                allowed=max(probe.tolerance, self.tolerance),
                 parts=await self._differing_parts(probe),
             )
             self.proof = found.proof
@@ -316,31 +324,6 @@ class EngineControl:
             return int(body["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"/tokenize: its answer cannot be read: {error!r}") from error
-
-    async def require_processed_logprobs(self) -> None:
-        """Raise EngineError if its log-probabilities are of another distribution than it samples from.
-
-        With `top_k` 1 there is one token to sample, with log-probability 0; by the raw logits there are others.
-        """
-        body = {
-            "model": self._model_name,
-            "prompt": "a",
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_k": 1,
-            "logprobs": 1,
-        }
-        try:
-            answer = orjson.loads(await self._post("/v1/completions", json=body))
-            [logprob] = answer["choices"][0]["logprobs"]["token_logprobs"]
-            processed = logprob > -_CERTAIN_LOGPROB
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"its log-probabilities cannot be read: {error!r}") from error
-        if not processed:
-            raise EngineError(
-                "its log-probabilities are not those of the distribution that it samples from; start it with "
-                "--logprobs-mode processed_logprobs"
-            )
 
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
         """Of each id but the first, given those before it. vLLM does not use its prefix cache for this."""

@@ -11,6 +11,7 @@ import structlog
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
 from tuneloop.explorer.engines.vllm import EngineControl
+from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.settings import Settings
 
@@ -29,6 +30,7 @@ def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: flo
     else:
         control = EngineControl(session, model_name=name, tolerance=tolerance)
     control.rebuilds_grammars = settings.explorer.rebuilds_grammars
+    control.drafts = engine_flags.drafts(rollout.engine_args)
     # Of an engine of ours it is known; of another one it is asked.
     extended = None if rollout.engine_urls else "--worker-extension-cls" not in " ".join(rollout.engine_args)
     control.has_fingerprint = control.is_extended = extended

@@ -10,20 +10,29 @@ that they came from. Then nobody can look at what is computed with, and of tied 
 On a CPU vLLM starts its processes anew, where on a GPU it forks them; each then imports vLLM again, which takes fifteen
 seconds of a core. What forking does not bear is threads that compute: engines on a CPU have one.
 
+The log-probability of a sampled token is a number; vLLM makes some twenty objects of it (`packing/`).
+
 `python -m` this file is `vllm serve`, which starts several API servers, where the module that is vLLM's for `python -m`
 starts one. It is not found as `vllm` where that is installed under the name of its CPU build.
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-#: The environment variables that turn this on: sleeping, computing with the parameters themselves, and forking.
+from tuneloop.explorer.engines.packing import core, front_end, gpu_worker
+from tuneloop.explorer.engines.packing.patching import UnknownVllm
+
+log = logging.getLogger(__name__)
+
+#: The environment variables that turn this on: sleeping, computing with the parameters themselves, forking, packing.
 SLEEPS = "TUNELOOP_ENGINE_SLEEPS"
 UNPACKED = "TUNELOOP_ENGINE_UNPACKED"
 FORKS = "TUNELOOP_ENGINE_FORKS"
+PACKS = "TUNELOOP_ENGINE_PACKS"
 
 
 def register() -> None:
@@ -35,6 +44,23 @@ def register() -> None:
         layers.dispatch_cpu_unquantized_gemm = _compute_with_parameters  # type: ignore[attr-defined]
     if os.environ.get(FORKS) == "1":
         _fork(importlib.import_module("vllm.utils.system_utils"))
+    if os.environ.get(PACKS) == "1":
+        _pack()
+
+
+def _pack() -> None:
+    """Have log-probabilities packed in each part of the engine that is built as it is known.
+
+    Only API servers begin it, and each part may do without the others.
+    """
+    parts = [core, front_end]
+    if importlib.import_module("vllm.triton_utils").HAS_TRITON:
+        parts.append(gpu_worker)
+    for part in parts:
+        try:
+            part.install()
+        except UnknownVllm as error:
+            log.warning("log-probabilities are not packed in %s: %s", part.__name__.rpartition(".")[2], error)
 
 
 def _fork(processes: Any) -> None:

@@ -52,7 +52,7 @@ def bind(entries: Sequence[Entry], binding: FeedbackBinding) -> list[Entry]:
             message = "this token is for feedback on one reply, and on nothing else"
             raise RequestRefused(message, status=403, code="token_of_another_reply")
         if entry.source not in {None, binding.source}:
-            raise RequestRefused("this token says whose feedback it is", status=403, code="token_of_another_source")
+            raise RequestRefused("this token fixes whose feedback it is", status=403, code="token_of_another_source")
     return [entry._replace(source=binding.source or None) for entry in entries]
 
 

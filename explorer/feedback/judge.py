@@ -17,6 +17,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.dialect import ReadConversation
+from tuneloop.explorer.engines.version_routing import in_share
 from tuneloop.explorer.feedback.judge_input import reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
@@ -144,7 +145,7 @@ class JudgeLoop:
             and reply.id not in self._failed
             and reply.id not in self._done
             and now - settings.max_age <= reply.sampled_at <= now + _SKEW_S
-            and in_share(reply.msg_id, settings.share)
+            and in_share(b"judged", reply.msg_id, settings.share)
         )
 
     async def _judge_reply(self, candidate: UnjudgedReply, exchange: JudgedExchange | None) -> float | None:
@@ -214,11 +215,6 @@ def judge_of(settings: JudgeSettings) -> Judge:
         )
     except ValueError as error:  # such as a key that no header can hold
         raise EnvironmentRefused(f"judge: {error}") from None
-
-
-def in_share(msg_id: str, share: float) -> bool:
-    """Whether a reply is one of that share of all; always the same for the same reply."""
-    return int.from_bytes(hashlib.sha256(msg_id.encode()).digest()[:8]) < share * 2**64
 
 
 def event_id(source: str, reply: ReplyState, metric: str) -> str:

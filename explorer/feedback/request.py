@@ -163,12 +163,14 @@ def _checked_signals(entry: dict[str, Any]) -> Sequence[Signal]:
             param="reward",
         )
     if signals[0].kind is Kind.RETRACTION and len(signals) > 1:
-        raise RequestRefused("retract takes back; say the rest in another call", code="invalid_value", param="retract")
+        raise RequestRefused(
+            "retract stands alone; send the rest in another call", code="invalid_value", param="retract"
+        )
     if (metric := optional_name(entry, "metric")) is not None:
         signals[0] = signals[0]._replace(metric=metric)
     if len({each.metric for each in signals}) < len(signals):
         raise RequestRefused(
-            f"only one thing can be said under the metric {metric}", code="invalid_value", param="metric"
+            f"only one value can be given for the metric {metric}", code="invalid_value", param="metric"
         )
     return signals
 
@@ -195,7 +197,7 @@ def _rating(entry: dict[str, Any]) -> Signal | None:
     """The number, the thumb or the label of `reward` or `value`."""
     if entry.get("reward") is not None:
         if entry.get("value") is not None:
-            raise RequestRefused("reward and value are two names of one thing: write one", code="invalid_value")
+            raise RequestRefused("reward and value are two names for one field: give one", code="invalid_value")
         return Signal(Kind.NUMBER, "reward", value=finite_number(entry["reward"], "reward", bound=MAX_REWARD))
     match entry.get("value"):
         case None | "":

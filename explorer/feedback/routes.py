@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import structlog
 from fastapi import Request
@@ -35,6 +36,8 @@ MAX_TASKS = 10_000
 #: Of several outcomes about one id, the first of these is reported: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
 
+_Result = TypeVar("_Result")
+
 #: What became of each choice, by `id:choice`, where it was not the same for all.
 _Apart = Mapping[str, Outcome]
 
@@ -46,6 +49,13 @@ _MOST_APART = 100
 
 #: What a rule makes numbers of, if their metrics have a weight.
 _RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
+
+#: A call that names more is worked on in a thread. This many take some milliseconds.
+_FEW = 100
+
+#: Ids of one key in the larger calls that are being worked on, or wait for it. Their bodies count nowhere else when
+#: their clients have left.
+MAX_IDS_AT_WORK = 400_000
 
 #: Of the replies of a larger call it is not said whether they will be trained on.
 _MAX_EXPLAINED = 1000
@@ -72,6 +82,8 @@ class FeedbackRoutes:
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
+        self._bulk_work = recorder.bulk_work
+        self._ids_at_work: Counter[str] = Counter()
         self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
 
     async def feedback(self, request: Request) -> dict[str, object]:
@@ -83,23 +95,29 @@ class FeedbackRoutes:
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
         """The same for a body that was read already, under an idempotency key if it has one."""
         caller.meter.check_stored()
-        # In a thread: a hundred thousand ids take seconds, and streams must go on meanwhile.
-        parsed = await asyncio.to_thread(self._parse, caller, body, key)
-        events = list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())
+        named = _count_named(body)
+        if named <= _FEW:
+            return await self._take(caller, body, key, named)
+        if self._ids_at_work[caller.identity] + named > MAX_IDS_AT_WORK:
+            reason = "large calls of this key are still being worked on; try again in a moment"
+            raise RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+        self._ids_at_work[caller.identity] += named
+        try:
+            return await self._take(caller, body, key, named)
+        finally:
+            self._ids_at_work[caller.identity] -= named
+            self._ids_at_work += Counter()  # forgets who has none left
+
+    async def _take(self, caller: Caller, body: dict[str, object], key: str | None, named: int) -> dict[str, object]:
+        parsed, events = await self._aside(caller, named, partial(self._parse, caller, body, key))
         if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
-        outcomes, apart = await self._store(events, caller.name) if events else ({}, {})
+        outcomes, apart = await self._store(events, caller) if events else ({}, {})
         results = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in parsed]
-        pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(parsed, results, strict=True))
-        for (kind, outcome), count in pairs.items():
-            self._metrics.feedback.labels(kind, outcome).inc(count)
-        answer = _answer(parsed, results) | self._not_counted(parsed) | await self._not_trained(parsed, results)
-        if any(each.event is not None and self._is_clipped(each.event) for each in parsed):
-            answer["clipped"] = True
-        if choices := dict(_choices(parsed, apart)):
-            answer["choices"] = choices
+        answer = await self._aside(caller, len(parsed), partial(self._answer, parsed, results, apart))
+        answer |= await self._not_trained(parsed, results)
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -135,32 +153,59 @@ class FeedbackRoutes:
             raise
         return {"status": "success", "committed": committed}
 
-    def _parse(self, caller: Caller, body: dict[str, object], key: str | None) -> list[FeedbackEvent]:
+    async def _aside(self, caller: Caller, named: int, work: Callable[[], _Result]) -> _Result:
+        """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""
+        if named <= _FEW and not self._recorder.slow:
+            return work()
+        return await self._bulk_work.run(caller.identity, work)
+
+    def _parse(
+        self, caller: Caller, body: dict[str, object], key: str | None
+    ) -> tuple[list[FeedbackEvent], list[Feedback]]:
+        """What a body says of what it names, and the events that are to be stored."""
         factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
         entries = parse_entries(body, key)
-        return factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
+        parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
+        return parsed, list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())
+
+    def _answer(
+        self, parsed: Sequence[FeedbackEvent], results: Sequence[Outcome], apart: Mapping[str, _Apart]
+    ) -> dict[str, object]:
+        """What became of each, but for what the database knows of the replies; it is counted, too."""
+        pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(parsed, results, strict=True))
+        for (kind, outcome), count in pairs.items():
+            self._metrics.feedback.labels(kind, outcome).inc(count)
+        answer = _answer(parsed, results) | self._not_counted(parsed)
+        if any(each.event is not None and self._is_clipped(each.event) for each in parsed):
+            answer["clipped"] = True
+        if choices := dict(_choices(parsed, apart)):
+            answer["choices"] = choices
+        return answer
 
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)
 
-    async def _store(self, events: Sequence[Feedback], key: str) -> _Results:
+    async def _store(self, events: Sequence[Feedback], caller: Caller) -> _Results:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         events = await self._recorder.take(events)
         until = time.monotonic() + _PATIENCE_S
-        results = await self._what_became(events, key or None, until)
-        if (
-            key and results is not None and Outcome.PENDING in results[0].values()
-        ):  # perhaps another key's reply is behind
-            results = await self._what_became(events, None, until) or results
+        results = await self._what_became(events, caller, caller.name or None, until)
+        if caller.name and results is not None and Outcome.PENDING in results[0].values():
+            # Perhaps another key's reply is behind.
+            results = await self._what_became(events, caller, None, until) or results
         return results or (dict.fromkeys([event.event_id for event in events], Outcome.PENDING), {})
 
-    async def _what_became(self, events: Sequence[Feedback], key: str | None, until: float) -> _Results | None:
+    async def _what_became(
+        self, events: Sequence[Feedback], caller: Caller, key: str | None, until: float
+    ) -> _Results | None:
         """What became of events, once what came before them of a key, or of the tenant, is in the database."""
         left_s = max(0.0, until - time.monotonic())
         if not await self._control_client.wait_until_flushed(left_s, events[0].tenant, key):
             return None
         try:
             async with asyncio.timeout(_PATIENCE_S):
+                if len(events) > _FEW:
+                    return await self._bulk_work.run(caller.identity, partial(self._outcomes, events))
                 return await asyncio.to_thread(self._outcomes, events)
         except (LedgerUnavailable, TimeoutError):
             return None  # it went away again; the events are on disk all the same
@@ -210,6 +255,16 @@ class FeedbackRoutes:
         ids = {each for about in named.values() for each in about}
         missing = self._ledger.restoration.missing({each: minted_at(each) for each in ids}) if ids else set()
         yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
+
+
+def _count_named(body: Mapping[str, object]) -> int:
+    """How many ids a body may name, whatever else is wrong with it."""
+    entries = body.get("feedback")
+    found = 0
+    for entry in entries if isinstance(entries, list) else [body]:
+        ids = entry.get("msg_ids") if isinstance(entry, dict) else None
+        found += len(ids) if isinstance(ids, list) else 1
+    return found
 
 
 def _task_ids(body: dict[str, object]) -> list[str] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.experience import Feedback, Outcome
 from tuneloop.shared.telemetry.spans import (
     AttributeValue,
@@ -36,9 +37,11 @@ class TracedFeedbackRoutes(FeedbackRoutes):
         _parent.set(parse_traceparent(request.headers.get("traceparent")))
         return await super().feedback(request)
 
-    async def _store(self, events: Sequence[Feedback], key: str) -> tuple[Mapping[str, Outcome], Mapping[str, Any]]:
+    async def _store(
+        self, events: Sequence[Feedback], caller: Caller
+    ) -> tuple[Mapping[str, Outcome], Mapping[str, Any]]:
         started, parent = time.time_ns(), _parent.get()
-        outcomes, apart = await super()._store(events, key)
+        outcomes, apart = await super()._store(events, caller)
         if parent is None or parent.sampled:
             about = dict.fromkeys(each.msg_id for each in events if each.msg_id is not None)
             self._tracing.send(

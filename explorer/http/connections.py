@@ -99,6 +99,10 @@ class ConnectionWatch:
         """A head is complete."""
         self._limits.idle.pop(self, None)
 
+    def wait_for_refusal(self) -> None:
+        """The answer, a refusal, is held back: the connection may make room for another meanwhile."""
+        self._limits.idle.setdefault(self)
+
     def hold(self, size: int) -> RequestRefused | None:
         """So many bytes of a body have come; the refusal, if there is no room for them."""
         self._held_bytes += size

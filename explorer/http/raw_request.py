@@ -59,6 +59,13 @@ class RawRequest:
         self._cycle.body = bytearray()
         self._cycle.keep_alive = self._cycle.keep_alive and not self._cycle.more_body
 
+    async def hold_back(self, seconds: float) -> None:
+        """Read nothing from the client for so long."""
+        flow = self._cycle.flow
+        flow.pause_reading()
+        await asyncio.sleep(seconds)
+        flow.resume_reading()
+
     async def body(self, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body. Raises RequestRefused if it is too large, or does not come within `timeout_s`."""
         cycle = self._cycle

@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 #: The most bytes of a request's line and headers together.
 _MAX_HEAD_BYTES = 64 << 10
+_HEAD_ENDS = b"\r\n\r\n"
 
 #: uvicorn's private methods that are used here, with the parameters that they must have.
 _PRIVATE_METHODS = {
@@ -118,7 +119,7 @@ class FastProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _head_complete = False
     _message_complete = True
-    _body_came = False
+    _body_came = _message_ended = False
     _refusal: RequestRefused | None = None
     _watch: ConnectionWatch
     _caller: Caller | None = None
@@ -138,12 +139,13 @@ class FastProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what the client sends; refuse what is no request, and a head that is too long."""
         self._unset_keepalive_if_required()
+        self._message_ended = False
         unread: memoryview | None = memoryview(data)
         while unread is not None:  # each time round a request that asks for an upgrade
             unread = self._parse(unread)
         if self.transport.is_closing():
             return
-        self._head_bytes = self._head_bytes + len(data) if self._reads_framing() and not self._body_came else 0
+        self._count_head(data)
         self._body_came = False
         if self._head_bytes > _MAX_HEAD_BYTES:
             reason = f"the headers are longer than {_MAX_HEAD_BYTES} bytes"
@@ -159,6 +161,15 @@ class FastProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse_and_close(self._refusal or RequestRefused("this is not HTTP/1.1", code="invalid_http"))
         return None
+
+    def _count_head(self, data: bytes) -> None:
+        """Count the bytes of the head that is being read: not those of requests that were complete before it."""
+        if self._body_came or not self._reads_framing():
+            self._head_bytes = 0
+        elif self._message_ended:
+            self._head_bytes = len(data) - (data.rfind(_HEAD_ENDS) + len(_HEAD_ENDS))
+        else:
+            self._head_bytes += len(data)
 
     def _reads_framing(self) -> bool:
         """Whether a head is being read, or what stands between the chunks of a body and after them."""
@@ -203,7 +214,7 @@ class FastProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that nothing more is to come of the request."""
-        self._message_complete = True
+        self._message_complete = self._message_ended = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -262,6 +273,8 @@ class FastProtocol(HttpToolsProtocol):
         try:
             self._caller = caller = admitted.admit(scope)
         except RequestRefused as error:
+            if error.held_s:
+                self._watch.wait_for_refusal()
             self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)))
             return
         caller.meter.begin_request()
@@ -295,6 +308,8 @@ class FastProtocol(HttpToolsProtocol):
 
 async def _refuse(error: RequestRefused, more: Headers, request: RawRequest) -> None:
     """Refuse a request by its head; its body is not waited for."""
+    if error.held_s:
+        await request.hold_back(error.held_s)
     request.leave_body()
     send_error(request, error, more)
 

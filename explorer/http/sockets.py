@@ -7,6 +7,7 @@ import socket
 from contextlib import ExitStack
 
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
 
 _BACKLOG = 2048
@@ -14,16 +15,16 @@ _BACKLOG = 2048
 
 def listen(settings: Settings, stack: ExitStack) -> list[socket.socket]:
     """The sockets, closed by `stack`. Raises EnvironmentRefused if the port is taken."""
-    explorer = settings.explorer
+    explorer, workers = settings.explorer, explorer_workers_of(settings)
     family = socket.AF_INET6 if ":" in explorer.listen_address else socket.AF_INET
     first = stack.enter_context(socket.socket(family))
     try:
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         first.bind((explorer.listen_address, explorer.proxy_port))
-        if explorer.workers == 1:
+        if workers == 1:
             first.listen(_BACKLOG)  # else another that starts at this moment could bind it too
             return [first]
-        return _share_port(first, explorer.workers, stack)
+        return _share_port(first, workers, stack)
     except OSError as error:
         raise EnvironmentRefused(
             f"explorer.proxy_port: cannot listen on {explorer.listen_address}:{explorer.proxy_port}: {error.strerror}; "

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import structlog
 
 from tuneloop.explorer.access.key_watch import SharedUsage
 from tuneloop.explorer.background_tasks import run_task
+from tuneloop.explorer.bulk_work import take_short_turns
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.version_routing import TrafficSplit
@@ -47,6 +48,7 @@ from tuneloop.explorer.processes.channel import (
     WaitUntilFlushed,
     WaitUntilIdle,
 )
+from tuneloop.explorer.processes.garbage import keep_what_is_here
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
@@ -54,6 +56,7 @@ from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
+from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import WITH_SECRETS
 
@@ -133,8 +136,17 @@ class WorkerProcess:
 class Workers:
     """All workers. They are the audience of the fleet: no weights change before each of them knows."""
 
-    def __init__(self, settings: Settings, sockets: Sequence[socket.socket], slots: Slots) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        sockets: Sequence[socket.socket],
+        slots: Slots,
+        *,
+        worker_of: Callable[[int, int], WorkerProcess] = WorkerProcess,
+    ) -> None:
+        """`worker_of` makes the worker of a serial and a number."""
         self._settings = settings
+        self._worker_of = worker_of
         self._sockets = sockets
         self._slots = slots
         self._serials = itertools.count()
@@ -159,7 +171,7 @@ class Workers:
         pause, has_served, killed, loop = _PAUSE_S, False, 0, asyncio.get_running_loop()
         while not self._stopping.is_set():
             started = loop.time()
-            self._running[number] = worker = WorkerProcess(next(self._serials), number)
+            self._running[number] = worker = self._worker_of(next(self._serials), number)
             code = await worker.run(self._sockets, partial(self._answer, worker))
             has_served = has_served or worker.slot is not None
             self._leave(worker)
@@ -290,6 +302,7 @@ class Workers:
 
 async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     """Serve until SIGTERM or SIGINT. Raises TuneloopError if it cannot."""
+    take_short_turns()
     failures: list[TuneloopError] = []
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -303,12 +316,14 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     async with AsyncExitStack() as stack:
         # They import what they need while the database is opened.
         serving = [loop.create_task(run_task(workers.keep_running(each), fail)) for each in range(len(sockets))]
+        stack.callback(slots.close)
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
         await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
         _say(settings, sockets, services.key_watch.table)
+        keep_what_is_here()
         workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
@@ -371,6 +386,6 @@ def _view(engine: Engine, services: ControlServices) -> EngineView:
 
 def _share(settings: Settings) -> Settings:
     """The settings as one of the workers has them: a share of what all of them may have in flight."""
-    explorer, count = settings.explorer, settings.explorer.workers
+    explorer, count = settings.explorer, explorer_workers_of(settings)
     shares = {"max_in_flight": -(-explorer.max_in_flight // count), "max_waiting": -(-explorer.max_waiting // count)}
     return settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})

@@ -11,6 +11,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.proof.reload_trial import ReloadTrial, ServedWeights
+from tuneloop.explorer.engines.proof.sampling_trial import require_samples_of_the_policy
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.grammars import give_first_grammar
 from tuneloop.explorer.versions.loading import (
@@ -48,7 +49,7 @@ _FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: re
 
 _NO_LIFE = (
     "it says neither when it began (/metrics, with one API server) nor its id (/server_info, with "
-    "VLLM_SERVER_DEV_MODE=1; of several API servers with our --worker-extension-cls only): that it was started anew is "
+    "VLLM_SERVER_DEV_MODE=1; of several API servers with our --worker-extension-cls only): that it was restarted is "
     "noticed only where it misses a health check"
 )
 
@@ -117,8 +118,14 @@ class EngineSupervisor:
     async def _start(self, actor: Path) -> None:
         self._starts += 1
         await self._process.start(self._engine.control.initial_weights(actor))
-        await self._engine.control.finish_start(actor)
-        await give_first_grammar(self._engine.control)
+        control = self._engine.control
+        await control.finish_start(actor)
+        if control.drafts:
+            try:
+                await require_samples_of_the_policy(control)
+            except EngineError as error:
+                raise EnvironmentRefused(f"explorer.rollout_model.engine_args: {error}") from error
+        await give_first_grammar(control)
 
     async def run(self) -> None:
         """Run the engine for ever. Raises EnvironmentRefused if it never gets up in the first place."""
@@ -328,11 +335,11 @@ class Attachment:
         try:
             control.reset()
             life = await control.life()
-            await control.require_processed_logprobs()
+            await require_samples_of_the_policy(control)
             await give_first_grammar(control)
             champion = await self._champions.give(engine, self._fleet)
             if await control.life() != life:
-                raise EngineError("it was started anew while it was given its weights")
+                raise EngineError("it was restarted while its weights were loaded")
         except (EngineError, CheckpointRejected) as error:
             log.warning("engine_not_attached", engine=engine.number, reason=str(error))
             self._failures += 1

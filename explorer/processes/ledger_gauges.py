@@ -7,8 +7,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.clock_alarm import ClockAlarm
-from tuneloop.explorer.processes.spool_alarms import SpoolAlarms
+from tuneloop.explorer.processes.own_alarms import ClockAlarm, SpoolAlarms
 from tuneloop.shared import steady_time
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError

@@ -109,7 +109,7 @@ async def open_control_services(
     stack: AsyncExitStack,
     *,
     on_failure: OnFailure,
-    audience: FleetReplicas | None = None,
+    audience: FleetReplicas,
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
@@ -162,13 +162,13 @@ def _version_log(
     settings: Settings, ledger: Ledger, metrics: Metrics, stack: AsyncExitStack, *, interval_s: float
 ) -> VersionLog:
     """What tells decisions about versions: to the log, to the metrics, and as spans if traces are wanted."""
-    told = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
+    version_log = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
     tracing = open_tracing(settings, "explorer")
     if tracing is not None:
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
-        told.tell = lambda event: send(decision_span(event, experiment))
-    return told
+        version_log.tell = lambda event: send(decision_span(event, experiment))
+    return version_log
 
 
 def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:
@@ -194,7 +194,7 @@ def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLo
 
 
 async def _open_fleet(
-    settings: Settings, stack: AsyncExitStack, *, audience: FleetReplicas | None
+    settings: Settings, stack: AsyncExitStack, *, audience: FleetReplicas
 ) -> tuple[Fleet, list[Address], list[Path]]:
     """The engines, where each answers, and the sockets of those that are our own, which come first."""
     explorer = settings.explorer

@@ -70,21 +70,21 @@ class VersionLog:
             self._champion = self._champion_at(self._seen)
         if events := self._versions.events_since(self._seen, DECISIONS):
             with announcing(self._job_dir):
-                told = newest_announced(self._job_dir) or 0
+                announced = newest_announced(self._job_dir) or 0
                 for event in events:
                     self._seen = event.id  # whatever happens next: a full disk must not have it told every second
-                    self._tell(event, anew=event.id > told)
-                note_announced(self._job_dir, max(told, events[-1].id))
+                    self._tell(event, anew=event.id > announced)
+                note_announced(self._job_dir, max(announced, events[-1].id))
 
     def _begin(self) -> int:
         """The newest decision that was told. A ledger that was restored may have none of that number."""
         with announcing(self._job_dir):
-            told = newest_announced(self._job_dir)
+            announced = newest_announced(self._job_dir)
             newest = self._versions.last_event(DECISIONS)
-            if told is None or told > newest:
+            if announced is None or announced > newest:
                 note_announced(self._job_dir, newest)
                 return newest
-            return told
+            return announced
 
     def _champion_at(self, number: int) -> int:
         """The champion after the event of that number."""

@@ -11,7 +11,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.sampling import Sampling
-from tuneloop.explorer.engines.version_routing import is_captured
+from tuneloop.explorer.engines.version_routing import in_share
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.ledger.versions.alarms import Alarms
@@ -34,11 +34,11 @@ class CaptureChoice:
 
     def asks(self, msg_id: str, upstream: Mapping[str, Any], sampling: Sampling) -> bool:
         """Whether the engine is asked for the log-probabilities of the reply to a request."""
-        asked = upstream.get("logprobs")  # of a text, 0 is a number of them
-        if self._all or self.mistrusted or not (asked is None or asked is False):
+        wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
+        if self._all or self.mistrusted or not (wanted is None or wanted is False):
             return True
         # What a version would have earned is estimated of held-out replies, which no trainer sees.
-        return sampling.drop_reason == HELD_OUT or is_captured(msg_id, self._share)
+        return sampling.drop_reason == HELD_OUT or in_share(b"captured", msg_id, self._share)
 
     async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
         """Look for the alarm for ever."""

@@ -81,9 +81,9 @@ class Grammars:
 
     async def _grammar_of(self, engine: Engine, request: Request) -> Grammar | None:
         path, upstream = request.dialect.upstream_path, orjson.loads(request.upstream_body)
-        asked = {name: upstream[name] for name in _DECISIVE if upstream.get(name) is not None}
-        asked |= {name: value for name, value in _STAND_IN.items() if name in upstream}
-        body = orjson.dumps(asked)
+        decisive = {name: upstream[name] for name in _DECISIVE if upstream.get(name) is not None}
+        decisive |= {name: value for name, value in _STAND_IN.items() if name in upstream}
+        body = orjson.dumps(decisive)
         key = path.encode() + body
         if key in self._found:
             self._found.move_to_end(key)

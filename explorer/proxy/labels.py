@@ -46,10 +46,10 @@ def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: boo
 
     `train` holds where neither says anything of it. Raises RequestRefused for invalid labels that can only be ours.
     """
-    labels, said = _labels_in(body)
+    labels, consent = _labels_in(body)
     if run is None:
-        return labels._replace(train=train if said is None else said)
-    either = [each for each in (said, run.train) if each is not None]
+        return labels._replace(train=train if consent is None else consent)
+    either = [each for each in (consent, run.train) if each is not None]
     train = all(either) if either else train  # whoever opts out is heard
     return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
 
@@ -60,7 +60,7 @@ def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
     if metadata:
         _refuse_large(metadata)
     reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
-    priority, train = reader.read("priority", _priority), reader.read("train", coerce_bool, strict=True)
+    priority, train = reader.read("priority", _priority), reader.consent()
     labels = Labels(
         task_id=reader.read("task_id", id_of),
         run_id=reader.read("run_id", id_of),
@@ -90,8 +90,17 @@ class _LabelReader:
         self._metadata = metadata
         self.ignored: list[str] = []
 
-    def read(self, name: str, parse: Callable[[object, str], T], *, strict: bool = False) -> T | None:
-        """A label; None if there is none. Raises RequestRefused if it is invalid, and prefixed or `strict`."""
+    def consent(self) -> bool | None:
+        """Whether to train on the reply, which is refused under either name; None if it is not said.
+
+        Raises RequestRefused for what is neither true nor false, null too: nobody knows what was meant by it.
+        """
+        names = [name for name in (f"{PREFIX}train", "train") if name in self._metadata]
+        said = [coerce_bool(self._metadata[name], f"metadata.{name}") for name in names]
+        return all(said) if said else None
+
+    def read(self, name: str, parse: Callable[[object, str], T]) -> T | None:
+        """A label; None if there is none. Raises RequestRefused if it is invalid, and prefixed."""
         if (value := self._metadata.get(PREFIX + name)) is not None:
             return parse(value, f"metadata.{PREFIX}{name}")
         if (value := self._metadata.get(name)) is None:
@@ -99,8 +108,6 @@ class _LabelReader:
         try:
             return parse(value, f"metadata.{name}")
         except RequestRefused:
-            if strict:
-                raise
             self.ignored.append(f"metadata.{name}")
             return None
 

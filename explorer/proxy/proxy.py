@@ -14,7 +14,7 @@ import structlog
 
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
-from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter, split_events
+from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter
 from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -121,7 +121,7 @@ class Proxy:
         try:
             request = await self.parser.parse(dialect, raw, started)
             if request.store:
-                self._recorder.admit(request.caller.meter)
+                self._recorder.admit(request.caller, len(request.body))
                 self._metrics.captured.labels(request.captured_by).inc()
             await self.admission.acquire(request.caller.identity)
             try:
@@ -235,10 +235,10 @@ class Proxy:
 
     async def _stream_reply(self, in_flight: ReplyInFlight, raw: RawRequest, reply: EngineReply) -> None:
         """Send the chunks as they arrive. All is on disk before the last one, whatever ends the stream."""
-        request, writer, buffer = in_flight.request, in_flight.request.writer, bytearray()
+        request, writer = in_flight.request, in_flight.request.writer
 
         def forward(block: bytes) -> bool:
-            if data := _convert_block(writer, buffer, block):
+            if data := _convert_block(writer, block):
                 raw.write(data)
             return not raw.client_is_slow
 
@@ -301,10 +301,10 @@ def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
 
-def _convert_block(writer: ReplyWriter, buffer: bytearray, block: bytes) -> bytes:
+def _convert_block(writer: ReplyWriter, block: bytes) -> bytes:
     """What the client gets for a block of a stream."""
     try:
-        return b"".join([writer.convert_event(event) for event in split_events(buffer, block)])
+        return writer.convert_block(block)
     except _UNREADABLE_REPLY as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 

@@ -11,6 +11,7 @@ from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
+from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
 from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
 from tuneloop.explorer.http.caller import Caller
@@ -94,6 +95,8 @@ class Request(NamedTuple):
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
         name = self.msg_id.removeprefix(self.dialect.prefix)
         headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        if "logprobs" in self.added_fields:  # nobody but us reads them
+            headers[wire.HEADER] = wire.PACKED
         if self.trace is not None:
             headers["traceparent"] = self.trace.engine.traceparent
         return headers

@@ -54,12 +54,12 @@ class TokenCharge:
         self._meter.count_tokens(transcript.tokens or self._estimate(transcript, broken_off or transcript.broken))
 
     def _estimate(self, transcript: Transcript, broken_off: bool) -> int:
-        told = sum(len(text) for choice in transcript.choices.values() for text in choice.text)
+        characters = sum(len(text) for choice in transcript.choices.values() for text in choice.text)
         sampled_s = max(0.0, time.monotonic() - self._asked_at) if broken_off else 0.0
         sampled = math.ceil(sampled_s * _TOKENS_PER_S)
         if self._most is not None:
             sampled = min(sampled, max(0, self._most))
-        return tokens_of(self._body_bytes + told) + sampled * self._choices
+        return tokens_of(self._body_bytes + characters) + sampled * self._choices
 
 
 def tokens_of(size: int) -> int:

@@ -22,10 +22,10 @@ PAGE = 50
 #: What became of feedback, in sentences.
 SENTENCES = {
     Outcome.ACCEPTED: "Stored. It counts towards the reward as the reward rule says.",
-    Outcome.DUPLICATE: "That was said already: nothing has changed.",
+    Outcome.DUPLICATE: "This is recorded already: nothing has changed.",
     Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
     Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
-    Outcome.FULL: "Not stored: as much has been said of this reply as may be.",
+    Outcome.FULL: "Not stored: this reply has as much feedback as may be.",
 }
 
 
@@ -67,8 +67,8 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     @router.get("/exchanges/{msg_id}")
     async def exchange(request: Request, msg_id: str) -> Response:
         site.guard.admit(request)
-        said = request.query_params.get("said", "")
-        notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
+        outcome = request.query_params.get("outcome", "")
+        notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
         return await show_exchange(request, site, msg_id, notice=notice)
 
     @router.get("/exchanges/{msg_id}/tokens/{choice}")
@@ -91,8 +91,10 @@ async def show_exchange(
     if view is None:
         raise _no_exchange(msg_id)
     calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}
-    said = read_request(view.request)
-    return site.show(request, "exchange.html", status, view=view, said=said, calls=calls, notice=notice, wrong=wrong)
+    conversation = read_request(view.request)
+    return site.show(
+        request, "exchange.html", status, view=view, conversation=conversation, calls=calls, notice=notice, wrong=wrong
+    )
 
 
 def _no_exchange(msg_id: str) -> RequestRefused:

@@ -34,15 +34,15 @@ def add_rating(router: APIRouter, site: Site) -> None:
             if error.status == 404:
                 raise
             return await show_exchange(request, site, msg_id, status=error.status, wrong=str(error))
-        return RedirectResponse(f"{PATH}/exchanges/{msg_id}?said={outcome}", 303)
+        return RedirectResponse(f"{PATH}/exchanges/{msg_id}?outcome={outcome}", 303)
 
     @router.get("/preferences")
     async def preferences(request: Request) -> Response:
         tenant = site.tenant_of(request)
         after = parse_cursor({"after": request.query_params.get("after", "")})
         pair = await in_thread(site.ledger.same_prompts.next_pair, tenant, after)
-        said = request.query_params.get("said", "")
-        notice = SENTENCES[Outcome(said)] if said in set(SENTENCES) else ""
+        outcome = request.query_params.get("outcome", "")
+        notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
         return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)
 
     @router.post("/preferences")
@@ -50,10 +50,10 @@ def add_rating(router: APIRouter, site: Site) -> None:
         session, form = await site.form(request)
         better, worse = form.get("better", ""), form.get("worse", "")
         if not better or not worse:
-            raise RequestRefused("say which of the two answers is better", code="missing", param="better")
-        said = {"msg_ids": [better], "preferred_over": worse, "source": SOURCE}
-        outcome = await _give(request, site.guard.tenant_of(session), said)
-        return RedirectResponse(f"{PATH}/preferences?said={outcome}", 303)
+            raise RequestRefused("name the better of the two answers", code="missing", param="better")
+        preference = {"msg_ids": [better], "preferred_over": worse, "source": SOURCE}
+        outcome = await _give(request, site.guard.tenant_of(session), preference)
+        return RedirectResponse(f"{PATH}/preferences?outcome={outcome}", 303)
 
 
 def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
@@ -71,7 +71,9 @@ def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
     if edited.strip() and edited != form.get("was", "").replace("\r\n", "\n"):
         body["demonstration"] = edited
     if not body.keys() - {"msg_ids", "source"}:
-        raise RequestRefused("Nothing was said: rate the reply, write a comment, or edit the answer.", code="missing")
+        raise RequestRefused(
+            "There is nothing to record: rate the reply, write a comment, or edit the answer.", code="missing"
+        )
     return body
 
 

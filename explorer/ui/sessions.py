@@ -142,7 +142,9 @@ def require_same_origin(request: Request) -> None:
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
     same = origin is None or _host_of(origin) == request.headers.get("host")
     if not same or site not in {"same-origin", "none"}:
-        raise RequestRefused("another site's page has sent this: nothing was done", status=403, code="other_origin")
+        raise RequestRefused(
+            "the request came from another site's page: nothing was done", status=403, code="other_origin"
+        )
 
 
 def _host_of(origin: str) -> str | None:

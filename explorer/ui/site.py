@@ -94,7 +94,7 @@ async def read_form(request: Request) -> Mapping[str, str]:
     try:
         pairs = parse_qsl(data.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
     except ValueError:
-        raise RequestRefused("the form cannot be read: it is no URL-encoded UTF-8", code="invalid_form") from None
+        raise RequestRefused("the form cannot be read: it is not URL-encoded UTF-8", code="invalid_form") from None
     return dict(pairs)
 
 

@@ -78,7 +78,7 @@ def add_versions(router: APIRouter, site: Site) -> None:
     async def decide(request: Request, version: str, action: str) -> Response:
         _, form = await site.form(request)
         if action not in _DECISIONS:
-            raise RequestRefused(f"{action[:20]} is no decision about a version", status=404, code="not_found")
+            raise RequestRefused(f"{action[:20]} is not a decision about a version", status=404, code="not_found")
         try:
             await in_thread(_decide, site.ledger, version, action, form)
         except (VersionRefused, RequestRefused) as error:

@@ -149,12 +149,12 @@ class Attestation:
             await self._doubt(engine, version, again)
 
     async def doubt_restarted(self, engine: Engine, since_s: float) -> None:
-        """Take out of training what an engine has sampled since a time after which it was started anew, unproven.
+        """Take out of training what an engine has sampled since a time after which it was restarted, unproven.
 
         The engine must be out of rotation. `since_s` is in seconds since this machine was started.
         """
         self._proofs.pop(engine.number, None)
-        reason = "it was started anew, and answered before it was given these weights again"
+        reason = "it was restarted, and answered before it was given these weights again"
         since = steady_time.now.time_at(since_s)
         await self._distrust(Mismatch(engine.number, engine.version, since, steady_time.now(), reason, {}))
 

@@ -48,8 +48,8 @@ class EngineQueries:
         """Greedy replies and their scores. Raises NotEvaluated if the judge cannot say."""
 
         async def one(task: Task) -> TaskReply:
-            said = await self._query(engine.control, task, temperature=0.0)
-            choice, usage = said["choices"][0], said["usage"]
+            completion = await self._query(engine.control, task, temperature=0.0)
+            choice, usage = completion["choices"][0], completion["usage"]
             reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
             whole = choice["finish_reason"] != "length"
             return TaskReply(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
@@ -61,11 +61,13 @@ class EngineQueries:
 
         async def one(task: Task) -> EngineSample:
             wants = {"logprobs": 0} if isinstance(task.question, str) else {"logprobs": True}
-            said = await self._query(engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants)
-            choice = said["choices"][0]
-            told = choice["logprobs"]
-            logprobs = told["token_logprobs"] if "text" in choice else [each["logprob"] for each in told["content"]]
-            prompt_ids = choice["prompt_token_ids"] if "text" in choice else said["prompt_token_ids"]
+            completion = await self._query(
+                engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants
+            )
+            choice = completion["choices"][0]
+            logged = choice["logprobs"]
+            logprobs = logged["token_logprobs"] if "text" in choice else [each["logprob"] for each in logged["content"]]
+            prompt_ids = choice["prompt_token_ids"] if "text" in choice else completion["prompt_token_ids"]
             return EngineSample(prompt_ids, choice["token_ids"], logprobs)
 
         return await _each(one, self._tasks, at_once)
@@ -89,9 +91,9 @@ class EngineQueries:
 
     async def _logprobs(self, engine: Engine, prompt_ids: list[int], reply_ids: list[int]) -> list[float]:
         """The log-probability of each token of a reply that was sampled by somebody else."""
-        asked = {"max_tokens": 1, "temperature": TEMPERATURE, "prompt_logprobs": 0, **self._priority}
-        said = await engine.control.query("/v1/completions", prompt=[*prompt_ids, *reply_ids], **asked)
-        rows = said["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
+        options = {"max_tokens": 1, "temperature": TEMPERATURE, "prompt_logprobs": 0, **self._priority}
+        completion = await engine.control.query("/v1/completions", prompt=[*prompt_ids, *reply_ids], **options)
+        rows = completion["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
         return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
 
     async def _query(self, control: EngineControl, task: Task, **how: Any) -> dict[str, Any]:
@@ -118,9 +120,9 @@ async def judging(settings: Settings) -> AsyncIterator[Judge]:
     model = model_judge_of(settings.judge)
 
     async def by_model(task: Task, reply: str) -> float | None:
-        asked = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
+        candidate = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
         try:
-            return (await model.score_async(asked)).normalised
+            return (await model.score_async(candidate)).normalised
         except JudgeFailed:
             return None
         except JudgeAway as error:
@@ -132,9 +134,9 @@ async def judging(settings: Settings) -> AsyncIterator[Judge]:
         await model.close_async()
 
 
-async def _each(ask: Callable[[_T], Awaitable[_R]], asked: Sequence[_T], at_once: int) -> list[_R]:
+async def _each(ask: Callable[[_T], Awaitable[_R]], items: Sequence[_T], at_once: int) -> list[_R]:
     """All answers, in order; where one raises, the others are not waited for."""
-    places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(asked))
+    places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(items))
 
     async def run_one(each: _T) -> _R:
         async with places:
@@ -144,7 +146,7 @@ async def _each(ask: Callable[[_T], Awaitable[_R]], asked: Sequence[_T], at_once
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run_one(each)) for each in asked]
+            tasks = [group.create_task(run_one(each)) for each in items]
     except* (TuneloopError, LookupError, TypeError, ValueError) as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -154,8 +154,8 @@ class CandidateEvaluation:
         newest = await asyncio.to_thread(self._ledger.training.held_out, rows, temperature=TEMPERATURE)
         replies = [each for each in newest if each.tokens < longest]  # The engine wants room to go on.
         new = [each for each in replies if each.id not in champion.likelihoods]
-        told = await self._asking.likelihoods(engine, new, at_once=_BESIDE)
-        known = {**champion.likelihoods, **{each.id: value for each, value in zip(new, told, strict=True)}}
+        likelihoods = await self._asking.likelihoods(engine, new, at_once=_BESIDE)
+        known = {**champion.likelihoods, **{each.id: value for each, value in zip(new, likelihoods, strict=True)}}
         return replace(champion, replies=replies, likelihoods={each.id: known[each.id] for each in replies})
 
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
@@ -215,9 +215,9 @@ class CandidateEvaluation:
 
     async def _replay_figures(self, engine: Engine) -> tuple[Figure, ...]:
         champion = self._champion
-        told = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
+        likelihoods = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
         before = [champion.likelihoods[each.id] for each in champion.replies]
-        return replay_figures(champion.replies, told, before, of=champion.version)
+        return replay_figures(champion.replies, likelihoods, before, of=champion.version)
 
     async def _put_back(self, engine: Engine, champion: Version, *, untouched: bool) -> None:
         """Put the engine into rotation again with the champion, unless its supervisor has begun to.

@@ -231,16 +231,16 @@ async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, i
     named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
     process = await start_verifier(*named)
     try:
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
     finally:
         if process.returncode is None:  # we are told to stop
             process.kill()
             await process.wait()
-    if process.returncode == 1 and said:  # without a reason it is Python that ended so
-        raise CheckpointRejected(said.decode(errors="replace"))
+    if process.returncode == 1 and output:  # without a reason it is Python that ended so
+        raise CheckpointRejected(output.decode(errors="replace"))
     if process.returncode != 0:
-        raise CheckpointUnreadable(said.decode(errors="replace") or f"its verifier died ({process.returncode})")
-    fingerprints: dict[str, dict[str, int]] = json.loads(said)
+        raise CheckpointUnreadable(output.decode(errors="replace") or f"its verifier died ({process.returncode})")
+    fingerprints: dict[str, dict[str, int]] = json.loads(output)
     return fingerprints
 
 

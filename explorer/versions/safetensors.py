@@ -143,7 +143,7 @@ def _index(folder: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
         if not all(isinstance(file, str) and "/" not in file for file in weight_map.values()):
-            raise TypeError("it names what is no file of this folder")
+            raise TypeError("it names a file that is not in this folder")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -173,7 +173,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 def _object(header: object) -> dict[str, Any]:
     if not isinstance(header, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not a JSON object")
     return header
 
 

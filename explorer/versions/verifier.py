@@ -106,7 +106,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointRejected("config.json is no object")
+        raise CheckpointRejected("config.json is not a JSON object")
     return config
 
 

@@ -62,7 +62,7 @@ def _config(actor: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{ADAPTER_CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointRejected(f"{ADAPTER_CONFIG} is no object")
+        raise CheckpointRejected(f"{ADAPTER_CONFIG} is not a JSON object")
     return config
 
 
@@ -92,11 +92,11 @@ def _fits(
     layers = {name.removeprefix(_PREFIX).removesuffix(_DOWN).removesuffix(_UP) for name in found}
     wanted = {_PREFIX + layer + part for layer in layers for part in (_DOWN, _UP)}
     if missing := wanted ^ found.keys():
-        raise CheckpointRejected(f"{min(missing)} stands without its other half, or is no part of an adapter")
+        raise CheckpointRejected(f"{min(missing)} has no counterpart, or is not part of an adapter")
     for layer in sorted(layers):
         weight = base.get(f"{layer}.weight")
         if weight is None or len(weight.shape) != 2 or layer.rpartition(".")[2] not in targets:
-            raise CheckpointRejected(f"{layer} is no layer of the base model that adapters are added to")
+            raise CheckpointRejected(f"{layer} is not a layer of the base model that adapters are added to")
         outputs, inputs = weight.shape
         _require(found[_PREFIX + layer + _DOWN], f"{layer}{_DOWN}", (rank, inputs))
         _require(found[_PREFIX + layer + _UP], f"{layer}{_UP}", (outputs, rank))

@@ -22,6 +22,7 @@ from tuneloop.explorer.app import Services
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.feedback import routes
 from tuneloop.explorer.http.server import FastRoutes
+from tuneloop.explorer.processes.services import ControlServices
 from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
@@ -135,6 +136,11 @@ class RunningExplorer:
     @property
     def services(self) -> Services:
         found: Services = self.app.app.state.services
+        return found
+
+    @property
+    def control(self) -> ControlServices:
+        found: ControlServices = self.app.app.state.control
         return found
 
     def openai(self) -> OpenAI:

@@ -1,35 +1,80 @@
-"""The whole explorer in one process, so that a test can look into all of it."""
+"""The whole explorer in one loop, so that a test can look into all of it: control process and worker, by their channel.
 
+All that the two know of one another goes over a socket, as between processes.
+"""
+
+import asyncio
+import socket
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.gatekeeper import Gatekeeper
-from tuneloop.explorer.app import Services, open_services, open_spool
+from tuneloop.explorer.app import Services, open_spool
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.http.server import FastRoutes
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
+from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.explorer.processes.services import open_control_services
+from tuneloop.explorer.processes.worker_link import WorkerLink
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
 
-def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> FastRoutes:
-    """The routes, and in the same process what runs beside them."""
+class LoopWorker(WorkerProcess):
+    """A worker in the control process's own loop."""
 
+    def __init__(self, ours: socket.socket, serial: int, number: int) -> None:
+        super().__init__(serial, number)
+        self._ours = ours
+
+    async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+        self._channel = await Channel.over(self._ours, answering)
+        await self._channel.run()
+        return 0
+
+    def kill(self) -> None:
+        raise AssertionError("it did not take up a change in time")
+
+
+def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> FastRoutes:
+    """The routes, and in the same loop what runs beside them."""
+    metrics = Metrics()
     gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
+    gate.count_in(metrics.refused)
 
     async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
-        spool, slots = open_spool(settings, stack), Slots(settings.spool_dir)
-        slots.add(spool)
-        services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=on_failure)
-        gate.count_in(services.metrics.refused)
-        gate.apply(services.key_watch.table)
-        services.key_watch.subscribe(gate.publish)
-        services, more = open_services(
-            settings, ledger, spool=spool, fleet=services.fleet, metrics=services.metrics, control_client=services
+        spool = open_spool(settings, stack)
+        slots = Slots(settings.spool_dir)
+        stack.callback(slots.close)
+        workers = Workers(settings, [], slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
+        services, tasks = await open_control_services(
+            settings, ledger, slots, stack, on_failure=on_failure, audience=workers
         )
-        return services, [*tasks, *more]
+        workers.serve_with(services, ledger.transactions.file)
+        ours, theirs = socket.socketpair()
 
-    return app.create_app(settings, ledger, gate=gate, opening=opening, on_failure=on_failure)
+        async def answer(question: ChannelMessage) -> object:
+            return await link.answer(question)
+
+        channel = await Channel.over(theirs, answer)
+        link = WorkerLink(channel, settings, gate=gate, spool=spool, metrics=metrics, workers=1)
+        running = [asyncio.ensure_future(each) for each in (workers.keep_running(0), channel.run())]
+
+        async def end() -> None:
+            workers.stop()
+            channel.close()
+            await asyncio.gather(*running)
+
+        stack.push_async_callback(end)
+        beginning: StartInfo = await channel.ask(GetStartInfo(), StartInfo)
+        opened, more = await link.open(ledger, beginning, stack)
+        routes.app.state.control = services
+        return opened, [*tasks, *more]
+
+    routes = app.create_app(settings, ledger, gate=gate, opening=opening, on_failure=on_failure)
+    return routes

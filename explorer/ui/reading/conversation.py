@@ -71,8 +71,8 @@ def _turns(body: dict[str, Any]) -> Iterator[MessageView]:
             yield MessageView("system", _text(body[name]), "")
     if "prompt" in body:
         yield MessageView("prompt", _text(body["prompt"]), "")
-    said = body.get("messages", body.get("input"))
-    for each in said if isinstance(said, list) else [said]:
+    turns = body.get("messages", body.get("input"))
+    for each in turns if isinstance(turns, list) else [turns]:
         if isinstance(each, dict):
             more = {key: value for key, value in each.items() if key not in {"role", "content"} and value is not None}
             content, parts = each.get("content"), {}

@@ -45,7 +45,7 @@ def parse_cursor(query: Mapping[str, str]) -> ReplyCursor | None:
     except ValueError:
         cursor = ReplyCursor(math.nan, 0)
     if not (math.isfinite(cursor.sampled_at) and 0 <= cursor.id < 2**63):
-        raise _refusal("after", "after is no place in this list: begin at its top")
+        raise _refusal("after", "after is not a position in this list: begin at its top")
     return cursor
 
 

@@ -41,6 +41,7 @@
       htmx.trigger(document.body, "tuneloop-changed");
     };
     const source = new EventSource(document.body.dataset.events);
+    source.addEventListener("open", tell);  // what changed since the page was made, or while this was away
     source.addEventListener("changed", tell);
     window.addEventListener("pagehide", () => source.close());
   }

@@ -1,21 +1,27 @@
-"""What one key floods the service with keeps nobody else's from the database."""
+"""What one key floods the service with keeps nobody else's from the database, nor the service from answering."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.wire import Wire, http_request
+from tuneloop.explorer.access import rate_limits
+from tuneloop.explorer.access.rate_limits import KeyMeter
 from tuneloop.explorer.feedback import routes
+from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import KeyGrant
+from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 EVENTS = 8_000
 
 
-def key(explorer: RunningExplorer, name: str, tenant: str = "") -> dict[str, str]:
-    grant = KeyGrant(name=name, tenant=tenant or name, scopes=(Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT))
+def key(explorer: RunningExplorer, name: str, tenant: str = "", **limits: int) -> dict[str, str]:
+    scopes = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
+    grant = KeyGrant(name=name, tenant=tenant or name, scopes=scopes, limits=KeyLimits(**limits))
     headers = {"Authorization": f"Bearer {explorer.ledger.keys.create(grant, actor='test')[1]}"}
     eventually(lambda: explorer.http.get("/v1/models").status_code == 401)
     eventually(lambda: explorer.http.get("/v1/models", headers=headers).status_code == 200)
@@ -62,3 +68,41 @@ def test_feedback_is_answered_while_another_key_of_the_tenant_floods(
             rated = explorer.http.post("/feedback", json={"msg_ids": [reply], "reward": 1}, headers=headers).json()
             assert rated["counts"]["accepted"] == 1
         assert explorer.services.spool.backlog_bytes() > 0, "the flood is behind still"
+
+
+def held_of(admit: Callable[[], None]) -> float:
+    with pytest.raises(RequestRefused) as refused:
+        admit()
+    return refused.value.held_s
+
+
+def test_refusals_are_answered_at_once_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limits, "_PROMPT_REFUSALS", 3)
+    now = 0.0
+    meter = KeyMeter(KeyLimits(max_concurrent=1), lambda: now)
+    meter.begin_request()
+    assert [held_of(meter.admit) for _ in range(5)] == [0, 0, 0, rate_limits.HELD_S, rate_limits.HELD_S]
+    now = 20.0  # a third of a minute
+    assert [held_of(meter.admit) for _ in range(2)] == [0, rate_limits.HELD_S]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_goes_on_after_refusals_waits_for_them_and_nobody_else_does(
+    tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    monkeypatch.setattr(rate_limits, "_PROMPT_REFUSALS", 2)  # one more in half a minute
+    monkeypatch.setattr(rate_limits, "HELD_S", 5.0)
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        bounded, quiet = key(explorer, "bounded", requests_per_minute=1), key(explorer, "quiet")
+        sent = bounded["Authorization"] if known else "Bearer tl-unknown"
+        ask = http_request(b"{}", f"Authorization: {sent}", path=CHAT)
+        with Wire(explorer.url) as wire:
+            for _ in range(2):
+                wire.send(ask)
+                assert wire.response().status == (429 if known else 401)
+            began = time.monotonic()
+            wire.send(ask * 3)
+            assert explorer.http.post(CHAT, json=HELLO, headers=quiet).status_code == 200
+            assert time.monotonic() - began < 5
+            assert wire.response().status == (429 if known else 401)
+            assert time.monotonic() - began >= 4.9

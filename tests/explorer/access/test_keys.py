@@ -163,6 +163,38 @@ def test_feedback_of_a_key_that_has_stored_what_it_may_is_refused_by_its_head(
     assert (answer.status, json.loads(answer.body)["error"]["code"]) == (429, "key_limit_stored_bytes")
 
 
+def test_a_key_without_a_bound_has_that_of_the_settings(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double, max_stored_bytes_per_key=1500)
+    keys = [
+        explorer.ledger.keys.create(KeyGrant(name=name, limits=limits), actor="test")[1]
+        for name, limits in (("web", KeyLimits()), ("large", KeyLimits(max_stored_bytes=1 << 40)))
+    ]
+    web, large = ({"Authorization": f"Bearer {key}"} for key in keys)
+    eventually(lambda: explorer.http.post(CHAT, json=HELLO, headers=large).status_code == 200)
+    eventually(lambda: explorer.http.post(CHAT, json=HELLO, headers=web).status_code == 429)
+    assert code(explorer.http.post(CHAT, json=HELLO, headers=web)) == (429, "key_limit_stored_bytes")
+    for _ in range(3):
+        assert explorer.http.post(CHAT, json=HELLO, headers=large).status_code == 200
+
+
+def test_who_needs_no_key_stores_no_more_than_a_key_may(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double, max_stored_bytes_per_key=1500)
+    msg_id = explorer.http.post(CHAT, json=HELLO).json()["id"]
+    eventually(lambda: explorer.http.post(CHAT, json=HELLO).status_code == 429)
+    refused = explorer.http.post(CHAT, json=HELLO)
+    assert code(refused) == (429, "key_limit_stored_bytes")
+    assert refused.headers["x-should-retry"] == "false"
+    assert "callers without a key" in refused.json()["error"]["message"]
+    rated = explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1})
+    assert code(rated) == (429, "key_limit_stored_bytes")
+    assert explorer.http.post(CHAT, json=HELLO | {"store": False}).status_code == 200
+    explorer.until_flushed()
+    for stored in explorer.rows("SELECT msg_id FROM exchanges"):
+        assert explorer.http.delete(f"{CHAT}/{stored[0]}").status_code == 200
+    eventually(lambda: explorer.http.post(CHAT, json=HELLO).status_code == 200)
+    assert explorer.ledger.reports.audit() == []
+
+
 def test_a_key_without_a_bound_stores_on(explorer: RunningExplorer, make_key: MakeKey) -> None:
     key = make_key(Scope.INFERENCE)
     for _ in range(3):

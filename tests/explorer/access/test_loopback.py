@@ -18,13 +18,25 @@ def code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8010", "localhost.evil.example", "127.0.0.1.evil", "x"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8010", "localhost.evil.example", "127.0.0.1.evil", "x", "[::1].evil"]
+)
 def test_a_name_that_only_points_here_is_refused(explorer: RunningExplorer, host: str) -> None:
     assert code(explorer.http.post(CHAT, json=HELLO, headers={"Host": host})) == (403, "host_not_allowed")
     assert code(explorer.http.get("/metrics", headers={"Host": host})) == (403, "host_not_allowed")
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example", "file://"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://evil.example",
+        "null",
+        "http://localhost.evil.example",
+        "file://",
+        "http://[::1].evil",
+        "http://127.0.0.1:1@evil.example",
+    ],
+)
 def test_a_page_of_another_site_may_send_nothing(explorer: RunningExplorer, origin: str) -> None:
     for path in (CHAT, "/feedback", "/commit"):
         answer = explorer.http.post(path, content=b"{}", headers={"Origin": origin, "Content-Type": "text/plain"})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
+from starlette.routing import Route
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
@@ -83,7 +83,8 @@ Headers = dict[str, str]
 def routes_of(explorer: RunningExplorer) -> set[tuple[str, str]]:
     """Every route of the application, Trinity's without its prefix; the page has sessions of its own in their place."""
     app = explorer.app
-    found = {(method, each.path) for each in app.app.routes if isinstance(each, APIRoute) for method in each.methods}
+    routes = [each for each in app.app.routes if isinstance(each, Route)]
+    found = {(method, each.path) for each in routes for method in each.methods or () if method != "HEAD"}
     return {
         (method, path.removeprefix("/trinity"))
         for method, path in found | set(app.fast_routes)
@@ -155,6 +156,24 @@ def globex(explorer: RunningExplorer, acme: Tenant) -> Tenant:
 
 def test_every_route_has_a_row(explorer: RunningExplorer) -> None:
     assert routes_of(explorer) == set(ROWS)
+
+
+def test_the_page_shows_nobody_anything_without_a_session(explorer: RunningExplorer, acme: Tenant) -> None:
+    pages = {
+        (method, each.path)
+        for each in explorer.app.app.routes
+        if (path := getattr(each, "path", "")).startswith(PAGE)
+        for method in getattr(each, "methods", None) or ("GET",)
+    }
+    assert len(pages) > 5
+    shown = set()
+    for method, path in sorted(pages):
+        place = path.replace("{msg_id}", acme.names.completion).replace("{run_id}", acme.names.run)
+        for name, headers in {"nobody": {}, **acme.by_scope}.items():
+            answer = explorer.http.request(method, place, headers=headers)
+            shown |= {path} if answer.status_code == 200 else set()
+            assert not any(each in answer.text for each in acme.names), (method, path, name)
+    assert shown == {f"{PAGE}/login"}
 
 
 @pytest.mark.parametrize("prefix", ["", "/trinity"])

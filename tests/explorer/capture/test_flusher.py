@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback
-from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture import spool, spool_slots
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
 from tuneloop.explorer.capture.merge import GROUP
@@ -150,6 +150,53 @@ async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tm
         assert await flusher.wait_until_flushed(60)
     again.close()
     assert notebook.records == said
+
+
+async def test_what_a_killed_process_wrote_comes_first_though_its_lock_stays_for_a_while(tmp_path: Path) -> None:
+    """A slow disk keeps a process that was killed in the middle of a write."""
+    notebook, before, since = Notebook(), feedback(), feedback()
+    killed, own = Spool.open(tmp_path, sync=False), Spool.open(tmp_path, sync=False)
+    await append(killed, before)
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, since)
+        assert not await flusher.wait_until_flushed(0.5)
+        assert notebook.records == []
+        killed.close()
+        assert await flusher.wait_until_flushed(60)
+    own.close()
+    assert notebook.records == [before, since]
+
+
+async def test_what_lies_in_the_slot_of_a_writer_that_has_not_announced_itself_is_not_overtaken(tmp_path: Path) -> None:
+    notebook = Notebook()
+    first, second = feedback(stamp=steady_time.stamp()), feedback(stamp=steady_time.stamp())
+    one, two = Spool.open(tmp_path, sync=False), Spool.open(tmp_path, sync=False)
+    await append(one, first)
+    await append(two, second)
+    one.close()
+    two.close()
+    again, slots = Spool.open(tmp_path, sync=False), Slots(tmp_path)
+    with flushing(again, notebook, slots) as (flusher, _):
+        assert not await flusher.wait_until_flushed(0.5)
+        slots.add(again)
+        assert await flusher.wait_until_flushed(60)
+    again.close()
+    assert notebook.records == [first, second]
+
+
+async def test_a_process_that_keeps_its_slot_for_ever_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool_slots, "PREDECESSOR_PATIENCE_S", 0.5)
+    notebook, said = Notebook(), feedback()
+    stopped, own = Spool.open(tmp_path, sync=False), Spool.open(tmp_path, sync=False)
+    await append(stopped, feedback())
+    with flushing(own, notebook) as (flusher, _):
+        await append(own, said)
+        assert await flusher.wait_until_flushed(60)
+    own.close()
+    stopped.close()
+    assert notebook.records == [said]
 
 
 async def test_what_came_right_before_the_stop_is_moved(own: Spool) -> None:
@@ -346,7 +393,7 @@ def remote() -> Iterator[See]:
 
     yield see
     for each in seen:
-        each.flushed.close()
+        each.close()
 
 
 async def test_all_our_writers_are_followed_and_waited_for(own: Spool, remote: See) -> None:
@@ -446,6 +493,8 @@ async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool
         assert await flusher.wait_until_flushed(60)
         assert notebook.records == left
         eventually(lambda: slots.ours == [own])
+    with pytest.raises(ValueError, match="closed"):
+        slot.flushed.move(Position(9, 9))
 
 
 async def test_a_slot_that_is_taken_again_is_followed_on(own: Spool, remote: See) -> None:

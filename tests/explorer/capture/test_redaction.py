@@ -1,6 +1,7 @@
 """Secrets are planted in every field of every route: none of them is in any byte that a running explorer leaves."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,11 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.doubles.engine import CHAT, EngineDouble
 from tests.doubles.serving import serving
 from tests.doubles.spelling import SpellingDouble, write_tokenizer
-from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.conftest import Run
+from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.shared.experience import REDACTED
 from tuneloop.shared.settings.feedback import PrivacySettings
 from tuneloop.shared.settings.settings import Settings
@@ -288,3 +291,19 @@ def test_the_same_request_is_counted_once_for_each_kind(tmp_path: Path) -> None:
         explorer.chat()
         told = httpx.get(f"{explorer.url}/metrics").text
         assert 'tuneloop_redacted_total{kind="email"} 1.0' in told
+
+
+def test_thousands_of_secrets_stop_nobody(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    secrets = [f"sk-proj-{number:06d}" + "aB3dE5gH7jK9mN1pQ2rS4tU6vW8xY0z" * 2 for number in range(3000)]
+    message = {"role": "user", "content": [{"type": "text", "text": each} for each in secrets]}
+    body = HELLO | {"messages": [message, *HELLO["messages"]], "metadata": {"colour": "red"}}
+    began = time.process_time()
+    answer = explorer.http.post(CHAT, json=body)
+    assert answer.status_code == 200
+    assert time.process_time() - began < 20  # it took minutes
+    explorer.until_flushed()
+    for path in ("", f"/{answer.json()['id']}", f"/{answer.json()['id']}/messages"):
+        read = explorer.http.get(CHAT + path)
+        assert read.status_code == 200, read.text[:500]
+        assert "sk-proj-" not in read.text

@@ -1,16 +1,25 @@
 """Which engine answers the next turn of a conversation."""
 
+import asyncio
+import os
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
+from tests.explorer.processes.test_workers import Staff, chat
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tests.explorer.test_main import attached_to, service, write_settings
 from tuneloop.explorer.engines.affinity import PrefixAffinity, hash_prefixes, is_overloaded
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, EngineState, pick_engine
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, pick_engine
 
 
 @dataclass
@@ -105,6 +114,74 @@ def test_who_knows_it_answers_unless_it_is_overloaded_or_not_ready() -> None:
     assert pick_engine([usual], [{1}]) is None
 
 
+def test_who_may_know_it_answers_unless_another_one_knows_it_or_is_less_busy() -> None:
+    idle, one, two = fleet = engines(0, 1, 2)
+    assert pick_engine(fleet, rendezvous_order=[1, 2, 0]) is one
+    assert pick_engine(fleet, rendezvous_order=[2, 1, 0]) is one
+    assert pick_engine(fleet, [{2}], [1, 2, 0]) is two
+    assert pick_engine(fleet, rendezvous_order=[2, 0, 1]) is idle
+    one.state = EngineState.RELOADING
+    assert pick_engine(fleet, rendezvous_order=[1, 0, 2]) is idle
+    assert pick_engine([one], rendezvous_order=[1]) is None
+
+
+def choices_of_a_worker(fleet_size: int, talks: int) -> list[tuple[int, int]]:
+    """Which engine it sends the first turn of each conversation to, and which another one the next turn."""
+
+    async def both(number: int) -> tuple[int, int]:
+        first = turn(f"talk {number}")
+        requests = [first, next_turn(first, "yes", "go on")]
+        workers = [Fleet(engines(*[0] * fleet_size), wait_timeout_s=1, is_alone=False) for _ in requests]
+        one, other = [
+            (await worker.acquire(prefix_hashes=hash_prefixes(each))).number
+            for worker, each in zip(workers, requests, strict=True)
+        ]
+        return one, other
+
+    async def all_of_them() -> list[tuple[int, int]]:
+        return [await both(number) for number in range(talks)]
+
+    return asyncio.run(all_of_them())
+
+
+def test_workers_that_know_nothing_of_each_other_send_a_conversation_to_the_same_engine() -> None:
+    chosen = choices_of_a_worker(4, 200)
+    assert all(one == other for one, other in chosen)
+    assert min(Counter(one for one, _ in chosen).values()) > 25  # and share them out
+
+
+def test_every_process_hashes_a_beginning_alike() -> None:
+    code = (
+        f"from tuneloop.explorer.engines.affinity import *; print(hash_prefixes({turn('hello')!r}), rendezvous((7,), "
+    )
+    code += "[type('E', (), {'number': each}) for each in range(5)]))"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+
+
+def test_a_worker_alone_sends_a_new_conversation_to_the_least_busy_engine() -> None:
+    async def chosen(fleet: Fleet) -> set[int]:
+        requests = [turn(f"talk {number}") for number in range(50)]
+        found = [await fleet.acquire(prefix_hashes=hash_prefixes(each)) for each in requests]
+        return {engine.in_flight for engine in found}
+
+    assert asyncio.run(chosen(Fleet(engines(0, 0), wait_timeout_s=1))) == {25}
+
+
+@pytest.mark.parametrize("prompt", ["\ud800" * 2000, [10**30] * 600])
+def test_any_prompt_has_a_beginning(prompt: Any) -> None:
+    assert hash_prefixes({"prompt": prompt})
+
+
 @pytest.fixture
 def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
     explorer = running_explorer(*doubles)
@@ -154,3 +231,24 @@ def test_without_affinity_the_least_busy_engine_answers(running_explorer: Run, d
     fleet.engines[0].in_flight -= 1
     assert [len(double.chats) for double in doubles] == [1, 1]
     assert HELLO["model"] == doubles[0].chats[0].body["model"]
+
+
+@pytest.mark.xdist_group("workers")
+def test_the_next_turn_that_comes_to_another_worker_goes_to_the_same_engine(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    urls = {**attached_to(doubles[0]), "explorer__rollout_model__engine_urls": [each.url for each in doubles]}
+    with service(write_settings(tmp_path, explorer__workers=2, **urls)) as (process, http), ExitStack() as stack:
+        one, other = Staff(tmp_path, process, http, doubles[0]).clients_of_both(stack).values()
+        eventually(lambda: 'tuneloop_engines{state="ready"} 2.0' in http.get("/metrics").text)
+        for double in doubles:
+            double.chats.clear()
+        talks = [turn(f"talk {number}") for number in range(12)]
+        for request in talks:
+            chat(one, **request)
+        for request in talks:
+            chat(other, **next_turn(request, "yes", "go on"))
+    asked = [Counter(asked_of(double)) for double in doubles]
+    assert all(asked)
+    assert asked[0].keys().isdisjoint(asked[1])
+    assert {*asked[0].values(), *asked[1].values()} == {2}

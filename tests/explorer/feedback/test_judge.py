@@ -16,6 +16,7 @@ from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.factories import exchange, experience
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.engines.version_routing import in_share
 from tuneloop.explorer.feedback.judge import (
     METRIC,
     SWEEP_S,
@@ -23,7 +24,6 @@ from tuneloop.explorer.feedback.judge import (
     UnjudgedReply,
     event_id,
     events_of,
-    in_share,
     judge_of,
 )
 from tuneloop.explorer.feedback.judge_input import reading_of
@@ -170,11 +170,11 @@ def test_what_is_not_stored_or_cannot_be_trained_on_or_is_old_or_of_the_future_i
 
 def test_a_share_is_the_same_replies_each_time() -> None:
     ids = [f"chatcmpl-{number}" for number in range(2000)]
-    few, many = ({each for each in ids if in_share(each, share)} for share in (0.1, 0.5))
+    few, many = ({each for each in ids if in_share(b"judged", each, share)} for share in (0.1, 0.5))
     assert 130 < len(few) < 270
     assert 900 < len(many) < 1100
     assert few < many
-    assert all(in_share(each, 1.0) for each in ids)
+    assert all(in_share(b"judged", each, 1.0) for each in ids)
 
 
 def test_one_reply_without_a_verdict_does_not_hold_up_the_others(settings: Settings, judge: JudgeDouble) -> None:

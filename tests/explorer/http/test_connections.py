@@ -143,6 +143,23 @@ async def test_a_body_that_drips_is_refused_and_the_next_request_has_its_own_tim
         assert b"body_timeout" in answer
 
 
+async def test_many_heads_that_come_together_are_no_long_head() -> None:
+    async with server_with(ConnectionLimits()) as connect:
+        reader, writer = await connect()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+        count = (160 << 10) // len(head)
+        writer.write(head * count + head[:30])
+        async with asyncio.timeout(60):
+            for _ in range(count):
+                assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+            writer.write(head[30:])
+            await reader.readuntil(b"\r\n\r\n0")
+            writer.write(head + head[:-2] + b"x: ")
+            await reader.readuntil(b"\r\n\r\n0")
+        writer.write(b"a" * (65 << 10))
+        assert b" 431 " in await ended((reader, writer))
+
+
 async def test_a_slow_answer_is_no_slow_request() -> None:
     async with server_with(ConnectionLimits(head_timeout_s=0.1, body_timeout_s=0.1)) as connect:
         reader, writer = await connect()

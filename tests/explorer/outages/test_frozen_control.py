@@ -20,7 +20,10 @@ pytestmark = pytest.mark.xdist_group("workers")
 
 def timed(http: httpx.Client, method: str, path: str, **request: object) -> tuple[httpx.Response, float]:
     started = time.monotonic()
-    answer = http.request(method, path, **request)  # type: ignore[arg-type]
+    try:
+        answer = http.request(method, path, **request)  # type: ignore[arg-type]
+    except httpx.TimeoutException as error:
+        raise AssertionError(f"{method} {path} has no answer") from error
     return answer, time.monotonic() - started
 
 

@@ -78,7 +78,7 @@ def test_nothing_is_adopted_while_an_explorer_runs(tmp_path: Path, double: Engin
         code, _, error = run_tuneloop("db", "adopt", "-c", settings)
         assert (code, "an explorer runs" in error) == (3, True)
         code, _, error = run_tuneloop("restore", tmp_path / "none", "-c", settings)
-        assert (code, "is no backup" in error) == (1, True)
+        assert (code, "is not a backup" in error) == (1, True)
 
 
 def test_a_half_restored_experiment_is_not_served(tmp_path: Path, double: EngineDouble) -> None:

@@ -69,7 +69,7 @@ def test_an_engine_that_was_started_anew_between_two_looks_gets_its_weights_agai
     assert tuple(row) == (State.DROPPED, "engine_mismatch")
     assert explorer.rows(f"SELECT state FROM experiences WHERE msg_id = '{right}'")[0].state in set(State)
     [alarm] = explorer.ledger.alarms.all()
-    assert "it was started anew" in alarm.reason
+    assert "it was restarted" in alarm.reason
 
 
 def test_an_engine_that_does_not_tell_of_its_start_is_given_its_weights_after_each_missed_look(

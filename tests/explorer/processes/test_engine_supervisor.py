@@ -75,7 +75,7 @@ async def running(
             await stack.enter_async_context(session)
             http = EngineHttp(url=double.url)
             stack.push_async_callback(http.close)
-            engines.append(Engine(number, http, vllm.EngineControl(session, model_name=MODEL)))
+            engines.append(Engine(number, http, vllm.EngineControl(session, model_name=MODEL, tolerance=1e-3)))
         fleet, processes = Fleet(engines, wait_timeout_s=60), [DoubleProcess(each) for each in doubles]
         tasks = [
             asyncio.ensure_future(
@@ -140,6 +140,27 @@ async def test_an_engine_of_ours_is_given_a_grammar_whenever_it_starts(
         await until(lambda: doubles[0].grammars_given == 2)
 
     await running(doubles, tmp_path, start_the_first_again)
+
+
+async def test_an_engine_of_ours_that_drafts_must_sample_from_the_policy_whenever_it_starts(
+    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(vllm.EngineControl, "drafts", True)
+
+    async def start_the_first_again(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        assert [each.asked_for_one for each in doubles] == [1, 1]
+        doubles[0].drafts_at_any_temperature = True
+        processes[0].over.set()
+        await until(lambda: doubles[0].asked_for_one >= 3)
+        assert states(fleet) == [EngineState.DOWN, EngineState.READY]
+        doubles[0].drafts_at_any_temperature = False
+        await until(lambda: states(fleet) == [EngineState.READY] * 2)
+
+    with capture_logs() as logs:
+        await running(doubles, tmp_path, start_the_first_again)
+    reason = next(each["reason"] for each in logs if each["event"] == "engine_not_restarted")
+    assert reason.startswith("explorer.rollout_model.engine_args: its log-probabilities at temperature 0.5")
 
 
 async def test_an_engine_that_is_being_reloaded_has_time_to_be_silent(
@@ -239,7 +260,7 @@ class DyingProcess(EngineProcess):
 async def test_why_an_engine_died_is_read_in_the_log_of_this_start(tmp_path: Path, double: EngineDouble) -> None:
     double.silent, settings = True, settings_for(tmp_path)
     async with vllm.open_session(url=double.url, socket=None, key=None) as session:
-        engine = Engine(0, EngineHttp(), vllm.EngineControl(session, model_name=MODEL))
+        engine = Engine(0, EngineHttp(), vllm.EngineControl(session, model_name=MODEL, tolerance=1e-3))
         process = DyingProcess(settings, engine, socket=tmp_path / "socket")
         for model in ("first", "second"):
             with pytest.raises(EnvironmentRefused, match=f"ValueError: {model}"):

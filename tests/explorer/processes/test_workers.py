@@ -111,6 +111,9 @@ def hired(folder: Path, double: EngineDouble, **explorer: object) -> Iterator[St
     with service(settings) as (process, http):
         found = Staff(folder, process, http, double)
         eventually(lambda: len([pid for pid in found.pids() if found.slot_of(pid)]) == 2)
+        # One that has its slot may not serve yet: whoever the kernel sends to it waits until it does.
+        for _ in range(20):
+            assert httpx.get(f"{http.base_url}/health/live", timeout=60).status_code == 200
         yield found
 
 

@@ -47,7 +47,7 @@ def test_held_out_replies_and_what_clients_ask_for_are_always_captured() -> None
 @pytest.fixture
 def explorer(running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> RunningExplorer:
     """An explorer of which no reply is one of the share."""
-    monkeypatch.setattr(capture_choice, "is_captured", lambda msg_id, share: False)
+    monkeypatch.setattr(capture_choice, "in_share", lambda purpose, msg_id, share: False)
     monkeypatch.setattr(capture_choice, "_LOOK_S", 0.05)
     return running_explorer(double, capture={"logprobs": "none"})
 

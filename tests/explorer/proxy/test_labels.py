@@ -58,6 +58,11 @@ def test_whether_to_train_on_a_reply(value: object, train: bool) -> None:
         assert labels_of({"metadata": {name: value}}).train is train
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True), (False, False), ("yes", "off")])
+def test_who_opts_out_under_either_name_is_heard(ours: object, theirs: object) -> None:
+    assert labels_of({"metadata": {"tuneloop_train": ours, "train": theirs}}).train is False
+
+
 @pytest.mark.parametrize(
     "metadata",
     [{"priority": "high"}, {"priority": True}, {"task_id": {}}, {"run_id": "x" * 600}, {"task_id": 1.5}, {"user": []}],
@@ -76,7 +81,10 @@ def test_a_word_that_cannot_be_our_label_is_the_applications_own(metadata: dict[
         {"metadata": {"tuneloop_task_id": 1.5}},
         {"metadata": {"tuneloop_run_id": "x" * (MAX_NAME + 1)}},
         *({"metadata": {"tuneloop_priority": value}} for value in (True, "high", "", "nan", "inf", 1e10, -1e10, [1])),
-        *({"metadata": {name: value}} for name in ("train", "tuneloop_train") for value in ("maybe", 2, [], {})),
+        *({"metadata": {name: value}} for name in ("train", "tuneloop_train") for value in ("maybe", 2, [], {}, "")),
+        {"metadata": {"train": None}},
+        {"metadata": {"tuneloop_train": None}},
+        {"metadata": {"tuneloop_train": True, "train": "maybe"}},
     ],
 )
 def test_a_label_of_the_wrong_kind_is_refused(body: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def test_an_answer_that_was_not_edited_is_no_demonstration(filled: Filled):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({}, "Nothing was said"),
+        ({}, "There is nothing to record"),
         ({"reward": "good"}, "The reward must be a number."),
         ({"reward": "inf"}, "reward must lie between"),
         ({"reward": "1e9"}, "reward must lie between"),
@@ -125,4 +125,4 @@ def test_a_preference_between_nothing_gets_a_sentence(filled: Filled, fields: di
 
 
 def test_a_place_that_is_none_gets_a_sentence(filled: Filled):
-    assert "after is no place" in words(filled.text("/ui/preferences", 400, after="x"))
+    assert "after is not a position" in words(filled.text("/ui/preferences", 400, after="x"))

@@ -68,7 +68,7 @@ def test_what_is_no_address_is_neither_an_origin_nor_where_to_go(keyed: Filled, 
 def test_another_key_does_not(keyed: Filled):
     answer = log_in(keyed.explorer.http, "another")
     assert answer.status_code == 401
-    assert "That is no admin key" in answer.text
+    assert "That is not an admin key" in answer.text
     assert "set-cookie" not in answer.headers
 
 

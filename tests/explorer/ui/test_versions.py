@@ -75,7 +75,7 @@ def test_what_cannot_be_done_gets_a_sentence(filled: Filled):
     assert "only what serves can be rolled back" in decide(filled, 3, "rollback", 409)
     assert "no version is pinned" in decide(filled, 6, "unpin", 409)
     assert "without control characters" in decide(filled, 6, "pin", 400, reason="a\x1bb")
-    assert "is no decision about a version" in decide(filled, 6, "praise", 404)
+    assert "is not a decision about a version" in decide(filled, 6, "praise", 404)
     assert filled.explorer.ledger.versions.champion().version == VERSIONS
 
 

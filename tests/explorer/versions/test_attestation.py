@@ -74,7 +74,7 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     for double in doubles:
         double.posts.clear()
     doubles[0].weights = model(explorer)  # a reload that nobody was told was skipped
-    explorer.services.fleet.engines[0].loads += 1
+    explorer.control.fleet.engines[0].loads += 1
 
     eventually(lambda: explorer.ledger.alarms.all() != [] and doubles[0].weights == actor(explorer, 1))
     until_ready(explorer, 2)

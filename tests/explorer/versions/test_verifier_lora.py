@@ -57,24 +57,24 @@ def test_a_good_adapter_passes(tmp_path: Path) -> None:
         (_config(r="2"), "r is '2'"),
         (_config(lora_alpha=float("inf")), "lora_alpha is inf"),
         (_config(target_modules=[]), "target_modules"),
-        (_config(target_modules=["q_proj"]), "up_proj is no layer"),
+        (_config(target_modules=["q_proj"]), "up_proj is not a layer"),
         (_config(peft_type="IA3"), "peft_type is 'IA3'"),
         (_config(use_dora=True), "use_dora is True"),
         (_config(modules_to_save=["lm_head"]), "modules_to_save"),
         (_config(rank_pattern={"q_proj": 4}), "rank_pattern"),
         (_config(base_model_name_or_path="/elsewhere"), "it belongs to '/elsewhere'"),
-        (lambda actor: (actor / "adapter_config.json").write_text("[]"), "is no object"),
+        (lambda actor: (actor / "adapter_config.json").write_text("[]"), "is not a JSON object"),
         (lambda actor: (actor / "adapter_config.json").write_text("{"), "cannot be read"),
         (lambda actor: (actor / "adapter_config.json").unlink(), "adapter_config.json is missing or extra"),
         (lambda actor: (actor / "model.safetensors").write_bytes(b""), "model.safetensors is missing or extra"),
         (lambda actor: (actor / "adapter_model.bin").write_bytes(b""), "may hold a pickle"),
         (lambda actor: (actor / "adapter_model.safetensors").write_bytes(b"\0" * 9), "adapter_model.safetensors"),
-        (_tensors(**{UP: None}), "without its other half"),
+        (_tensors(**{UP: None}), "has no counterpart"),
         (_no_layer, "1 layers have no adapter, .*up_proj"),
         (_tensors(**{UP: np.zeros((8, 3), np.float32)}), r"up_proj.lora_B.weight has shape \(8, 3\), not \(8, 2\)"),
         (_tensors(**{UP: np.zeros((8, 2), np.int8)}), "is of type I8"),
         (_tensors(**{UP: np.full((8, 2), np.nan, np.float32)}), "holds NaN or infinity"),
-        (_tensors(**{"base_model.model.lm_head.weight": np.zeros((8, 4), np.float32)}), "no part of an adapter"),
+        (_tensors(**{"base_model.model.lm_head.weight": np.zeros((8, 4), np.float32)}), "not part of an adapter"),
     ],
 )
 def test_anything_else_is_refused_with_the_reason(tmp_path: Path, spoil: Callable[[Path], None], reason: str) -> None:
@@ -87,5 +87,5 @@ def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
     write_adapter(store.stage(1) / "actor", base)
     path, sha256 = seal(store, tmp_path / "job" / ".staging-1", 1)
     save_file({"model.norm.weight": np.ones(4, np.float32)}, base / "model.safetensors")
-    with pytest.raises(CheckpointRejected, match="is no layer of the base model"):
+    with pytest.raises(CheckpointRejected, match="is not a layer of the base model"):
         verify(path, manifest_sha256=sha256, version=1, base=base)

@@ -131,9 +131,9 @@ def test_nothing_that_a_client_wrote_runs(tab: Tab):
 
 
 def test_charts_are_drawn(tab: Tab):
-    page = tab.open("/trainer")
-    assert page.locator(".chart canvas").count() == 4
-    assert tab.open("").locator(".chart canvas").count() == 1
+    sync_api.expect(tab.open("/trainer").locator(".chart canvas")).to_have_count(4, timeout=60_000)
+    # The overview is drawn anew when its stream opens.
+    sync_api.expect(tab.open("").locator(".chart canvas")).to_have_count(1, timeout=60_000)
 
 
 def test_a_reply_is_rated_by_keyboard_alone(tab: Tab, filled: Filled):
@@ -149,7 +149,7 @@ def test_a_reply_is_rated_by_keyboard_alone(tab: Tab, filled: Filled):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.value") == "up"
     page.keyboard.press("Enter")
-    page.wait_for_url("**?said=accepted")
+    page.wait_for_url("**?outcome=accepted")
     assert "Stored." in page.inner_text("main")
 
 
@@ -157,7 +157,7 @@ def test_one_key_prefers_and_one_skips(tab: Tab, filled: Filled):
     page = tab.open("/preferences")
     left = page.locator("input[name=better]").first.input_value()
     page.keyboard.press("1")
-    page.wait_for_url("**?said=accepted")
+    page.wait_for_url("**?outcome=accepted")
     rows = filled.explorer.rows("SELECT msg_id, choice FROM feedback WHERE kind = 'preference' ORDER BY id DESC")
     assert f"{rows[0][0]}:{rows[0][1]}" == left
     page.keyboard.press("s")

@@ -1,0 +1,75 @@
+"""What takes a processor long, in threads of its own: one piece of each owner at a time, and owners take turns."""
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+_Result = TypeVar("_Result")
+
+#: Two, so that one owner's longest piece keeps no other waiting. More would take the event loop its turns.
+_THREADS = 2
+
+#: How long a thread keeps the interpreter while another waits for it. A request waits so some ten times beside a thread
+#: that is at work: with Python's 5 ms it takes 50 ms more.
+TURN_S = 0.0005
+
+
+def take_short_turns() -> None:
+    """Let the threads of this process take turns often, so that who is quickly done does not wait for the others."""
+    sys.setswitchinterval(TURN_S)
+
+
+class _Piece(NamedTuple):
+    work: Callable[[], Any]
+    done: "asyncio.Future[Any]"
+
+
+class BulkWork:
+    """Runs long pieces of work for one event loop.
+
+    Not in the loop's own threads: what else waits there is short, such as reading what became of one rating.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, "bulk-work")
+        self._waiting: dict[str, deque[_Piece]] = {}  # the first owner has waited longest for a turn
+        self._busy: set[str] = set()
+
+    async def run(self, owner: str, work: Callable[[], _Result]) -> _Result:
+        """The result of `work`, when it is its turn; what was cancelled before that is not begun."""
+        done: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(_Piece(work, done))
+        self._begin()
+        return await done
+
+    def close(self) -> None:
+        """End the threads; nothing may be waiting."""
+        self._pool.shutdown()
+
+    def _begin(self) -> None:
+        while len(self._busy) < _THREADS and (owner := self._next_owner()) is not None:
+            pieces = self._waiting.pop(owner)
+            piece = pieces.popleft()
+            if pieces:
+                self._waiting[owner] = pieces  # behind the others
+            if piece.done.cancelled():
+                continue
+            self._busy.add(owner)
+            task = asyncio.get_running_loop().run_in_executor(self._pool, piece.work)
+            task.add_done_callback(partial(self._end, owner, piece))
+
+    def _next_owner(self) -> str | None:
+        return next((each for each in self._waiting if each not in self._busy), None)
+
+    def _end(self, owner: str, piece: _Piece, task: "asyncio.Future[Any]") -> None:
+        self._busy.discard(owner)
+        if not piece.done.cancelled():
+            if (error := task.exception()) is not None:
+                piece.done.set_exception(error)
+            else:
+                piece.done.set_result(task.result())
+        self._begin()

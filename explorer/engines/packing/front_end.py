@@ -1,0 +1,146 @@
+"""In the API servers of an engine: who asks for packed log-probabilities gets them, and nothing is decoded for them.
+
+vLLM makes an object for each token, decodes it again, and writes its text and bytes. Of a marked request the numbers
+are kept in an array, which goes through the places that vLLM has for its own.
+"""
+
+from array import array
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any
+
+from tuneloop.explorer.engines.packing.patching import MARK, UnknownVllm, find, is_marked, method, require_fields
+from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
+
+#: What vLLM writes for whatever is less, for -inf is not JSON.
+_LEAST = -9999.0
+
+#: What makes vLLM tell others than the sampled tokens', or sample them elsewhere.
+_OTHERWISE = ("logprob_token_ids", "use_beam_search")
+
+_OPENAI = "vllm.entrypoints.openai"
+
+
+def install() -> None:
+    """Change the API servers. Raises UnknownVllm, and changes nothing then."""
+    changes = [*_output_changes(), *_chat_changes(), *_text_changes()]
+    for owner, name, replacement in changes:
+        setattr(owner, name, replacement)
+
+
+_Change = tuple[Any, str, Any]
+
+
+def _output_changes() -> list[_Change]:
+    """Keep what comes from the core in an array."""
+    keeper = find("vllm.v1.engine.logprobs", "LogprobsProcessor")
+    make = method(keeper, "from_new_request", "tokenizer", "request")
+    update = method(keeper, "update_from_output", "output")
+    require_fields(keeper, "logprobs", "cumulative_logprob")
+    processor = find("vllm.v1.engine.output_processor", "OutputProcessor")
+    process = method(processor, "process_outputs", "engine_core_outputs")
+    require_fields(find("vllm.v1.engine", "EngineCoreOutput"), "new_token_ids", "new_logprobs", "kv_transfer_params")
+
+    def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
+        made = make(cls, tokenizer, request)
+        if is_marked(request.sampling_params):
+            made.logprobs, made.cumulative_logprob, made.arrived = array("f"), None, ()
+        return made
+
+    def update_from_output(self: Any, output: Any) -> None:
+        kept = self.logprobs
+        if isinstance(kept, array):
+            if output.new_logprobs is not None:  # from a core that packs nothing
+                kept.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                output.new_logprobs = None
+            # A stop string may have cut the tokens that came.
+            kept.extend(self.arrived[: len(output.new_token_ids)])
+            self.arrived = ()
+        update(self, output)
+
+    def process_outputs(self: Any, engine_core_outputs: Any, *more: Any, **named: Any) -> Any:
+        for output in engine_core_outputs:
+            beside = output.kv_transfer_params
+            if beside is not None and MARK in beside:
+                numbers = beside.pop(MARK)
+                output.kv_transfer_params = beside or None
+                state = self.request_states.get(output.request_id)
+                if state is not None:
+                    state.logprobs_processor.arrived = numbers
+        return process(self, engine_core_outputs, *more, **named)
+
+    return [
+        (keeper, "from_new_request", classmethod(from_new_request)),
+        (keeper, "update_from_output", update_from_output),
+        (processor, "process_outputs", process_outputs),
+    ]
+
+
+def _chat_changes() -> list[_Change]:
+    protocol, serving = f"{_OPENAI}.chat_completion.protocol", f"{_OPENAI}.chat_completion.serving"
+    require_fields(find(protocol, "ChatCompletionRequest"), "logprobs", "top_logprobs", "vllm_xargs")
+    chat, reply = find(serving, "OpenAIServingChat"), find(protocol, "ChatCompletionLogProbs")
+    create = method(chat, "create_chat_completion", "request", "raw_request")
+    tell = method(chat, "_create_chat_logprobs", "token_ids", "top_logprobs")
+    _require_room(reply, "content")
+
+    def packable(request: Any) -> bool:
+        return request.logprobs is True and not request.top_logprobs
+
+    return [
+        (chat, "create_chat_completion", _marking(create, packable)),
+        (chat, "_create_chat_logprobs", _telling(tell, reply, {"content": None})),
+    ]
+
+
+def _text_changes() -> list[_Change]:
+    protocol, serving = f"{_OPENAI}.completion.protocol", f"{_OPENAI}.completion.serving"
+    require_fields(find(protocol, "CompletionRequest"), "logprobs", "echo", "vllm_xargs")
+    completion, reply = find(serving, "OpenAIServingCompletion"), find(protocol, "CompletionLogProbs")
+    create = method(completion, "create_completion", "request", "raw_request")
+    tell = method(completion, "_create_completion_logprobs", "token_ids", "top_logprobs")
+    names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+    _require_room(reply, *names)
+
+    def packable(request: Any) -> bool:
+        return request.logprobs == 0 and not request.echo
+
+    return [
+        (completion, "create_completion", _marking(create, packable)),
+        (completion, "_create_completion_logprobs", _telling(tell, reply, {name: [] for name in names})),
+    ]
+
+
+def _require_room(reply: Any, *names: str) -> None:
+    require_fields(reply, *names)
+    if reply.model_config.get("extra") != "allow":
+        raise UnknownVllm(f"{reply.__qualname__} has no room for other fields")
+
+
+def _marking(create: Callable[..., Any], packable: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Mark the requests that ask for packed log-probabilities, and can have them."""
+
+    async def marking(self: Any, request: Any, raw_request: Any = None) -> Any:
+        asked = raw_request is not None and raw_request.headers.get(HEADER) == PACKED
+        if asked and packable(request) and not any(getattr(request, name, None) for name in _OTHERWISE):
+            request.vllm_xargs = {**(request.vllm_xargs or {}), MARK: 1}
+        return await create(self, request, raw_request)
+
+    return marking
+
+
+def _telling(tell: Callable[..., Any], reply: Any, empty: dict[str, Any]) -> Callable[..., Any]:
+    """Write what is in an array as one string."""
+
+    def telling(self: Any, token_ids: Any, top_logprobs: Any, *more: Any, **named: Any) -> Any:
+        if not isinstance(top_logprobs, array):
+            return tell(self, token_ids, top_logprobs, *more, **named)
+        return reply.model_construct(**empty, packed=_as_base64(top_logprobs[: len(token_ids)]))
+
+    return telling
+
+
+def _as_base64(numbers: "array[float]") -> str:
+    if numbers and min(numbers) < _LEAST:
+        numbers = array("f", [max(each, _LEAST) for each in numbers])
+    return b64encode(numbers.tobytes()).decode()

@@ -1,0 +1,99 @@
+"""Whether an engine samples from the policy, and tells the log-probabilities of that, tried out on a request.
+
+Engines may be started by others, with any arguments, and a release of vLLM may do what an argument says otherwise than
+it should: its CPU build drafts tokens (speculative decoding) and accepts them at a temperature that it reads from
+memory which nobody has written to (0.32; vllm-project/vllm#55005).
+"""
+
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from tuneloop.explorer.engines.vllm import NEUTRAL_SAMPLING, EngineControl
+from tuneloop.shared.errors import EngineError
+
+#: A log-probability so near to 0 is that of the only token that could be sampled.
+_CERTAIN_LOGPROB = 1e-3
+
+#: Not 1, which would hide a temperature that is not heeded.
+_TEMPERATURE = 0.5
+_TOKENS = 32
+
+#: Those who draft tokens by what was said before find something to draft.
+_REPETITIVE = "one two three four five six seven eight nine ten " * 4
+
+#: A difference of two log-probabilities may be twice as far off as one.
+_OF_A_DIFFERENCE = 2.0
+
+_PROCESSED = (
+    "its log-probabilities are not those of the distribution that it samples from; start it with "
+    "--logprobs-mode processed_logprobs"
+)
+_OTHERWISE = (
+    "its log-probabilities at temperature {temperature:g} are {off:.2g} nats from the policy's, {allowed:.2g} are "
+    "allowed: it samples otherwise than it is asked to; start it without speculative decoding"
+)
+
+#: By the token's id, as vLLM names it where it is asked to: its log-probability.
+_Alternatives = dict[str, float]
+
+
+async def require_samples_of_the_policy(control: EngineControl) -> None:
+    """Raise EngineError unless the engine samples from the policy and tells its log-probabilities, as far as is seen.
+
+    One that drafts tokens must do so with drafts, too. Nothing is proven where it drafts nothing in so short a reply.
+    """
+    try:
+        if not await _tells_what_it_samples_from(control):
+            raise EngineError(_PROCESSED)
+        if not await control.drafts_tokens():
+            return
+        off, allowed = await _distance_at_temperature(control), control.tolerance * _OF_A_DIFFERENCE
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"its log-probabilities cannot be read: {error!r}") from error
+    if not off <= allowed:
+        raise EngineError(_OTHERWISE.format(temperature=_TEMPERATURE, off=off, allowed=allowed))
+
+
+async def _tells_what_it_samples_from(control: EngineControl) -> bool:
+    """With `top_k` 1 there is one token to sample, with log-probability 0; by the raw logits there are others."""
+    choice = await _complete(control, prompt="a", max_tokens=1, temperature=1.0, top_k=1, logprobs=1)
+    [logprob] = choice["logprobs"]["token_logprobs"]
+    return bool(logprob > -_CERTAIN_LOGPROB)
+
+
+async def _distance_at_temperature(control: EngineControl) -> float:
+    """How far its log-probabilities at a temperature are from those of the model's logits at it, in nats on average.
+
+    Which are not told. But of two tokens at one place log-probabilities differ as the logits do, and these as the
+    log-probabilities at temperature 1, which are told of a prompt.
+    """
+    text = await control.query("/tokenize", prompt=_REPETITIVE)
+    half = text["max_model_len"] // 2
+    asked = {"prompt": text["tokens"][:half], "max_tokens": min(_TOKENS, half - 1), "ignore_eos": True}
+    reply = await _complete(
+        control, **asked, **NEUTRAL_SAMPLING, temperature=_TEMPERATURE, logprobs=2, return_token_ids=True
+    )
+    ids = [*text["tokens"][:half], *reply["token_ids"]]
+    again = await _complete(control, prompt=ids, max_tokens=1, temperature=1.0, prompt_logprobs=2)
+    as_sampled = [_by_id(each) for each in reply["logprobs"]["top_logprobs"]]
+    of_model = [_of_prompt(each) for each in again["prompt_logprobs"][-len(as_sampled) :]]
+    return fmean(
+        abs(_TEMPERATURE * (told[one] - told[other]) - (model[one] - model[other]))
+        for told, model in zip(as_sampled, of_model, strict=True)
+        for one, other in pairwise(sorted(told.keys() & model.keys()))
+    )
+
+
+async def _complete(control: EngineControl, **fields: object) -> dict[str, Any]:
+    answer = await control.query("/v1/completions", **fields, return_tokens_as_token_ids=True)
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
+
+
+def _by_id(alternatives: dict[str, float]) -> _Alternatives:
+    return {token.removeprefix("token_id:"): logprob for token, logprob in alternatives.items()}
+
+
+def _of_prompt(alternatives: dict[str, dict[str, float]]) -> _Alternatives:
+    return {token: each["logprob"] for token, each in alternatives.items()}

@@ -1,0 +1,17 @@
+"""Keeps the collection of garbage from stopping a process for a moment.
+
+A full collection looks at every object that there is: a tenth of a second and more for what a service is made of, in
+which a process answers nobody, however little there is to be found.
+"""
+
+import gc
+
+#: Full collections are rare then; what a reply or a record is made of is freed by its references' counts.
+_THRESHOLD = (20_000, 20, 20)
+
+
+def keep_what_is_here() -> None:
+    """Look no more through what this process has opened and imported until now."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLD)

@@ -1,0 +1,170 @@
+"""Packed log-probabilities: what is asked of engines, and what becomes of a vLLM that is built otherwise."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.doubles.engine import EngineDouble
+from tests.explorer.running import RunningExplorer
+from tuneloop.explorer.engines.packing import gpu_worker
+from tuneloop.explorer.engines.packing.patching import MARK, UnknownVllm
+from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
+from tuneloop.explorer.engines.vllm_plugin import PACKS
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "t", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def asked_for(explorer: RunningExplorer, double: EngineDouble, **but: object) -> str | None:
+    explorer.http.post(CHAT, json=HELLO | but).raise_for_status()
+    return double.chats[-1].headers.get(HEADER.lower())
+
+
+def test_only_what_nobody_else_reads_is_packed(explorer: RunningExplorer, double: EngineDouble) -> None:
+    assert asked_for(explorer, double) == PACKED
+    assert asked_for(explorer, double, logprobs=True) is None
+    assert asked_for(explorer, double, logprobs=True, top_logprobs=2) is None
+
+
+#: What this vLLM has in each process, as it is or built otherwise: each in a process that is forked after the imports.
+_ASK = """
+import json, os, sys
+from vllm.plugins import load_general_plugins
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.output_processor import OutputProcessor
+
+def other(self, something_else):
+    raise AssertionError
+
+for variables, owner, name in json.loads(sys.stdin.read()):
+    if not os.fork():
+        os.environ.update(variables)
+        if name:
+            setattr(globals()[owner], name, other)
+        load_general_plugins()
+        found = Scheduler.update_from_output, OutputProcessor.process_outputs, OpenAIServingChat.create_chat_completion
+        print(json.dumps([each.__module__.startswith("tuneloop.") for each in found]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+#: Whether the core packs, and API servers ask it to.
+EXPECTED = {
+    ("1", "", ""): [True, True, True],
+    ("0", "", ""): [False, False, False],
+    ("1", "Scheduler", "update_from_output"): [False, True, True],
+    ("1", "OutputProcessor", "process_outputs"): [True, False, False],
+    ("1", "OpenAIServingChat", "_create_chat_logprobs"): [True, False, False],
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> tuple[list[list[bool]], str]:
+    """What vLLM has in each case, and what is said of it."""
+    without = {name: value for name, value in os.environ.items() if name != PACKS}
+    cases = [({PACKS: on}, owner, name) for on, owner, name in EXPECTED]
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK], input=json.dumps(cases), env=without, capture_output=True, text=True, check=True
+    )
+    return [json.loads(line) for line in asked.stdout.splitlines() if line.startswith("[")], asked.stderr
+
+
+@pytest.mark.vllm
+def test_a_vllm_that_is_built_otherwise_goes_its_own_way_and_says_so(told: tuple[list[list[bool]], str]) -> None:
+    found, said = told
+    assert found == list(EXPECTED.values())
+    warnings = [line for line in said.splitlines() if "not packed" in line]
+    assert [line[line.index("not packed") :].split(":")[0] for line in warnings] == [
+        "not packed in core",
+        "not packed in front_end",
+        "not packed in front_end",
+    ]
+
+
+class Tensors(NamedTuple):
+    logprob_token_ids: Any
+    logprobs: Any
+    selected_token_ranks: Any
+    cu_num_generated_tokens: Any = None
+
+
+def ranked(logits: torch.Tensor, number: int, sampled: torch.Tensor, starts: Any = None, **more: Any) -> Tensors:
+    return Tensors(sampled[:, None], score(logits, sampled[:, None]), sampled, starts)
+
+
+def score(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, ids)
+
+
+class Sampling(NamedTuple):
+    extra_args: dict[str, int] | None
+
+
+class Batch(NamedTuple):
+    idx_mapping_np: np.ndarray[Any, Any]
+
+
+class Sampler:
+    """As much of vLLM 0.26's as is changed; its functions are found where vLLM's are."""
+
+    def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+        """Nothing is kept."""
+
+    def returns_logprobs(self, idx_mapping_np: Any) -> bool:
+        return True
+
+    def __call__(self, logits: torch.Tensor, input_batch: Batch) -> Any:
+        module: Any = sys.modules["vllm.v1.worker.gpu.sample.sampler"]
+        return module.compute_topk_scores(logits, 0, logits.argmax(-1), max_per_req_token_ids=0, logits_mode=False)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Sampler:
+    class Own(Sampler):
+        """Changed for one test."""
+
+    for name in ("add_request", "returns_logprobs", "__call__"):
+        setattr(Own, name, vars(Sampler)[name])
+    for module, has in {
+        "vllm.v1.worker.gpu.sample.sampler": {"Sampler": Own, "compute_topk_scores": ranked},
+        "vllm.v1.worker.gpu.sample.logprob": {"compute_token_logprobs": score},
+        "vllm.v1.outputs": {"LogprobsTensors": Tensors, "LogprobsLists": Tensors},
+    }.items():
+        made = types.ModuleType(module)
+        made.__dict__.update(has)
+        monkeypatch.setitem(sys.modules, module, made)
+    gpu_worker.install()
+    return Own()
+
+
+def test_a_gpu_tells_numbers_alone_where_all_requests_of_a_step_are_packed(worker: Sampler) -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    for place in range(3):
+        worker.add_request(place, 5, Sampling({MARK: 1}))
+    worker.add_request(3, 5, Sampling(None))
+    short, whole = (worker(logits, Batch(np.array(places))) for places in ((0, 1), (0, 3)))
+    kept = short.to_cpu_nonblocking()
+    assert (kept.logprob_token_ids, kept.selected_token_ranks) == (None, None)
+    assert kept.tolists().logprobs.tolist() == score(logits, logits.argmax(-1)[:, None]).numpy().tolist()
+    assert whole.selected_token_ranks is not None
+
+
+def test_a_place_that_another_request_takes_is_told_in_full(worker: Sampler) -> None:
+    logits = torch.zeros(1, 9)
+    worker.add_request(0, 5, Sampling({MARK: 1}))
+    worker.add_request(0, 5, Sampling({"other": 1}))
+    assert worker(logits, Batch(np.array([0]))).selected_token_ranks is not None
+
+
+def test_a_sampler_of_another_kind_is_left_alone(worker: Sampler) -> None:
+    type(worker).returns_logprobs = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(UnknownVllm):
+        gpu_worker.install()

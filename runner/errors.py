@@ -63,9 +63,9 @@ class ServiceRefused(Exception):
     def of_answer(cls, status: int, body: object) -> "ServiceRefused":
         """The refusal in OpenAI's envelope, or what there is of one."""
         error = body.get("error") if isinstance(body, dict) else None
-        told = error if isinstance(error, dict) else {}
-        sentence = told.get("message") or f"the service answered {status}: {str(body)[:200]}"
-        return cls(str(sentence), status=status, code=told.get("code"))
+        fields = error if isinstance(error, dict) else {}
+        sentence = fields.get("message") or f"the service answered {status}: {str(body)[:200]}"
+        return cls(str(sentence), status=status, code=fields.get("code"))
 
 
 class FeedbackError(Exception):

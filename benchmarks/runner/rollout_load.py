@@ -1,6 +1,7 @@
 """Do rollouts keep an engine busy? Tokens a second of tune()'s runs beside a plain load generator, on the same engine.
 
-    python -m benchmarks.runner.rollout_load [--hidden 512 --layers 10] [--runs 192] [--at-once 16] [--rounds 3]
+    python -m benchmarks.runner.rollout_load [--runs 192] [--tokens 64] [--at-once 16] [--rounds 3]
+    python -m benchmarks.runner.rollout_load --gpu --size 0.6b --tokens 256 --at-once 32 64 --budget-seconds 230
 
 Every run is one call whose reply has --tokens tokens, whatever the model would say (`ignore_eos`), of an engine with
 random weights. In each round three ways take turns with as many calls at once: the load generator asks the engine
@@ -10,24 +11,22 @@ itself, it asks the explorer before it, and tune() evaluates as many tasks throu
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
 from openai import AsyncOpenAI
 
-from examples.json_format.world import Capitals
-from examples.sums.model import save
-from examples.worlds import model as models
-from tests.loop.harness.bare_engine import KEY, MODEL, attached_to, engine_on, url_of
-from tests.loop.harness.services import Service, free_port, write_settings
+from benchmarks.on_gpu.random_model import make_model
+from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, rollout_of, service, write_settings
 from tuneloop.runner import AlgorithmConfig, WorkflowOutput, tune
 
+MODEL, ENGINE_PORT, EXPLORER_PORT = "random", 21_610, 21_611
 PROMPT: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -60,12 +59,12 @@ async def _reply(client: AsyncOpenAI, tokens: int) -> None:
         raise SystemExit(f"the reply has not {tokens} tokens: {reply.usage}")
 
 
-def generate(url: str, key: str, options: argparse.Namespace) -> float:
+def generate(url: str, at_once: int, options: argparse.Namespace) -> float:
     """Seconds that the load generator takes."""
 
     async def run() -> float:
-        places = asyncio.Semaphore(options.at_once)
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        places = asyncio.Semaphore(at_once)
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
 
             async def call() -> None:
                 async with places:
@@ -78,7 +77,7 @@ def generate(url: str, key: str, options: argparse.Namespace) -> float:
     return asyncio.run(run())
 
 
-def tune_once(url: str, options: argparse.Namespace) -> float:
+def tune_once(url: str, at_once: int, options: argparse.Namespace) -> float:
     """Seconds that an evaluation of as many tasks takes."""
 
     async def workflow(task: Any, model: AsyncOpenAI) -> WorkflowOutput:
@@ -94,7 +93,7 @@ def tune_once(url: str, options: argparse.Namespace) -> float:
             algorithm=AlgorithmConfig(algorithm_type="ppo", group_size=2, batch_size=1),
             service=url,
             checkpoint_root_dir=folder,
-            concurrency=options.at_once,
+            concurrency=at_once,
             view=watch,
         )
     return watch.seconds
@@ -103,53 +102,76 @@ def tune_once(url: str, options: argparse.Namespace) -> float:
 def main() -> None:
     """Start an engine and an explorer, measure, and print the medians of the rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--gpu", action="store_true", help="the engine on the first GPU")
+    parser.add_argument("--memory", type=float, default=0.3, help="share of the GPU's that the engine takes")
+    parser.add_argument("--size", default="tiny", help="of the random Qwen3: tiny, 0.6b, 4b, ...")
     parser.add_argument("--runs", type=int, default=192)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[16])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget-seconds", type=float, default=3600.0, help="after which no round is begun")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = models.tokenizer(Capitals())
-        torch.set_num_threads(1)
-        save(models.build(words, hidden=options.hidden, layers=options.layers), words, folder / "model")
-        (folder / "engine").mkdir()
-        with engine_on(free_port(), folder / "engine", folder / "model") as engine:
-            service = Service(_settings(folder, attached_to(engine)), "explorer")
-            try:
-                service.wait_until_ready()
-                _measure(url_of(engine), service.url, options)
-            finally:
-                service.stop()
+    clock = Clock(options.budget_seconds)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_model(options.size, folder / "model", on_gpu=options.gpu)
+        rollout = rollout_of(on_gpu=options.gpu, memory=options.memory, api_servers=None)
+        settings = write_settings(folder / "engine.yaml", _values(folder / "engine", model, rollout, options.gpu))
+        engine = stack.enter_context(bare_engine(settings, model, ENGINE_PORT, folder / "engine.log"))
+        await_ready(f"{_at(ENGINE_PORT)}/health", engine, folder / "engine.log", timeout_s=clock.remaining)
+        attached = {"engine_urls": [_at(ENGINE_PORT)], "dtype": rollout["dtype"]}
+        write_settings(folder / "explorer.yaml", _values(folder / "explorer", model, attached, options.gpu))
+        explorer = stack.enter_context(service(folder / "explorer.yaml", "explorer", folder / "explorer.log"))
+        await_ready(f"{_at(EXPLORER_PORT)}/health/ready", explorer, folder / "explorer.log", timeout_s=120)
+        clock.say(f"engine and explorer are up; {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
+        for at_once in options.at_once:
+            _measure(at_once, options, clock)
 
 
-def _settings(folder: Path, rollout_model: dict[str, Any]) -> Path:
-    path = write_settings(folder, folder / "model", mode="serve")
-    values = yaml.safe_load(path.read_text())
-    values["model"]["served_model_name"] = MODEL
-    values["explorer"]["rollout_model"] = rollout_model
-    path.write_text(yaml.safe_dump(values))
-    return path
+def _at(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
-def _measure(engine: str, explorer: str, options: argparse.Namespace) -> None:
+def _values(folder: Path, model: Path, rollout_model: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
+    folder.mkdir()
+    return {
+        "mode": "serve",
+        "project": "bench",
+        "name": "rollouts",
+        "checkpoint_root_dir": str(folder),
+        "model": {"model_path": str(model), "max_model_len": 4096, "served_model_name": MODEL},
+        "cluster": {"gpu_per_node": int(on_gpu)},
+        "explorer": {"proxy_port": EXPLORER_PORT, "rollout_model": rollout_model},
+    }
+
+
+def _measure(at_once: int, options: argparse.Namespace, clock: Clock) -> None:
     ways: dict[str, Callable[[], float]] = {
-        "load generator at the engine": lambda: generate(engine, KEY, options),
-        "load generator at the explorer": lambda: generate(explorer, "none", options),
-        "tune()": lambda: tune_once(explorer, options),
+        "load generator at the engine": lambda: generate(_at(ENGINE_PORT), at_once, options),
+        "load generator at the explorer": lambda: generate(_at(EXPLORER_PORT), at_once, options),
+        "tune()": lambda: tune_once(_at(EXPLORER_PORT), at_once, options),
     }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
+    took = 0.0
     for number in range(options.rounds + 1):
+        if clock.remaining < took:
+            break
+        before = clock.remaining
         for way, measure in ways.items():
+            computed, began = time.process_time(), time.monotonic()
             speed = options.runs * options.tokens / measure()
+            busy = (time.process_time() - computed) / (time.monotonic() - began)
             if number:  # the first round warms up
                 speeds[way].append(speed)
-                print(f"round {number}: {way}: {speed:.0f} tokens/s", flush=True)
-    first = statistics.median(speeds["load generator at the engine"])
+                clock.say(
+                    f"{at_once} at once, round {number}: {way}: {speed:.0f} tokens/s, client {busy:.0%} of a core"
+                )
+        took = before - clock.remaining
+    first = speeds["load generator at the engine"]
     for way, found in speeds.items():
-        print(f"{way}: {statistics.median(found):.0f} tokens/s, {statistics.median(found) / first:.2f}")
+        if found:
+            ratio = statistics.median(each / engine for each, engine in zip(found, first, strict=True))
+            print(f"{at_once} at once: {way}: {statistics.median(found):.0f} tokens/s, {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

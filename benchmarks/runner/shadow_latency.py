@@ -1,12 +1,12 @@
 """What a TrainingRunner costs the calls that it wraps: how long they take with and without it.
 
 .venv/bin/python -m benchmarks.runner.shadow_latency [--calls 4000] [--rate 0.1] [--every-s 0.01]
-                                                     [--waits-ms 5] [--busy-ms 20]
+                                                     [--waits-ms 5] [--busy-ms 20] [--run-in process]
 
 Production answers at once, so that nothing hides what is added. Bare and wrapped calls come in turn, so that what else
 the machine does meets both alike. Meanwhile the shadow runs ask a server in a process of its own, and their rewards are
 written to disk, sent and committed. `alone` are bare calls before the runner is started: what shadow runs compute
-(`--busy-ms`, in Python) keeps all threads of the process waiting, those of bare calls too.
+(`--busy-ms`, in Python) with `--run-in thread` keeps all threads of the process waiting, those of bare calls too.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from statistics import quantiles
 from typing import Any
@@ -24,7 +26,7 @@ import httpx
 
 from tests.doubles.engine import CHAT, engine_place
 from tests.runner.feedback.service import feedback_service
-from tuneloop.runner import SamplingRateStrategy, TrainingRunner
+from tuneloop.runner import SamplingRateStrategy, ShadowResult, ShadowRun, TrainingRunner
 
 #: A conversation of some length: its copy is the dearest thing that the app's thread does.
 REQUEST = {"model": "t", "messages": [{"role": "user", "content": "3+4=" * 50}] * 20, "max_tokens": 12}
@@ -57,30 +59,52 @@ async def time_call(call: Callable[..., Awaitable[Any]]) -> tuple[float, float]:
     return 1000 * (time.perf_counter() - started), 1000 * (time.thread_time() - computed)
 
 
-async def measure(options: argparse.Namespace, engine: str, feedback: str) -> dict[str, Any]:
-    """Both, in turn."""
-    client = httpx.Client(base_url=engine, timeout=60)
-    production = production_of(options.waits_ms / 1000)
+@dataclass(frozen=True, slots=True)
+class ShadowAgent:
+    """Makes shadow runs that compute for a while, and ask the engine."""
 
-    def shadow(request: dict[str, Any]) -> Any:
-        until = time.thread_time() + options.busy_ms / 1000
+    engine: str
+    busy_ms: float
+
+    def __call__(self, run: ShadowRun) -> Callable[[dict[str, Any]], Any]:
+        """One of them."""
+        return self._answer
+
+    def _answer(self, request: dict[str, Any]) -> Any:
+        until = time.thread_time() + self.busy_ms / 1000
         while time.thread_time() < until:
             sum(range(100))
-        return client.post(CHAT, json=request).json()["id"]
+        return client_of(self.engine).post(CHAT, json=request).json()["id"]
 
+
+@lru_cache
+def client_of(engine: str) -> httpx.Client:
+    """The one of this process."""
+    return httpx.Client(base_url=engine, timeout=60)
+
+
+def worth(result: ShadowResult) -> float:
+    """The reward."""
+    return 1.0
+
+
+async def measure(options: argparse.Namespace, engine: str, feedback: str) -> dict[str, Any]:
+    """Both, in turn."""
+    production = production_of(options.waits_ms / 1000)
     runner = TrainingRunner(
         service=feedback,
         model="t",
-        agent=lambda run: shadow,
-        reward_calculator=lambda result: 1.0,
+        agent=ShadowAgent(engine, options.busy_ms),
+        reward_calculator=worth,
         selection_strategy=SamplingRateStrategy.of(options.rate),
         commit_interval_seconds=1,
+        run_in=options.run_in,
     )
     taken: dict[str, list[tuple[float, float]]] = {"alone": [], "bare": [], "wrapped": []}
     for _ in range(options.calls // 2):
         await asyncio.sleep(options.every_s)
         taken["alone"].append(await time_call(production))
-    with client, runner:
+    with runner:
         wrapped = runner.wrap(production)
         for number in range(options.calls):
             await asyncio.sleep(options.every_s)
@@ -105,6 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.runner.shadow_latency", description=__doc__)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=0.1, help="share of the calls that are run again")
+    parser.add_argument("--run-in", choices=("process", "thread"), default="process", help="where shadow runs are made")
     parser.add_argument("--busy-ms", type=float, default=0.0, help="that a shadow run computes")
     parser.add_argument("--waits-ms", type=float, default=0.0, help="that production waits in a call")
     parser.add_argument("--every-s", type=float, default=0.01, help="seconds between two calls")

@@ -65,13 +65,13 @@ def arrange(
     seed: int = 0,
 ) -> BlindPair:
     """Two answers, each (text, id of the reply, version), in an order that the seed and the question decide."""
-    said = tuple(chat_messages(list(messages)))
-    name = hashlib.sha256(json.dumps([said, a, b], default=str).encode()).hexdigest()[:16]
+    turns = tuple(chat_messages(list(messages)))
+    name = hashlib.sha256(json.dumps([turns, a, b], default=str).encode()).hexdigest()[:16]
     sides = [a, b]
     random.Random(f"{seed}/{name}").shuffle(sides)
     left, right = sides
     ids = (left[1], right[1]) if left[1] and right[1] else None
-    return BlindPair(pair_id=name, messages=said, texts=(left[0], right[0]), ids=ids, versions=(left[2], right[2]))
+    return BlindPair(pair_id=name, messages=turns, texts=(left[0], right[0]), ids=ids, versions=(left[2], right[2]))
 
 
 class HumanPreferenceCollector:
@@ -90,22 +90,22 @@ class HumanPreferenceCollector:
 
     def sample(self, messages: Sequence[object], model: str, versions: tuple[int, int], **body: Any) -> BlindPair:
         """Both versions' answers to a question; `body` is more of the request, such as max_tokens."""
-        said = chat_messages(list(messages))
+        turns = chat_messages(list(messages))
         answers = []
         for version in versions:
-            asked = {**body, "model": f"{model}@{version}", "messages": said}
-            completion = self._post("/v1/chat/completions", asked)
+            request = {**body, "model": f"{model}@{version}", "messages": turns}
+            completion = self._post("/v1/chat/completions", request)
             answers.append((_text_in(completion), str(completion["id"]), str(version)))
-        return arrange(said, answers[0], answers[1], seed=self._seed)
+        return arrange(turns, answers[0], answers[1], seed=self._seed)
 
     def pair_of(self, a: str, b: str) -> BlindPair:
         """The pair of two replies that the service has stored, by their ids. They must answer one question."""
         stored = [self._get(f"/v1/chat/completions/{each}") for each in (a, b)]
-        asked = [self._messages(each) for each in (a, b)]
-        if asked[0] != asked[1]:
+        turns = [self._messages(each) for each in (a, b)]
+        if turns[0] != turns[1]:
             raise ServiceRefused(f"{a} and {b} do not answer the same question")
         answers = [(_text_in(each), str(each["id"]), str(each.get("model"))) for each in stored]
-        return arrange(asked[0], answers[0], answers[1], seed=self._seed)
+        return arrange(turns[0], answers[0], answers[1], seed=self._seed)
 
     def record(self, pair: BlindPair, choice: PairChoice) -> HumanPreference:
         """What somebody has chosen. A preference is sent to the service, where training by dpo finds it.
@@ -120,8 +120,8 @@ class HumanPreferenceCollector:
         if pair.ids is None:
             return HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)
         preferred, rejected = pair.ids[better], pair.ids[1 - better]
-        said = {"msg_ids": [preferred], "preferred_over": rejected, "idempotency_key": f"prefer-{pair.pair_id}"}
-        self._post("/feedback", said | ({"source": self._source} if self._source else {}))
+        feedback = {"msg_ids": [preferred], "preferred_over": rejected, "idempotency_key": f"prefer-{pair.pair_id}"}
+        self._post("/feedback", feedback | ({"source": self._source} if self._source else {}))
         return HumanPreference(
             pair_id=pair.pair_id,
             choice=choice,
@@ -175,7 +175,7 @@ def read_pairs(path: Path) -> Iterator[BlindPair]:
             tuples: dict[str, Any] = {name: _pair(row.get(name)) for name in ("texts", "ids", "versions")}
             yield BlindPair(pair_id=str(row["pair_id"]), messages=tuple(row["messages"]), **tuples)
         except (KeyError, TypeError, ValueError) as error:
-            raise LogRefused(f"{path}:{number}: no pair: {error!r}") from None
+            raise LogRefused(f"{path}:{number}: not a pair: {error!r}") from None
 
 
 def read_preferences(path: Path) -> dict[str, HumanPreference]:
@@ -187,7 +187,7 @@ def read_preferences(path: Path) -> dict[str, HumanPreference]:
 
 def append_lines(path: Path, rows: Iterable[BlindPair | HumanPreference]) -> None:
     """Append rows to a file of JSON lines, each of them whole."""
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8", errors="replace") as file:
         for each in rows:
             file.write(json.dumps(asdict(each), ensure_ascii=False) + "\n")
 

@@ -111,9 +111,9 @@ class DataCollector:
         rewards: Mapping[str, float] | None = None,
     ) -> RunRecord:
         """The same in an event loop; an agent that is no coroutine function blocks it."""
-        said = await _run_agent(agent, user_input)
+        turns = await _run_agent(agent, user_input)
         with self.run() as run:
-            run.add(*said)
+            run.add(*turns)
             run.feedback(**(user_feedback or {}))
             for name, value in (rewards or {}).items():
                 run.reward(name, value)
@@ -130,16 +130,16 @@ async def _run_agent(agent: Any, user_input: str) -> list[object]:
     """All that was said in the run, what the user said first."""
     remember = _memory_of(agent)
     before = len(await remember()) if remember else 0
-    asked = _agentscope_message(user_input) if remember else user_input
-    answer = agent(asked)
+    question = _agentscope_message(user_input) if remember else user_input
+    answer = agent(question)
     if inspect.isawaitable(answer):
         answer = await answer
-    if remember and len(told := await remember()) > before:
-        return list(told[before:])
-    said = list(answer) if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
-    first = chat_messages(said)[:1]
+    if remember and len(remembered := await remember()) > before:
+        return list(remembered[before:])
+    turns = list(answer) if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
+    first = chat_messages(turns)[:1]
     begins = bool(first) and first[0]["role"] in {"user", "system"}
-    return said if begins else [{"role": "user", "content": user_input}, *said]
+    return turns if begins else [{"role": "user", "content": user_input}, *turns]
 
 
 def _memory_of(agent: Any) -> Callable[[], Any] | None:

@@ -78,4 +78,4 @@ def _feedback(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], di
             words[metric if metric != "reward" else str(kind)] = event.get("text")
         elif kind == "retraction":
             numbers[metric].pop(event.get("source"), None)
-    return {metric: fmean(said.values()) for metric, said in numbers.items() if said}, words
+    return {metric: fmean(values.values()) for metric, values in numbers.items() if values}, words

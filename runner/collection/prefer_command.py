@@ -69,9 +69,9 @@ def _run(options: argparse.Namespace, collector: HumanPreferenceCollector, ask: 
     if options.only_pairs:
         sys.stdout.write(f"{len(known)} pairs in {pairs_file}\n")
         return 0
-    said = read_preferences(options.to)
+    preferences_by_pair = read_preferences(options.to)
     for number, pair in enumerate(known.values(), start=1):
-        if pair.pair_id in said:
+        if pair.pair_id in preferences_by_pair:
             continue
         same = pair.texts[0] == pair.texts[1]
         choice = "tie" if same else _choose(pair, f"{number}/{len(known)}", ask)
@@ -79,10 +79,10 @@ def _run(options: argparse.Namespace, collector: HumanPreferenceCollector, ask: 
             break
         preference = collector.record(pair, choice)
         append_lines(options.to, [preference])
-        said[pair.pair_id] = preference
-    counts = {key: sum(each.choice == key for each in said.values()) for key in ("tie", "skip")}
-    preferences = len(said) - sum(counts.values())
-    left = len(known) - len(said)
+        preferences_by_pair[pair.pair_id] = preference
+    counts = {key: sum(each.choice == key for each in preferences_by_pair.values()) for key in ("tie", "skip")}
+    preferences = len(preferences_by_pair) - sum(counts.values())
+    left = len(known) - len(preferences_by_pair)
     sys.stdout.write(f"{preferences} preferences, {counts['tie']} ties, {counts['skip']} skipped, {left} left\n")
     return 0
 
@@ -120,8 +120,8 @@ def _question(row: dict[str, Any], number: int) -> str:
 
 def _choose(pair: BlindPair, where: str, ask: Callable[[str], str]) -> PairChoice | None:
     """What somebody answers; None if they want no more."""
-    said = "\n".join(f"[{each['role']}] {text_of(each.get('content'))}" for each in pair.messages)
-    sys.stdout.write(f"\n--- {where}\n{said}\n\n--- 1\n{pair.texts[0]}\n\n--- 2\n{pair.texts[1]}\n\n")
+    conversation = "\n".join(f"[{each['role']}] {text_of(each.get('content'))}" for each in pair.messages)
+    sys.stdout.write(f"\n--- {where}\n{conversation}\n\n--- 1\n{pair.texts[0]}\n\n--- 2\n{pair.texts[1]}\n\n")
     while True:
         try:
             answer = ask(_ASKS).strip().lower()

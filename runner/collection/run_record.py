@@ -51,14 +51,14 @@ class RunRecord:
         >>> record.total_reward
         1.3
         """
-        said = tuple(chat_messages(list(messages)))
+        turns = tuple(chat_messages(list(messages)))
         rewards = known.get("rewards") or {}
         if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
-            raise ValueError(f"reward {wrong[0]}: {rewards[wrong[0]]} is no reward")
+            raise ValueError(f"reward {wrong[0]}: {rewards[wrong[0]]} is not a reward")
         if rewards and known.get("total_reward") is None:
             known["total_reward"] = math.fsum(rewards.values())
-        fields: dict[str, Any] = {"thoughts": tuple(_thoughts(said)), "tool_calls": tuple(_tool_calls(said))} | known
-        return cls(conversation_id=conversation_id, messages=said, **fields)
+        fields: dict[str, Any] = {"thoughts": tuple(_thoughts(turns)), "tool_calls": tuple(_tool_calls(turns))} | known
+        return cls(conversation_id=conversation_id, messages=turns, **fields)
 
     def as_reply(self, **known: Any) -> Reply:
         """The run as reward components and judges see it; `known` are further fields, such as `expected`."""
@@ -87,7 +87,7 @@ class RunRecord:
 def write_records(path: Path, records: Iterable[RunRecord]) -> int:
     """Append them to a file of JSON lines; how many there were."""
     lines = [json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in records]
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8", errors="replace") as file:
         file.write("".join(lines))
     return len(lines)
 

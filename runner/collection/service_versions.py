@@ -97,8 +97,8 @@ class VersionsClient:
         return next((int(each["version"]) for each in self.list_versions() if each["state"] == state), None)
 
     def _decide(self, path: str, reason: str | None, expect: int | None) -> dict[str, Any]:
-        said = {"reason": reason, "expect": expect, "by": self._by}
-        return self._ask("POST", path, body={name: value for name, value in said.items() if value is not None})
+        decision = {"reason": reason, "expect": expect, "by": self._by}
+        return self._ask("POST", path, body={name: value for name, value in decision.items() if value is not None})
 
     def _ask(
         self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Mapping[str, Any] | None = None

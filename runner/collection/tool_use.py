@@ -1,16 +1,20 @@
 """How well an agent uses tools: figures over records of its runs, each with its interval."""
 
+import asyncio
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tuneloop.runner.collection.collector import AgentLike, DataCollector
 from tuneloop.runner.collection.intervals import Estimated, mean_of, share_of
 from tuneloop.runner.collection.run_record import RunRecord
 from tuneloop.runner.rewards.components import same_json
 from tuneloop.runner.rewards.reply import Reply, ToolCall
+
+log = logging.getLogger("tuneloop.runner.collection")
 
 _FORMAT = r"(?i)\banswer\b\s*[:=]"
 
@@ -32,6 +36,8 @@ class ToolUseReport:
     expected arguments. `invalid_rate`: of all calls, those of no offered tool, or whose arguments were no JSON object.
     `recall`: of what should be found, how many a run found, in the mean. `mean_steps`: the assistant's turns of a run.
     `format_rate`: the runs whose last words have the form.
+
+    `failures`: the cases whose run raised, by the exception's name. They are no `runs`, and in no figure.
     """
 
     runs: int
@@ -41,6 +47,7 @@ class ToolUseReport:
     recall: Estimated | None
     mean_steps: Estimated | None
     format_rate: Estimated | None
+    failures: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
         """A figure by its name, of shares in per cent. Raises KeyError where there is none."""
@@ -61,19 +68,29 @@ class ToolUseEvaluator:
     found: Callable[[RunRecord], Iterable[str]] | None = field(default=None)
 
     def evaluate(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
-        """Run an agent on test cases, and measure.
+        """Run an agent on test cases, one after another, and measure.
 
         A case is {"input", "expected_calls": [{"name", "arguments"}], "relevant": [...]}; the latter may be missing.
+        A run that raises is counted, and the next one is made; the first of each kind is logged with its traceback.
+        Raises ValueError for a case that is none, before any is run. In an event loop use `evaluate_async`.
         """
-        collector = DataCollector()
+        return asyncio.run(self.evaluate_async(agent, test_cases))
+
+    async def evaluate_async(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
+        """The same in an event loop; an agent that is no coroutine function blocks it."""
+        collector, failures = DataCollector(), Counter[str]()
         cases = []
-        for each in test_cases:
-            expected = [ToolCall(call["name"], call.get("arguments")) for call in each.get("expected_calls") or ()]
-            record = collector.collect(agent, each["input"])
-            cases.append(
-                ToolUseCase(record=record, expected_calls=expected, relevant=frozenset(each.get("relevant") or ()))
-            )
-        return self.measure(cases)
+        for number, case in enumerate([_read_case(at, each) for at, each in enumerate(test_cases, start=1)], start=1):
+            try:
+                record = await collector.collect_async(agent, case.input)
+            except Exception as error:
+                kind = type(error).__name__
+                if kind not in failures:
+                    log.warning("test case %d: %r; further ones are counted, not logged", number, error, exc_info=error)
+                failures[kind] += 1
+            else:
+                cases.append(ToolUseCase(record=record, expected_calls=case.expected_calls, relevant=case.relevant))
+        return replace(self.measure(cases), failures=dict(failures))
 
     def measure(self, cases: Sequence[ToolUseCase]) -> ToolUseReport:
         """The figures of runs. Each call, and each run, is a unit of its own."""
@@ -102,6 +119,23 @@ class ToolUseEvaluator:
         results = "\n".join(str(each["result"] or "") for each in case.record.tool_calls)
         seen = [name for name in case.relevant if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", results)]
         return len(seen) / len(case.relevant)
+
+
+class _Case(NamedTuple):
+    input: Any
+    expected_calls: tuple[ToolCall, ...]
+    relevant: frozenset[str]
+
+
+def _read_case(number: int, case: Mapping[str, Any]) -> _Case:
+    """Raises ValueError for what is no case."""
+    try:
+        calls = tuple(ToolCall(call["name"], call.get("arguments")) for call in case.get("expected_calls") or ())
+        return _Case(case["input"], calls, frozenset(case.get("relevant") or ()))
+    except KeyError as error:
+        raise ValueError(f"test case {number}: there is no {error}") from None
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"test case {number}: {error}") from None
 
 
 def _match(reply: Reply, expected: Sequence[ToolCall]) -> tuple[int, int]:

@@ -96,8 +96,8 @@ class Courier:
                 failures, self.trouble = 0, None
             except Exception as error:  # noqa: BLE001 - whatever it is, what is acknowledged must still be sent
                 self._note(error)
-                asked = error.retry_after_s if isinstance(error, FeedbackAway) else None
-                self._rest(_pause(failures) if asked is None else min(asked, _LONGEST_WAIT_S))
+                retry_after_s = error.retry_after_s if isinstance(error, FeedbackAway) else None
+                self._rest(_pause(failures) if retry_after_s is None else min(retry_after_s, _LONGEST_WAIT_S))
                 failures += 1
                 continue
             if not sent:

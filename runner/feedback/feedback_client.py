@@ -8,6 +8,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,6 +51,7 @@ class _Line:
     """The way to the service, and to its outbox if there is one."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        _import_ahead()
         self.url = _service_url(url)
         self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.timeout = timeout
@@ -271,6 +273,16 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Counted):
             return await self._client.post(f"{self._line.url}/{path}", json=body)
         except httpx.HTTPError as error:
             return error
+
+
+@cache
+def _import_ahead() -> None:
+    """Import what httpx, and the codec of host names, import when they are first used.
+
+    A child that is forked while another thread imports a module has half of it for ever.
+    """
+    "".encode("idna")
+    httpx.Client().close()
 
 
 def _service_url(url: str) -> str:

@@ -29,6 +29,9 @@ _OPTIONAL = ("response_format", "temperature", "store")
 #: Characters of an error in which it says what is wrong.
 _TELLING = 300
 
+#: What is read of an answer's headers.
+_TOLD = frozenset({"content-type", "retry-after"})
+
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _NOT_LET_IN = frozenset({401, 402, 403, 404, 405})
 
@@ -144,14 +147,22 @@ class Endpoint:
             await self.close_async()
 
     def _post(self, step: _Post) -> _Response:
+        until = time.monotonic() + self.timeout
+        body = bytearray()
         try:
-            return self._client.post(self._url, json=step.body)
+            with self._client.stream("POST", self._url, json=step.body) as response:
+                for piece in response.iter_bytes():
+                    # httpx only bounds the time between two bytes.
+                    if time.monotonic() > until:
+                        return httpx.ReadTimeout(f"no answer in {self.timeout:g} s")
+                    body += piece
         except httpx.HTTPError as error:
             return error
+        headers = {name: value for name, value in response.headers.items() if name in _TOLD}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
 
     async def _post_async(self, step: _Post) -> _Response:
         try:
-            # httpx only bounds the time between two bytes.
             async with asyncio.timeout(self.timeout):
                 return await self._async_client.post(self._url, json=step.body)
         except httpx.HTTPError as error:
@@ -251,9 +262,9 @@ def _answer(response: httpx.Response) -> Answer:
         text, ending = choice["message"]["content"], choice.get("finish_reason")
         tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-        raise JudgeFailed("the judge's answer is no chat completion", response.text) from None
+        raise JudgeFailed("the judge's answer is not a chat completion", response.text) from None
     if ending not in {None, "stop"}:
         raise JudgeFailed("the judge did not answer to the end", f"finish_reason {ending!r}")
     if not isinstance(text, str) or not text.strip():
-        raise JudgeFailed("the judge said nothing")
+        raise JudgeFailed("the judge's answer is empty")
     return Answer(text, *tokens)

@@ -117,7 +117,7 @@ class Rubric:
             fields = read | ({"scale": tuple(read["scale"])} if isinstance(read.get("scale"), list) else {})
             return cls(**fields)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no rubric: {error}") from None
+            raise ValueError(f"{path} is not a rubric: {error}") from None
 
 
 def _pairs(examples: Sequence[Example]) -> list[tuple[str, str, str]]:

@@ -47,7 +47,7 @@ class LoggedExchange:
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file with one a line, each with its line's number. Raises LogRefused, which names the line."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, _object(line, f"{path}:{number}")
@@ -59,7 +59,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     try:
         read = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LogRefused(f"{where}: no JSON: {error}") from None
+        raise LogRefused(f"{where}: not JSON: {error}") from None
     if not isinstance(read, dict):
         raise LogRefused(f"{where}: a line must be a JSON object")
     return read

@@ -42,7 +42,7 @@ def read_export(path: Path) -> Iterator[LoggedExchange]:
         try:
             read, key = _of_row(row, str(path)), _key(row, number)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LogRefused(f"{path}:{number}: no row of an export: {error!r}") from None
+            raise LogRefused(f"{path}:{number}: not a row of an export: {error!r}") from None
         if waiting is not None and key != last:
             yield waiting
         waiting, last = read, key
@@ -165,7 +165,7 @@ def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: 
 
 def _of_stored(stored: Mapping[str, Any], messages: list[dict[str, Any]], url: str) -> Iterator[LoggedExchange]:
     labels = labels_in(stored.get("metadata"))
-    asked = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
+    turns = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
     choices = stored.get("choices") or []
     for choice in choices:
         many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""
@@ -174,7 +174,7 @@ def _of_stored(stored: Mapping[str, Any], messages: list[dict[str, Any]], url: s
             place=url,
             exchange_id=f"{stored['id']}{many}",
             conversation=conversation_of(labels, str(stored["id"])),
-            messages=tuple(chat_messages(asked)),
+            messages=tuple(chat_messages(turns)),
             reply=tuple(chat_messages(choice["message"]) if choice.get("finish_reason") else []),
             tools=objects(stored.get("tools")),
             model=optional_text(stored.get("model")),

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Any
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
 from tuneloop.runner.logs.spans import GenAiSpan, exchange_of_span
+
+#: What was told of a span, in its order, by trace and span.
+_EventsBySpan = Mapping[tuple[str, str], list[tuple[str, dict[str, Any]]]]
+
+#: What the lines of a file are; a collector may write all of them into one.
+_SIGNALS = ("resourceSpans", "resourceLogs", "resourceMetrics")
 
 _ERROR = 2  # OpenTelemetry's code of a span that failed
 
@@ -24,14 +31,12 @@ _WHOLE = frozenset({"agentscope.function.input", "agentscope.function.output", "
 def read_otlp(path: Path) -> Iterator[LoggedExchange]:
     """The chats in a file of OTLP as JSON: one object, or one a line, as the collector's file exporter writes them.
 
-    Raises LogRefused for a file that is neither.
+    Events may be log records of the same file, which name their span. Raises LogRefused for a file that is neither.
     """
-    place = str(path)
+    place, events = str(path), _logged_events(path)
     for where, batch in _batches(path):
-        if not isinstance(batch.get("resourceSpans"), list):
-            raise LogRefused(f"{where}: no resourceSpans: this is no OTLP of traces")
         try:
-            for span in _otlp_spans(batch):
+            for span in _otlp_spans(batch, events):
                 exchange = exchange_of_span(span, source="otel", place=place)
                 if exchange is not None:
                     yield exchange
@@ -40,6 +45,13 @@ def read_otlp(path: Path) -> Iterator[LoggedExchange]:
 
 
 def _batches(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, batch in _objects(path):
+        if not isinstance(batch, dict) or not any(isinstance(batch.get(each), list) for each in _SIGNALS):
+            raise LogRefused(f"{where}: none of {', '.join(_SIGNALS)}: this is not an OTLP file")
+        yield where, batch
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
@@ -47,14 +59,38 @@ def _batches(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (ValueError, RecursionError):
         yield from ((f"{path}:{number}", batch) for number, batch in json_lines(path))
         return
-    for batch in whole if isinstance(whole, list) else [whole]:
-        if not isinstance(batch, dict):
-            raise LogRefused(f"{path}: no OTLP of traces")
-        yield str(path), batch
+    yield from ((str(path), batch) for batch in (whole if isinstance(whole, list) else [whole]))
 
 
-def _otlp_spans(batch: Mapping[str, Any]) -> Iterator[GenAiSpan]:
-    for of_resource in batch["resourceSpans"]:
+def _logged_events(path: Path) -> _EventsBySpan:
+    """The events that stand as log records in the file, in the order of their time."""
+    found: defaultdict[tuple[str, str], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    for where, batch in _batches(path):
+        try:
+            for record in _log_records(batch):
+                fields = _attributes(record.get("attributes"))
+                name = record.get("eventName") or fields.get("event.name")
+                body = _value(record.get("body") or {})
+                if name and record.get("spanId"):
+                    event = {**fields, **(body if isinstance(body, dict) else {})}
+                    at = int(record.get("timeUnixNano") or record.get("observedTimeUnixNano") or 0)
+                    found[str(record.get("traceId")), str(record["spanId"])].append((at, str(name), event))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise LogRefused(f"{where}: {error!r}") from None
+    return {
+        span: [(name, fields) for _, name, fields in sorted(events, key=lambda each: each[0])]
+        for span, events in found.items()
+    }
+
+
+def _log_records(batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for of_resource in batch.get("resourceLogs") or ():
+        for of_scope in of_resource.get("scopeLogs") or ():
+            yield from of_scope.get("logRecords") or ()
+
+
+def _otlp_spans(batch: Mapping[str, Any], logged: _EventsBySpan) -> Iterator[GenAiSpan]:
+    for of_resource in batch.get("resourceSpans") or ():
         resource = _attributes((of_resource.get("resource") or {}).get("attributes"))
         for of_scope in of_resource.get("scopeSpans") or ():
             for span in of_scope.get("spans") or ():
@@ -62,9 +98,7 @@ def _otlp_spans(batch: Mapping[str, Any]) -> Iterator[GenAiSpan]:
                     span_id=str(span["spanId"]),
                     trace_id=str(span["traceId"]),
                     attributes=_attributes(span.get("attributes")),
-                    events=[
-                        (str(each["name"]), _attributes(each.get("attributes"))) for each in span.get("events") or ()
-                    ],
+                    events=_events(span.get("events")) + logged.get((str(span["traceId"]), str(span["spanId"])), []),
                     start=_seconds(span.get("startTimeUnixNano")),
                     failed=(span.get("status") or {}).get("code") in {_ERROR, "STATUS_CODE_ERROR"},
                     resource=resource,

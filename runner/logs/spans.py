@@ -41,8 +41,8 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
         return None
     details: Mapping[str, Any] = next((fields for name, fields in span.events if name == _DETAILS), {})
     attributes = {**details, **span.attributes}
-    asked, reply = _messages(attributes, span.events)
-    if not any(each["role"] == "user" for each in asked):
+    question, reply = _messages(attributes, span.events)
+    if not any(each["role"] == "user" for each in question):
         return None
     run = optional_text(attributes.get("gen_ai.conversation.id")) or span.trace_id
     return LoggedExchange(
@@ -51,7 +51,7 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
         exchange_id=span.span_id,
         # A conversation may last for days of many users' traces; what continues what is found within a trace.
         conversation=f"{run}/{span.trace_id}",
-        messages=tuple(asked),
+        messages=tuple(question),
         reply=() if span.failed else tuple(reply[:1]),
         tools=_tools(attributes),
         model=optional_text(attributes.get("gen_ai.request.model") or attributes.get("gen_ai.response.model")),
@@ -66,9 +66,9 @@ def _messages(
     attributes: Mapping[str, Any], events: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
     """What was asked and what was answered, from whichever of the four ways was used."""
-    asked, reply = _of_parts(attributes, "input"), _of_parts(attributes, "output")
-    if asked:
-        return asked, reply
+    question, reply = _of_parts(attributes, "input"), _of_parts(attributes, "output")
+    if question:
+        return question, reply
     given = attributes.get("agentscope.function.input")
     if given is not None:
         return _of_call(given), reply
@@ -125,15 +125,15 @@ def _of_call(given: object) -> list[ChatMessage]:
 
 
 def _of_events(events: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    asked: list[ChatMessage] = []
+    question: list[ChatMessage] = []
     reply: list[ChatMessage] = []
     for name, fields in events:
         if found := _EVENT(name):
-            asked += chat_messages(_event_message(fields, found[1]))
+            question += chat_messages(_event_message(fields, found[1]))
         elif name == "gen_ai.choice":
             message = _object(fields.get("message"))
             reply += chat_messages(_event_message({**fields, **message}, "assistant"))
-    return asked, reply
+    return question, reply
 
 
 def _event_message(fields: Mapping[str, Any], role: str) -> ChatMessage:

@@ -107,10 +107,10 @@ def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
     """The options of a request for a reply, with the defaults for what it does not say."""
     body = options.json_data
     if isinstance(body, dict) and str(options.url).endswith(("/chat/completions", "/completions")):
-        said = {**defaults.sampling(), **body}
+        merged = {**defaults.sampling(), **body}
         if body.get("max_completion_tokens") is not None and "max_tokens" not in body:
-            said.pop("max_tokens", None)
-        options.json_data = said
+            merged.pop("max_tokens", None)
+        options.json_data = merged
         options.extra_json = {**defaults.extra_body(), **(options.extra_json or {})} or None
     return options
 

@@ -8,16 +8,16 @@ it converts every request, which costs more than all else that a run does.
 """
 
 import asyncio
+import atexit
 import importlib
 import json
 import os
 import time
 import types
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from tuneloop.runner.models.run_calls import ModelCall, RunCalls
 
@@ -31,7 +31,7 @@ _TAIL = 32 << 10
 #: before the service does so, which would lose a request that goes out in that moment.
 _LIMITS = {"max_connections": None, "max_keepalive_connections": None, "keepalive_expiry": 3.0}
 
-_async_pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Any]]" = WeakKeyDictionary()
+_async_pools: dict[asyncio.AbstractEventLoop, "_LoopPools"] = {}
 _pools: dict[tuple[int, str, str | None], Any] = {}
 
 
@@ -91,7 +91,8 @@ class _AsyncTransport:
         """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
-            response = await _async_pool(self._library, request.url).handle_async_request(request)
+            pool = await _async_pool(self._library, request.url)
+            response = await pool.handle_async_request(request)
         except (self._library.TransportError, asyncio.CancelledError):
             observed.end()
             raise
@@ -100,14 +101,39 @@ class _AsyncTransport:
         return response
 
 
+class _LoopPools(dict[tuple[str, str | None], Any]):
+    """The pools of an event loop, and what closes them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.closing = self._close_at_end(loop)
+
+    async def _close_at_end(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[None, None]:
+        """Is ended at the latest by whoever ends a loop as asyncio wants it: by its `shutdown_asyncgens`."""
+        try:
+            yield
+        finally:
+            if _async_pools.get(loop) is self:
+                del _async_pools[loop]
+            for pool in self.values():
+                await pool.aclose()
+
+
 async def close_connections() -> None:
-    """Close the connections of the running event loop, as is polite before it ends."""
-    for pool in _async_pools.pop(asyncio.get_running_loop(), {}).values():
-        await pool.aclose()
+    """Close the connections of the running event loop now; `asyncio.run` closes them in its end."""
+    pools = _async_pools.pop(asyncio.get_running_loop(), None)
+    if pools is not None:
+        await pools.closing.aclose()
 
 
-def _async_pool(library: Any, url: Any) -> Any:
-    pools = _async_pools.setdefault(asyncio.get_running_loop(), {})
+async def _async_pool(library: Any, url: Any) -> Any:
+    loop = asyncio.get_running_loop()
+    pools = _async_pools.get(loop)
+    if pools is None:
+        for ended in [each for each in list(_async_pools) if each.is_closed()]:
+            _async_pools.pop(ended, None)
+        pools = _async_pools[loop] = _LoopPools(loop)
+        await anext(pools.closing)
     key = library.__name__, _proxy_of(url)
     if key not in pools:
         pools[key] = library.AsyncHTTPTransport(limits=library.Limits(**_LIMITS), proxy=key[1])
@@ -119,6 +145,15 @@ def _pool(library: Any, url: Any) -> Any:
     if key not in _pools:
         _pools.setdefault(key, library.HTTPTransport(limits=library.Limits(**_LIMITS), proxy=key[2]))
     return _pools[key]
+
+
+def _close_pools() -> None:
+    for key, pool in list(_pools.items()):
+        if key[0] == os.getpid():
+            pool.close()
+
+
+atexit.register(_close_pools)
 
 
 def _proxy_of(url: Any) -> str | None:

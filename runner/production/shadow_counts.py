@@ -17,6 +17,7 @@ KINDS = (
     "dropped_queue_full",
     "dropped_at_stop",
     "runs",  # shadow runs that began
+    "runs_in_app",  # of them those that could not be sent to another process
     "shadow_failed",
     "shadow_timed_out",
     "completed",

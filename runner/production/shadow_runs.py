@@ -6,14 +6,14 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from tuneloop.runner.models.bound_model import CallDefaults, ClientKind, make_model
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.production.bounded_copy import copy_or_same
 from tuneloop.runner.production.call_context import RecordedToolCall, in_context
-from tuneloop.runner.production.shadow_tools import Replay, RunTools, ShadowToolCall, ShadowTools
+from tuneloop.runner.production.shadow_tools import Replay, RunTools, ShadowToolCall
 from tuneloop.runner.production.strategies import ProductionCall
 from tuneloop.runner.rewards.composite import Score
 
@@ -72,23 +72,78 @@ class ShadowJob:
     select: Callable[[ProductionCall], bool] | None = None
 
 
-async def rehearse(job: ShadowJob, run: ShadowRun, tools: ShadowTools) -> ShadowResult:
+class Counts(Protocol):
+    """What is told how shadow runs go."""
+
+    def add(self, kind: str, count: int = 1) -> None:
+        """Something of a kind happened."""
+
+    def fail(self, kind: str, error: BaseException) -> None:
+        """A failure of a kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsals:
+    """Makes shadow runs in this process, and has their answers rewarded, each for at most `timeout_s`."""
+
+    reward_calculator: RewardCalculator
+    timeout_s: float
+    counts: Counts
+
+    async def make(
+        self, agent: AgentFactory, call: ProductionCall, run: ShadowRun, replay: Replay, judged_in: Replay | None = None
+    ) -> tuple[Reward] | None:
+        """The reward of one run; None if there is none as something failed. Tools of the calculator are `judged_in`."""
+        result = await self._within_time("shadow", _rehearse(agent, call, run, replay))
+        if result is None:
+            return None
+        self.counts.add("completed")
+
+        async def calculate() -> tuple[Reward]:
+            return (await finish(lambda: self.reward_calculator(result), judged_in),)
+
+        rewarded: tuple[Reward] | None = await self._within_time("reward", calculate())
+        return rewarded
+
+    async def _within_time(self, kind: str, work: Any) -> Any:
+        """The result of some work, or None if it failed or took too long.
+
+        What cannot be cancelled, such as a thread, holds its place among the runs until it ends: there are never more
+        of them than that.
+        """
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+        if not done:
+            late = TimeoutError(f"no end in {self.timeout_s:g} s")
+            self.counts.fail(f"{kind}_timed_out" if kind == "shadow" else f"{kind}_failed", late)
+            task.cancel()
+            await asyncio.wait({task})
+            return None
+        try:
+            return task.result()
+        except Exception as error:  # noqa: BLE001 - the app must not feel what goes wrong here
+            self.counts.fail(f"{kind}_failed", error)
+            return None
+
+
+async def _rehearse(agent: AgentFactory, call: ProductionCall, run: ShadowRun, replay: Replay) -> ShadowResult:
     """Do it once more. Raises what the agent raises."""
-    replay = Replay(job.recorded)
-    run = replace(run, tools=tools.bound_to(replay))
 
     def act() -> Any:
         # Of their own for each run: agents change what they are given.
-        args, kwargs = copy_or_same(job.call.args, math.inf), copy_or_same(dict(job.call.kwargs), math.inf)
-        return job.agent(run)(*args, **kwargs)
+        args, kwargs = copy_or_same(call.args, math.inf), copy_or_same(dict(call.kwargs), math.inf)
+        return agent(run)(*args, **kwargs)
 
-    result = await _finish(act, replay)
-    return ShadowResult(run=run, call=job.call, result=result, tool_calls=tuple(replay.calls))
+    result = await finish(act, replay)
+    return ShadowResult(run=run, call=call, result=result, tool_calls=tuple(replay.calls))
 
 
-async def finish(function: Callable[[], Any]) -> Any:
-    """The result of a function, run in a thread, and awaited here if it is to be. Its tools write nothing."""
-    return await _finish(function, Replay(()))
+async def finish(function: Callable[[], Any], within: Replay | None = None) -> Any:
+    """The result of a function, run in a thread, and awaited here if it is to be.
+
+    Its tools do as they would in the shadow run `within` which it is called; outside of any they write nothing.
+    """
+    return await _finish(function, within or Replay(()))
 
 
 async def _finish(function: Callable[[], Any], within: object) -> Any:
@@ -100,7 +155,10 @@ async def _finish(function: Callable[[], Any], within: object) -> Any:
 
     async def go_on(awaited: Awaitable[Any]) -> Any:
         with in_context(within):
-            return await awaited
+            try:
+                return await awaited
+            except SystemExit as error:  # which would end the event loop, and all other runs with it
+                raise RuntimeError(repr(error)) from error
 
     result = await in_thread(lambda: context.run(act))
     if inspect.isawaitable(result):

@@ -1,5 +1,6 @@
 """Tools that are safe in shadow runs: they answer from production's record, run if they only read, or refuse."""
 
+import asyncio
 import copy
 import functools
 import inspect
@@ -7,6 +8,7 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
@@ -43,6 +45,48 @@ class Replay:
             if not equal:
                 return None
             return equal.pop(0) if len(equal) > 1 else equal[0]
+
+
+#: Has a tool of the app's called there, by its name: its result, or its error, and the calls of the run so far.
+Ask = Callable[[str, tuple[Any, ...], dict[str, Any]], Future[tuple[Any, Exception | None, list[ShadowToolCall]]]]
+
+
+class RemoteReplay(Replay):
+    """Of a shadow run in another process than the app's, where its tools are and what is known of them."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(())
+        self._ask = ask
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the tool gives, or raises."""
+        return self._take_answer(self._ask(name, args, kwargs).result())
+
+    async def call_async(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, awaited."""
+        return self._take_answer(await asyncio.wrap_future(self._ask(name, args, kwargs)))
+
+    def _take_answer(self, answer: tuple[Any, Exception | None, list[ShadowToolCall]]) -> Any:
+        result, error, calls = answer
+        if len(calls) > len(self.calls):  # answers overtake one another
+            self.calls = calls
+        if error is not None:
+            raise error
+        return result
+
+
+#: Set in a process of shadow runs: what is called there outside of any run stands for none of production's.
+_in_shadow_process = threading.Event()
+
+
+def live_in_shadow_process() -> None:
+    """From now on nothing that is called in this process is production's."""
+    _in_shadow_process.set()
+
+
+def is_shadow_process() -> bool:
+    """Whether this process is one of shadow runs."""
+    return _in_shadow_process.is_set()
 
 
 def refuse_as_json(name: str, arguments: str) -> Any:
@@ -132,6 +176,28 @@ class RunTools(Mapping[str, Callable[..., Any]]):
         return self._refusal(name, arguments)
 
 
+class RemoteTools(RunTools):
+    """The app's tools for a shadow run in another process: their names, and whether they are async."""
+
+    def __init__(self, names: Mapping[str, bool], replay: RemoteReplay) -> None:
+        super().__init__({}, replay)
+        self._names, self._remote = names, replay
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        remote = self._remote
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return remote.call(name, args, kwargs)
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await remote.call_async(name, args, kwargs)
+
+        return call_async if self._names.get(name) else call
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+
 @dataclass(slots=True)
 class _Run:
     """The tool itself is to be run."""
@@ -158,6 +224,8 @@ class _Tool:
 
         @functools.wraps(self.function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(remote := replay or current(), RemoteReplay):
+                return remote.call(self._name, args, kwargs)
             todo = self._decide(replay, args, kwargs)
             if isinstance(todo, _Answer):
                 return todo.result
@@ -167,6 +235,8 @@ class _Tool:
 
         @functools.wraps(self.function)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(remote := replay or current(), RemoteReplay):
+                return await remote.call_async(self._name, args, kwargs)
             todo = self._decide(replay, args, kwargs)
             if isinstance(todo, _Answer):
                 return todo.result
@@ -179,6 +249,8 @@ class _Tool:
     def _decide(self, bound: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Run | _Answer":
         """What is to be done. Raises what the recorded call raised."""
         replay, trace = bound or current(), current_trace()
+        if is_shadow_process() and not isinstance(replay, Replay):
+            replay = Replay(())  # of a thread that no run has begun
         if not isinstance(replay, Replay):
             return _Run(self._arguments(args, kwargs) if trace is not None and trace.recorded else None)
         if (arguments := self._arguments(args, kwargs)) is None:

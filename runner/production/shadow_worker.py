@@ -5,26 +5,34 @@ import threading
 import time
 import uuid
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from tuneloop.runner.feedback.feedback_client import Feedback
 from tuneloop.runner.models.transport import close_connections
-from tuneloop.runner.production.shadow_counts import ShadowCounts
+from tuneloop.runner.production.isolation.app_pipe import CannotSend
+from tuneloop.runner.production.isolation.remote_runs import RemoteRuns
+from tuneloop.runner.production.shadow_counts import ShadowCounts, log
 from tuneloop.runner.production.shadow_runs import (
+    AgentFactory,
+    Rehearsals,
+    Reward,
     RewardCalculator,
     ShadowJob,
-    ShadowResult,
     ShadowRun,
     finish,
     in_thread,
-    rehearse,
 )
-from tuneloop.runner.production.shadow_tools import ShadowTools
+from tuneloop.runner.production.shadow_tools import Replay, ShadowTools
+from tuneloop.runner.production.short_turns import short_turns
 from tuneloop.runner.rewards.composite import Score
 
 #: Seconds between two looks for what was offered.
 _LOOK_S = 0.02
+
+#: Where shadow runs compute: away from the app's interpreter lock if they can be sent there, always there, or never.
+RunIn = Literal["auto", "process", "thread"]
 
 _SHARE_OF_STOP = 0.7  # of the time that a stop may take, for runs; the rest is for what they earned
 
@@ -36,6 +44,7 @@ class ShadowPlan:
     service: str
     model: str
     api_key: str
+    agent: AgentFactory
     reward_calculator: RewardCalculator
     repeat_time: int
     commit_interval_s: float
@@ -43,13 +52,18 @@ class ShadowPlan:
     queue_size: int
     timeout_s: float
     tools: ShadowTools
+    run_in: RunIn
 
 
 class ShadowWorker:
     """Takes jobs from any thread, at most `queue_size` at a time that wait."""
 
     def __init__(self, plan: ShadowPlan, counts: ShadowCounts, feedback: Feedback) -> None:
+        """Raises CannotSend where the runs are to be in a process of their own, and cannot be."""
         self._plan, self._counts, self._feedback = plan, counts, feedback
+        self._here = Rehearsals(reward_calculator=plan.reward_calculator, timeout_s=plan.timeout_s, counts=counts)
+        self._noted = False
+        self._remote = None if plan.run_in == "thread" else self._open_process()
         self._loop = asyncio.new_event_loop()
         self._offered: deque[ShadowJob] = deque()
         self._jobs: asyncio.Queue[ShadowJob] = asyncio.Queue()
@@ -58,6 +72,18 @@ class ShadowWorker:
         self._tasks: list[asyncio.Task[None]] = []
         self._thread = threading.Thread(target=self._run, name="tuneloop-training-runner", daemon=True)
         self._thread.start()
+
+    def _open_process(self) -> RemoteRuns | None:
+        plan = self._plan
+        try:
+            return RemoteRuns(
+                plan.agent, plan.reward_calculator, plan.tools, timeout_s=plan.timeout_s, counts=self._counts
+            )
+        except CannotSend as error:
+            if plan.run_in == "process":
+                raise
+            self._note_in_app(error)
+            return None
 
     @property
     def running(self) -> bool:
@@ -87,6 +113,8 @@ class ShadowWorker:
                 done = draining.result(timeout)
             except TimeoutError:
                 draining.cancel()  # an agent blocks the loop
+        if self._remote is not None:
+            self._remote.close()
         done = self._settle(deadline) and done
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -154,10 +182,29 @@ class ShadowWorker:
                 service=plan.service, task_id=task_id, run_id=str(number), api_key=plan.api_key, model=plan.model
             )
             self._counts.add("runs")
-            result = await self._within_time("shadow", rehearse(job, run, plan.tools))
-            if result is not None:
-                self._counts.add("completed")
-                await self._reward(result)
+            if (rewarded := await self._make(job, run)) is not None:
+                await self._reward(run, job, *rewarded)
+
+    async def _make(self, job: ShadowJob, run: ShadowRun) -> tuple[Reward] | None:
+        if self._remote is not None:
+            try:
+                return await self._remote.make(job, run)
+            except CannotSend as error:
+                if self._plan.run_in == "process":
+                    self._counts.fail("shadow_failed", error)
+                    return None
+                self._note_in_app(error)
+        self._counts.add("runs_in_app")
+        replay = Replay(job.recorded)
+        with short_turns():
+            return await self._here.make(
+                job.agent, job.call, replace(run, tools=self._plan.tools.bound_to(replay)), replay
+            )
+
+    def _note_in_app(self, error: CannotSend) -> None:
+        if not self._noted:
+            self._noted = True
+            log.warning("shadow runs compute in the app's own process, under its interpreter lock: %s", error)
 
     async def _select(self, job: ShadowJob) -> bool:
         selected = False
@@ -167,48 +214,24 @@ class ShadowWorker:
         self._counts.add("selected", int(selected))
         return selected
 
-    async def _within_time(self, kind: str, work: Any) -> Any:
-        """The result of some work, or None if it failed or took too long.
-
-        What cannot be cancelled, such as a thread, holds its place among the runs until it ends: there are never more
-        of them than that.
-        """
-        task = asyncio.ensure_future(work)
-        done, _ = await asyncio.wait({task}, timeout=self._plan.timeout_s)
-        if not done:
-            late = TimeoutError(f"no end in {self._plan.timeout_s:g} s")
-            self._counts.fail(f"{kind}_timed_out" if kind == "shadow" else f"{kind}_failed", late)
-            task.cancel()
-            await asyncio.wait({task})
-            return None
-        result = None
-        with self._counts.harmless(f"{kind}_failed"):
-            result = task.result()
-        return result
-
-    async def _reward(self, result: ShadowResult) -> None:
-        async def calculate() -> tuple[Any]:
-            return (await finish(lambda: self._plan.reward_calculator(result)),)
-
-        if (calculated := await self._within_time("reward", calculate())) is None:
-            return
-        (reward,) = calculated
+    async def _reward(self, run: ShadowRun, job: ShadowJob, reward: Reward) -> None:
         if reward is None:
             self._counts.add("unrewarded")
             return
         with self._counts.harmless("feedback_failed"):
-            await in_thread(lambda: self._tell(result, reward))
+            await in_thread(lambda: self._tell(run, job.call.marks, reward))
             self._counts.add("rewarded")
-            self._uncommitted += 1
+            with self._lock:
+                self._uncommitted += 1
 
-    def _tell(self, result: ShadowResult, reward: bool | float | Score) -> None:
+    def _tell(self, run: ShadowRun, marks: Sequence[str], reward: bool | float | Score) -> None:
         with self._feedback.batch() as many:
             if isinstance(reward, bool):
-                many.thumb(result.run, reward)
+                many.thumb(run, reward)
             else:
-                many.reward(result.run, reward)
-            for label in dict.fromkeys(result.call.marks):
-                many.label(result.run, label, metric=f"mark:{label}")
+                many.reward(run, reward)
+            for label in dict.fromkeys(marks):
+                many.label(run, label, metric=f"mark:{label}")
 
     async def _commit_now_and_then(self) -> None:
         while True:
@@ -222,6 +245,7 @@ class ShadowWorker:
         with self._counts.harmless("commit_failed"):
             self._feedback.commit()
             self._counts.add("commits")
-            self._uncommitted -= earned
+            with self._lock:
+                self._uncommitted -= earned
             return True
         return False

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, Self, TypeVar, cast, get_args, overload
 
 from tuneloop.runner.feedback.feedback_client import Feedback
 from tuneloop.runner.production.bounded_copy import CopyTooLong, bounded_copy, copy_or_same
@@ -21,8 +21,8 @@ from tuneloop.runner.production.call_context import (
 )
 from tuneloop.runner.production.shadow_counts import ShadowCounts
 from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculator, ShadowJob
-from tuneloop.runner.production.shadow_tools import Replay, ShadowTools
-from tuneloop.runner.production.shadow_worker import ShadowPlan, ShadowWorker
+from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, is_shadow_process
+from tuneloop.runner.production.shadow_worker import RunIn, ShadowPlan, ShadowWorker
 from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
 from tuneloop.runner.production.thread_context import carry_into_threads
 
@@ -56,7 +56,8 @@ class TrainingRunner:
     `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
     where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
 
-    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`.
+    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`. Shadow runs compute in a
+    process of their own where `agent`, `reward_calculator` and inputs can be sent there, unless `run_in` is "thread".
     """
 
     service: str
@@ -74,6 +75,7 @@ class TrainingRunner:
     capture: Capture | None = None
     capture_milliseconds: float = 1.0
     tools: ShadowTools = field(default_factory=ShadowTools)
+    run_in: RunIn = "auto"
 
     def __post_init__(self) -> None:
         """Raises ValueError for what makes no sense."""
@@ -81,6 +83,8 @@ class TrainingRunner:
             raise ValueError("repeat_time, concurrency and queue_size must be at least 1")
         if not min(self.timeout_seconds, self.capture_milliseconds) > 0:
             raise ValueError("timeout_seconds and capture_milliseconds must be above 0")
+        if self.run_in not in get_args(RunIn):
+            raise ValueError(f"run_in: {self.run_in!r} is none of {', '.join(get_args(RunIn))}")
         Feedback(self.service).close()  # which says what is wrong with a URL
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
@@ -91,8 +95,10 @@ class TrainingRunner:
         self._asked_after = bool(getattr(strategy, "after_call", False))
 
     def start(self) -> Self:
-        """Begin. Before, wrapped functions do as they would without this."""
-        if self._worker is not None:
+        """Begin. Before, wrapped functions do as they would without this.
+
+        Raises CannotSend if `run_in` is "process", and the agent or the reward calculator cannot be sent to one."""
+        if self._worker is not None or is_shadow_process():
             return self
         outbox = self.outbox
         if outbox is None:
@@ -102,6 +108,7 @@ class TrainingRunner:
             service=self.service.rstrip("/").removesuffix("/v1"),
             model=self.model,
             api_key=self.api_key or "none",
+            agent=self.agent,
             reward_calculator=self.reward_calculator,
             repeat_time=self.repeat_time,
             commit_interval_s=self.commit_interval_seconds,
@@ -109,6 +116,7 @@ class TrainingRunner:
             queue_size=self.queue_size,
             timeout_s=self.timeout_seconds,
             tools=self.tools,
+            run_in=self.run_in,
         )
         carry_into_threads(lambda what: isinstance(what, Replay))
         self._worker = ShadowWorker(plan, self._counts, self._feedback)

@@ -117,8 +117,8 @@ def _block_call(block: ChatMessage) -> ChatMessage:
 
 
 def _reasoning(message: ChatMessage, blocks: Sequence[ChatMessage]) -> str:
-    told = message.get("reasoning_content") or message.get("reasoning")
-    thoughts = [str(told)] if isinstance(told, str) else []
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    thoughts = [str(reasoning)] if isinstance(reasoning, str) else []
     for each in blocks:
         if each.get("type") in _THOUGHTS:
             thoughts.append(str(each.get("thinking") or each.get("content") or each.get("reasoning") or ""))

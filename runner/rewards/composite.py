@@ -21,10 +21,10 @@ class Score:
 
     def as_feedback(self, *msg_ids: str, source: str | None = None) -> dict[str, Any]:
         """The body of a POST to /feedback: the total under `reward`, each component's value under its own name."""
-        said: dict[str, float] = {"reward": self.total}
-        said |= {name: value for name, value in self.values.items() if value is not None}
+        values: dict[str, float] = {"reward": self.total}
+        values |= {name: value for name, value in self.values.items() if value is not None}
         about: dict[str, Any] = {"msg_ids": list(msg_ids)} | ({"source": source} if source else {})
-        return {"feedback": [about | {"metric": name, "value": value} for name, value in said.items()]}
+        return {"feedback": [about | {"metric": name, "value": value} for name, value in values.items()]}
 
 
 class Composite:
@@ -54,7 +54,7 @@ class Composite:
         if not all(map(math.isfinite, weights.values())):
             raise ValueError(f"weights must be finite: {dict(weights)}")
         if clip is not None and not clip[0] < clip[1]:
-            raise ValueError(f"clip: {clip} is no range; write the smaller number first")
+            raise ValueError(f"clip: {clip} is not a range; write the smaller number first")
         self._components = dict(components)
         self._weights = dict(weights)
         self._clip = clip
@@ -73,5 +73,5 @@ class Composite:
         if value is None:
             return None
         if not math.isfinite(value):
-            raise ValueError(f"component {name}: {value} is no reward")
+            raise ValueError(f"component {name}: {value} is not a reward")
         return float(value)

@@ -55,9 +55,9 @@ class Reply:
         """
         message = completion["choices"][choice]["message"]
         offered = tuple(each["function"]["name"] for each in request.get("tools") or ())
-        said = tuple(request.get("messages") or ())
+        turns = tuple(request.get("messages") or ())
         calls = tuple(calls_of(message))
-        fields = {"messages": said, "tool_calls": calls, "tools": offered} | known
+        fields = {"messages": turns, "tool_calls": calls, "tools": offered} | known
         return cls(text=text_of(message.get("content")), **fields)
 
     @classmethod
@@ -128,6 +128,6 @@ def _arguments(written: object) -> Mapping[str, Any] | None:
 def _result(message: Message) -> ToolResult:
     """A tool has failed if its message says so: `is_error`, an object with `error`, or a text that begins with it."""
     content = text_of(message.get("content"))
-    said = _arguments(content)
-    failed = message.get("is_error") or message.get("status") == "error" or (said is not None and said.get("error"))
+    result = _arguments(content)
+    failed = message.get("is_error") or message.get("status") == "error" or (result is not None and result.get("error"))
     return ToolResult(content, not failed and not content.lstrip().lower().startswith("error"))

@@ -72,5 +72,5 @@ def _correct(reply: Reply) -> float | None:
     if reply.expected is not None and re.fullmatch(r"[-+]?\d+(?:\.\d+)?", expected):
         return numeric()(reply)
     found = [each["answer"].strip().rstrip(".") for each in _ANSWER.finditer(reply.text)]
-    said = found[-1] if found else reply.text
-    return exact_match()(Reply(text=said, expected=reply.expected))
+    answer = found[-1] if found else reply.text
+    return exact_match()(Reply(text=answer, expected=reply.expected))

@@ -135,7 +135,7 @@ class DatasetConfig:
         return _take_slice(map(dict, loaded), wanted)
 
     def _rows_of_hub(self) -> Iterator[Task]:
-        datasets = _datasets(f"{self.path} is no file or folder here, so it is a name on the Hub")
+        datasets = _datasets(f"{self.path} is not a file or folder here, so it is a name on the Hub")
         wanted = self._slice()
         try:
             split = None if wanted is None else wanted.name

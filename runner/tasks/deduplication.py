@@ -77,11 +77,11 @@ class _Text:
     """A task as it is compared: its question, and what stood before it."""
 
     def __init__(self, task: ImportedTask) -> None:
-        said = [f"{each['role']}: {normalise(text_of(each.get('content')))}" for each in task.messages]
+        turns = [f"{each['role']}: {normalise(text_of(each.get('content')))}" for each in task.messages]
         self.task_id = task.task_id
-        self.whole = "\n".join(said)
+        self.whole = "\n".join(turns)
         self.question = _shingles(normalise(task.question))
-        self.context = _shingles("\n".join(said[:-1]))
+        self.context = _shingles("\n".join(turns[:-1]))
         self._numbers = tuple(sorted(_NUMBER.findall(self.whole)))
 
     def bands(self) -> list[tuple[object, ...]]:

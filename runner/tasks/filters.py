@@ -72,5 +72,5 @@ def offers_tools(*names: str) -> ExchangeFilter:
 
 
 def _question(exchange: LoggedExchange) -> str:
-    asked = [text_of(each["content"]) for each in exchange.messages if each["role"] == "user"]
-    return asked[-1].strip() if asked else ""
+    questions = [text_of(each["content"]) for each in exchange.messages if each["role"] == "user"]
+    return questions[-1].strip() if questions else ""

@@ -49,12 +49,12 @@ class ImportedTask:
         question = row.get("question")
         if not isinstance(question, str) or not question.strip():
             raise ValueError("a task needs a question")
-        asked = row.get("messages") or [{"role": "user", "content": question}]
+        turns = row.get("messages") or [{"role": "user", "content": question}]
         known = {name: row[name] for name in ("answer", "reply", "reward", "provenance", "scores") if name in row}
         lists: dict[str, Any] = {name: tuple(row.get(name) or ()) for name in ("expected_calls", "tools")}
         task_id = row.get("task_id")
-        named = str(task_id) if isinstance(task_id, str | int) else _digest(asked)
-        return cls(task_id=named, question=question, messages=tuple(asked), **lists, **known)
+        named = str(task_id) if isinstance(task_id, str | int) else _digest(turns)
+        return cls(task_id=named, question=question, messages=tuple(turns), **lists, **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ def tasks_of(
     groups: dict[tuple[str, str, str], list[LoggedExchange]] = defaultdict(list)
     silent = 0
     for each in wanted:
-        asked = question_of(each.messages)
-        if asked:
-            groups[each.source, each.conversation, _digest(essence_of(asked))].append(each)
+        turns = question_of(each.messages)
+        if turns:
+            groups[each.source, each.conversation, _digest(essence_of(turns))].append(each)
         else:
             silent += 1
     tasks = [_task(group, trust) for group in groups.values()]
@@ -112,17 +112,17 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
 def _task(group: Sequence[LoggedExchange], trust: float | None) -> ImportedTask:
     longest = max(group, key=lambda each: len(each.transcript))
-    asked = question_of(longest.messages)
-    after = longest.transcript[len(asked) :]
+    turns = question_of(longest.messages)
+    after = longest.transcript[len(turns) :]
     reply = next((text_of(each.get("content")) for each in reversed(after) if each["role"] == "assistant"), None)
     calls = [call for each in after if each["role"] == "assistant" for call in calls_of(each)]
     rewards = [each.reward for each in group if each.reward is not None]
     reward = rewards[-1] if rewards else None
     right = bool(reply) and (longest.target or (trust is not None and reward is not None and reward >= trust))
     return ImportedTask(
-        task_id=f"{longest.source}-{_digest([longest.conversation, essence_of(asked)])}",
-        question=text_of(asked[-1]["content"]),
-        messages=asked,
+        task_id=f"{longest.source}-{_digest([longest.conversation, essence_of(turns)])}",
+        question=text_of(turns[-1]["content"]),
+        messages=turns,
         answer=reply if right else None,
         expected_calls=tuple(_call_row(call) for call in calls) if right else (),
         reply=reply or None,
@@ -162,7 +162,8 @@ def write_tasks(path: Path, tasks: Iterable[ImportedTask]) -> int:
     if twice := [name for name, count in Counter(row["task_id"] for row in rows).items() if count > 1]:
         raise ValueError(f"two tasks have the id {twice[0]}")
     beside = path.with_name(f"{path.name}.part")
-    beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    beside.write_text(lines, encoding="utf-8", errors="replace")  # half of a character is "?", as cut logs have it
     os.replace(beside, path)
     return len(rows)
 

@@ -121,9 +121,9 @@ def _import(options: argparse.Namespace) -> None:
         include_opted_out=options.include_opted_out,
     )
     once = deduplicate(tasks, near=options.near or None)
-    said = [f"{counts.read} exchanges", f"{counts.opted_out} opted out", f"{counts.filtered} filtered"]
-    said += [f"{counts.without_question} without a question", f"{counts.tasks} tasks"]
-    said += [f"{len(once.exact)} exact and {len(once.near)} near duplicates"]
+    summary = [f"{counts.read} exchanges", f"{counts.opted_out} opted out", f"{counts.filtered} filtered"]
+    summary += [f"{counts.without_question} without a question", f"{counts.tasks} tasks"]
+    summary += [f"{len(once.exact)} exact and {len(once.near)} near duplicates"]
     kept: Sequence[ImportedTask] = once.kept
     if options.rubric:
         with _endpoint(options, temperature=0.0).open() as endpoint:
@@ -133,8 +133,8 @@ def _import(options: argparse.Namespace) -> None:
             finally:
                 judge.close()
         kept = screened.kept
-        said += [f"{len(screened.rejected)} rejected by the judge", f"{len(screened.unjudged)} without a verdict"]
-    _say([*said, f"{write_tasks(options.to, kept)} written to {options.to}"])
+        summary += [f"{len(screened.rejected)} rejected by the judge", f"{len(screened.unjudged)} without a verdict"]
+    _say([*summary, f"{write_tasks(options.to, kept)} written to {options.to}"])
 
 
 def _read(source: str) -> Iterator[LoggedExchange]:
@@ -193,9 +193,9 @@ def _augment(options: argparse.Namespace) -> None:
     with _endpoint(options, options.temperature).open() as endpoint:
         more = augment_tasks(tasks, endpoint, each=options.each, answers=options.answers)
     counts = more.counts
-    said = [f"{len(tasks)} tasks", f"{counts.asked} variations asked for", f"{counts.made} made"]
-    said += [f"{counts.invalid} invalid", f"{counts.duplicates} duplicates", f"{counts.missing} missing"]
-    _say([*said, f"{write_tasks(options.to, [*tasks, *more.tasks])} written to {options.to}"])
+    summary = [f"{len(tasks)} tasks", f"{counts.asked} variations asked for", f"{counts.made} made"]
+    summary += [f"{counts.invalid} invalid", f"{counts.duplicates} duplicates", f"{counts.missing} missing"]
+    _say([*summary, f"{write_tasks(options.to, [*tasks, *more.tasks])} written to {options.to}"])
 
 
 def _select(options: argparse.Namespace) -> None:
@@ -203,8 +203,8 @@ def _select(options: argparse.Namespace) -> None:
     outcomes = outcomes_of((row for _, row in json_lines(options.runs)), success=options.success)
     chosen = DifficultySelector(unseen=options.unseen, seed=options.seed).order(tasks, outcomes, count=options.count)
     seen = sum(each.task_id in outcomes for each in tasks)
-    said = [f"{len(tasks)} tasks", f"{seen} run before"]
-    _say([*said, f"{write_tasks(options.to, chosen)} written to {options.to}"])
+    summary = [f"{len(tasks)} tasks", f"{seen} run before"]
+    _say([*summary, f"{write_tasks(options.to, chosen)} written to {options.to}"])
 
 
 def _say(parts: Iterable[str]) -> None:

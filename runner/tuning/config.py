@@ -23,6 +23,10 @@ class WorkflowOutput:
     response: Any = None
     metrics: Mapping[str, float] | None = None
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for metrics that are no mapping."""
+        _require_metrics(self.metrics)
+
 
 @dataclass(slots=True)
 class JudgeOutput:
@@ -30,6 +34,15 @@ class JudgeOutput:
 
     reward: float | Mapping[str, float]
     metrics: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for metrics that are no mapping."""
+        _require_metrics(self.metrics)
+
+
+def _require_metrics(metrics: object) -> None:
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(f"metrics: {metrics!r} is no mapping of names to numbers")
 
 
 #: `async (task, model[, auxiliary_models][, logger][, run]) -> WorkflowOutput`; a plain function runs in a thread.
@@ -162,6 +175,12 @@ def require_whole(config: Any, name: str, *, least: int) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise TuneRefused(f"{_owner(config)}{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def require_monitor(name: str | None) -> None:
+    """Raise TuneRefused for a `monitor_type` that there is not."""
+    if name is not None and name not in MONITORS:
+        raise TuneRefused(f"monitor_type: there is no {name!r} here; there are {', '.join(MONITORS)}")
 
 
 def require_number(config: Any, name: str, least: float, most: float) -> None:

@@ -4,6 +4,8 @@ What tune() has arguments for is taken out of the file: the tasks, the model, th
 rest is handed on to the service as its settings, which knows Trinity's names too.
 """
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,9 @@ _WITHOUT_EFFECT = (
     "trainer.trainer_type",
     "trainer.trainer_config",
 )
+
+_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+_VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +84,48 @@ def _parse(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise ExtraMissing("yaml", f"{path} is YAML") from error
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = _expand_variables(_loader(yaml)(path.read_text(encoding="utf-8")).get_single_data(), yaml)
     except OSError as error:
         raise TuneRefused(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeError) as error:
         raise TuneRefused(f"{path}: this is not YAML: {error}") from None
+    except LookupError as error:
+        raise TuneRefused(f"{path}: {error.args[0]}") from None
     if not isinstance(found, dict):
-        raise TuneRefused(f"{path}: this is no mapping of options")
+        raise TuneRefused(f"{path}: this is not a mapping of options")
     return found
+
+
+def _loader(yaml: Any) -> Any:
+    """YAML as Trinity's OmegaConf reads it: `1e-6` is a number, as in YAML 1.2."""
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))  # type: ignore[attr-defined]
+    return loader
+
+
+def _expand_variables(value: Any, yaml: Any) -> Any:
+    """The value with what `${oc.env:NAME}` and `${oc.env:NAME,default}` stand for. Raises LookupError."""
+    if isinstance(value, dict):
+        return {name: _expand_variables(each, yaml) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_expand_variables(each, yaml) for each in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    told = _VARIABLE.sub(_of_environment, value)
+    if left := re.search(r"\$\{[^}]*\}?", told):
+        raise LookupError(f"{left[0]}: only ${{oc.env:NAME}} and ${{oc.env:NAME,default}} are known here")
+    if not _VARIABLE.fullmatch(value):
+        return told
+    loader = _loader(yaml)("")
+    return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, told, (True, False)), told))
+
+
+def _of_environment(found: re.Match[str]) -> str:
+    name, default = found["name"], found["default"]
+    told = os.environ.get(name, default)
+    if told is None:
+        raise LookupError(f"{found[0]}: there is no environment variable {name}")
+    return told.strip()
 
 
 class _FileReader:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.errors import TuneFailed, TuneRefused
 from tuneloop.runner.feedback.segments import lock
 
 
@@ -132,8 +132,16 @@ class Journal:
             self.state.apply(line)
 
     def _write(self, written: bytes) -> None:
-        self._file.write(written)
-        os.fsync(self._file.fileno())
+        """Raises TuneFailed; then nothing of it is in the file."""
+        descriptor = self._file.fileno()
+        end = os.fstat(descriptor).st_size
+        try:
+            if (count := self._file.write(written) or 0) < len(written):
+                raise OSError(f"only {count} of {len(written)} bytes could be written")
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, end)
+            raise TuneFailed(f"{self.path} cannot be written: {error}") from error
 
 
 def name_of(result: RunResult) -> str:
@@ -162,7 +170,7 @@ def _cut_off_unfinished(path: Path) -> None:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
         try:
             yield json.loads(line)
         except ValueError:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,7 +56,14 @@ class TaskPlan:
     def fingerprint(self) -> str:
         """A digest of all that a resumed experiment must have in common with what it goes on with."""
         what = [self.batch_size, self.group_size, self.shuffle, self.seed, [dict(task) for task in self.tasks]]
-        return hashlib.sha256(json.dumps(what, default=repr, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(what, default=_stable_words, sort_keys=True).encode()).hexdigest()
+
+
+def _stable_words(value: object) -> str:
+    """What stands for an object that JSON does not have: the same in every process, unlike addresses."""
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(_stable_words, value)))
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def require_tasks(tasks: Sequence[Task], what: str) -> None:

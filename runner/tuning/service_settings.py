@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
-from tuneloop.runner.tuning.config import MONITORS, OF_GROUPS, AlgorithmConfig, TinkerConfig, TunerModelConfig
+from tuneloop.runner.tuning.config import OF_GROUPS, AlgorithmConfig, TinkerConfig, TunerModelConfig, require_monitor
 
 Settings = dict[str, Any]
 
@@ -42,8 +42,7 @@ def service_settings(
 
     A version is published after each step, as on-policy training wants it. Raises TuneRefused.
     """
-    if monitor_type is not None and monitor_type not in MONITORS:
-        raise TuneRefused(f"monitor_type: there is no {monitor_type!r} here; there are {', '.join(MONITORS)}")
+    require_monitor(monitor_type)
     if model.temperature == 0:
         raise TuneRefused(
             "TunerModelConfig: temperature 0 gives the same reply every time, so that there is nothing to compare: "

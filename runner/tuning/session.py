@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from tuneloop.runner.tuning.config import (
     JudgeType,
     TunerModelConfig,
     WorkflowType,
+    require_monitor,
     require_number,
     require_whole,
 )
@@ -87,6 +89,10 @@ class Call:
         require_number(self, "max_failures", 0, 1)
         if self.eval_temperature is not None:
             require_number(self, "eval_temperature", 0, 2)
+        require_monitor(self.monitor_type)
+        for url in self.service.values() if isinstance(self.service, Mapping) else [self.service] * bool(self.service):
+            if not re.match(r"https?://[^/]", str(url)):
+                raise TuneRefused(f"service: {url!r} is no URL such as http://localhost:8010")
         if self.model is not None and self.models:
             raise TuneRefused("model= and models= are both given: models= names all models that are trained")
 
@@ -136,7 +142,8 @@ class Session:
             journal = Journal(folder.journal)
             stack.callback(journal.close)
             view = stack.enter_context(open_view(call.view, folder.tensorboard, steps=plan.total_steps))
-            view.say(f"{folder.path}: {plan.total_steps} steps of {plan.batch_size} tasks x {plan.group_size} runs")
+            tasks_of_step = len(plan.positions(0))
+            view.say(f"{folder.path}: {plan.total_steps} steps of {tasks_of_step} tasks x {plan.group_size} runs")
             if call.warning:
                 view.say(call.warning)
             if await _begin(journal, plan):

@@ -68,9 +68,9 @@ def _with_file(given: dict[str, Any]) -> dict[str, Any]:
     warning = None
     if path is not None:
         file = read_tune_file(path)
-        said = {each.name: getattr(file, each.name) for each in fields(file)}
-        for name in given.keys() & said.keys() - {"settings"}:
-            given[name] = said[name] if given[name] is None else given[name]
+        configured = {each.name: getattr(file, each.name) for each in fields(file)}
+        for name in given.keys() & configured.keys() - {"settings"}:
+            given[name] = configured[name] if given[name] is None else given[name]
         given["settings"] = merge_settings(file.settings, given["settings"] or {})
         warning = file.warning
     return given | {"warning": warning}

@@ -48,6 +48,20 @@ def test_a_run_and_its_model_are_what_the_page_says() -> None:
     assert names["run"].calls.msg_ids == []
 
 
+def test_every_name_of_agentscope_rl_is_told_what_it_is_here() -> None:
+    theirs = (
+        "OnlineTrainer RLRuntime DataCollector HotUpdater ModelManager ABTestFramework MathAgentTrainer ToolUseTrainer "
+        "ToolUseEvaluator MultiAgentGame GameTrainer RewardFunction LLMJudge HumanPreferenceCollector DPOTrainer"
+    )
+    page = (DOCS / "agentscope_tuner.md").read_text()
+    rows = page.partition("## Names of `agentscope.rl`")[2].partition("\n## ")[0].splitlines()
+    rows = [row for row in rows if row.startswith("| `")][1:]
+    assert [name for name in theirs.split() if not any(f"`{name}" in row.split(" | ")[0] for row in rows)] == []
+    ours = re.findall(r"`([A-Z]\w+|reward_function)`", " ".join(row.split(" | ")[1] for row in rows if row))
+    assert len(ours) >= 10
+    assert set(ours) <= set(tuneloop.runner.__all__)
+
+
 def test_every_name_of_agentscopes_tuner_is_told_what_it_is_here() -> None:
     theirs = (
         "tune AlgorithmConfig WorkflowType WorkflowOutput JudgeType JudgeOutput DatasetConfig TunerModelConfig "

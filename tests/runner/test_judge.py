@@ -318,6 +318,17 @@ async def test_a_judge_that_is_too_slow_is_away(double: JudgeDouble) -> None:
     await judge.close_async()
 
 
+async def test_a_judge_that_says_a_byte_now_and_then_is_too_slow(double: JudgeDouble) -> None:
+    double.byte_pause_s = 0.05
+    judge = Judge(base_url=double.base_url, model="m", timeout=0.3, retries=0)
+    began = time.monotonic()
+    for ask in (lambda: asyncio.to_thread(judge.score, REPLY), lambda: judge.score_async(REPLY)):
+        with pytest.raises(JudgeAway, match="does not answer"):
+            await ask()
+    assert time.monotonic() - began < 0.05 * 200
+    await judge.close_async()
+
+
 async def test_nobody_there_is_away() -> None:
     judge = Judge(base_url="http://127.0.0.1:1/v1", model="j", retries=1)
     with pytest.raises(JudgeAway):
@@ -457,7 +468,7 @@ async def test_a_rubric_that_makes_no_sense_is_refused(double: JudgeDouble, said
 )
 def test_a_file_that_is_no_rubric_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text)
-    with pytest.raises(ValueError, match=r"r\.json is no rubric"):
+    with pytest.raises(ValueError, match=r"r\.json is not a rubric"):
         Rubric.load(tmp_path / "r.json")
 
 

@@ -162,7 +162,7 @@ def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
     file, colon, name = place.rpartition(":")
     file = file or (beside or "")
     if not file or not name or (not colon and beside is None):
-        raise TuneRefused(f"{place!r} is no FILE:FUNCTION")
+        raise TuneRefused(f"{place!r} is not FILE:FUNCTION")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise TuneRefused(f"{file}: there is no such file")
@@ -183,7 +183,7 @@ def _load(path: Path) -> Any:
         return loaded
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise TuneRefused(f"{path}: this is no file of Python")
+        raise TuneRefused(f"{path}: this is not a Python file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
@@ -195,9 +195,9 @@ def _load(path: Path) -> Any:
 def _text_of(response: Any) -> str:
     if isinstance(response, str):
         return response
-    said = getattr(response, "get_text_content", None)  # of AgentScope's messages
-    if callable(said):
-        return str(said())
+    read_text = getattr(response, "get_text_content", None)  # of AgentScope's messages
+    if callable(read_text):
+        return str(read_text())
     try:
         return json.dumps(response, ensure_ascii=False)
     except (TypeError, ValueError):

@@ -4,21 +4,25 @@ import asyncio
 import inspect
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.tuning.config import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 from tuneloop.runner.tuning.journal import RunResult
 from tuneloop.runner.tuning.rollouts.calls import call_within
-from tuneloop.runner.tuning.rollouts.failures import FailureKind, FailureLog, RunFailed
+from tuneloop.runner.tuning.rollouts.failures import FailureKind, FailureLog, RunFailed, sentence_of
 from tuneloop.runner.tuning.services.service_client import ServiceClient
 
 _log = logging.getLogger("tuneloop.tune")
 
 #: The largest reward that a service takes, either way.
 MAX_REWARD = 1e6
+
+_NO_SUCH_MODEL = re.compile(r"model \S+ does not exist")
 
 #: Seconds between two looks whether a service is back that a run found away.
 _AWAY_PAUSE_S = 1.0
@@ -148,10 +152,10 @@ class Attempts:
         except Exception as error:
             kind = FailureKind.OTHER_MODEL if _is_other_model(error) else FailureKind.WORKFLOW_RAISED
             again = kind is FailureKind.WORKFLOW_RAISED
-            raise RunFailed(kind, f"{type(error).__name__}: {error}", again=again) from error
+            raise RunFailed(kind, sentence_of(error), again=again) from error
         if isinstance(output, WorkflowOutput):
             return output
-        if isinstance(output, int | float):
+        if isinstance(output, Real):  # also one of numpy's
             return WorkflowOutput(reward=float(output))
         sentence = f"the workflow returned {type(output).__name__}, not WorkflowOutput(reward=…, response=…)"
         raise RunFailed(FailureKind.NO_REWARD, sentence)
@@ -169,8 +173,8 @@ class Attempts:
                 spent += 1
                 if spent > self._limits.retries:
                     kind = FailureKind.JUDGE_HUNG if isinstance(error, TimeoutError) else FailureKind.JUDGE_RAISED
-                    raise RunFailed(kind, f"{type(error).__name__}: {error}") from error
-        if isinstance(verdict, int | float):
+                    raise RunFailed(kind, sentence_of(error)) from error
+        if isinstance(verdict, Real):
             return JudgeOutput(reward=float(verdict))
         if not isinstance(verdict, JudgeOutput):
             sentence = f"the judge returned {type(verdict).__name__}, not JudgeOutput(reward=…)"
@@ -231,13 +235,20 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError):
             continue
         if math.isfinite(number) and abs(number) <= MAX_REWARD:
-            found[str(name)] = number
+            found[_storable(str(name))] = number
     return found
 
 
+def _storable(name: str) -> str:
+    """The name without what neither a file nor a service takes: lone surrogates and NUL."""
+    return name.encode(errors="replace").decode().replace("\0", "?")
+
+
 def _is_other_model(error: BaseException) -> bool:
-    code = getattr(error, "code", None)
-    return code == "model_not_found" or "model_not_found" in str(error)[:2000]
+    text = sentence_of(error)[:2000]
+    if getattr(error, "code", None) == "model_not_found" or "model_not_found" in text:
+        return True
+    return getattr(error, "status_code", None) == 404 and _NO_SUCH_MODEL.search(text) is not None  # an engine's words
 
 
 def _result(member: Member, run_id: str, **how: Any) -> RunResult:

@@ -19,14 +19,28 @@ async def call_within(timeout_s: float, function: Callable[..., Any], arguments:
         done, _ = await asyncio.wait({working}, timeout=timeout_s)
         if not done:
             raise TimeoutError(f"not done after {timeout_s:g} s")
+        if working.cancelled():  # not by us: as it is, it would look like the end of the whole call
+            raise RuntimeError("it was cancelled from within: it raised CancelledError")
         return working.result()
     finally:
         if not working.done():
             working.cancel()
             await asyncio.wait({working}, timeout=_GRACE_S)
+            if not working.done():
+                # It catches what cancels it: the event loop's end would wait for it for ever.
+                asyncio._unregister_task(working)
 
 
 async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return await _call_either(function, arguments)
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # such as SystemExit, which would end the event loop, and all other runs with it
+        raise RuntimeError(f"it ended with {error!r}") from error
+
+
+async def _call_either(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     called = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
         return await function(**arguments)

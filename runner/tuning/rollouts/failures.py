@@ -28,6 +28,14 @@ class RunFailed(Exception):
         self.kind, self.again = kind, again
 
 
+def sentence_of(error: BaseException) -> str:
+    """The error's type and what it says, whatever its `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - users' classes raise anything
+        return f"{type(error).__name__}, whose text cannot be had"
+
+
 class FailureLog:
     """Counts failures by kind, and says the first of each kind whole."""
 

@@ -27,6 +27,7 @@ class Absorption:
         self._service, self._patience, self._say = service, patience, say
         self._expected = 0
         self.served = 0
+        self._held: str | None = None
 
     async def until_served(self, before: TrainingStatus, *, settled: bool = False) -> bool:
         """Wait for the version of what was committed last, `before` which it was such; False if none came of it.
@@ -43,6 +44,9 @@ class Absorption:
                 self.served = max(self.served, status.served)
                 return status.served > before.served
             alone.note(is_up=status.trainer_up)
+            if status.held and status.held != self._held:
+                self._held = status.held
+                self._say(f"the next step waits, for the service at {self._service.url} holds a version: {status.held}")
             if (status.newest, status.served, status.states) != (last.newest, last.served, last.states):
                 since, last = time.monotonic(), status
             if time.monotonic() - since > self._patience.step_s:

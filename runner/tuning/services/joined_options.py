@@ -20,8 +20,8 @@ def compare_options(
     refused = [*_other_algorithm(configured, algorithm), *_other_weights(configured, model)]
     if refused:
         raise TuneRefused(f"the service at {url} {'; and it '.join(refused)}")
-    said = [*_other_steps(configured, algorithm), *_other_model(configured, model)]
-    return [f"the service at {url} {each}" for each in said]
+    differences = [*_other_steps(configured, algorithm), *_other_model(configured, model)]
+    return [f"the service at {url} {each}" for each in differences]
 
 
 def _other_algorithm(configured: Configured, algorithm: AlgorithmConfig | None) -> Iterator[str]:
@@ -36,11 +36,11 @@ def _other_algorithm(configured: Configured, algorithm: AlgorithmConfig | None) 
 def _other_weights(configured: Configured, model: TunerModelConfig | None) -> Iterator[str]:
     if model is None:
         return
-    asked = model.tinker_config.rank if model.tinker_config else None
+    rank = model.tinker_config.rank if model.tinker_config else None
     here = configured["lora_rank"]
-    if asked != here:
-        trained, wanted = _weights(here), _weights(asked)
-        yield f"trains {trained}, not {wanted}: say so in tinker_config, or start it with model.lora.rank: {asked or 0}"
+    if rank != here:
+        trained, wanted = _weights(here), _weights(rank)
+        yield f"trains {trained}, not {wanted}: say so in tinker_config, or start it with model.lora.rank: {rank or 0}"
 
 
 def _weights(rank: int | None) -> str:
@@ -73,8 +73,8 @@ def _other_steps(configured: Configured, algorithm: AlgorithmConfig | None) -> I
 def _other_model(configured: Configured, model: TunerModelConfig | None) -> Iterator[str]:
     if model is None:
         return
-    if configured["model"] != (asked := PurePath(model.model_path).name):
-        yield f"trains {configured['model']}: model_path {asked} has no effect"
+    if configured["model"] != (folder := PurePath(model.model_path).name):
+        yield f"trains {configured['model']}: model_path {folder} has no effect"
     here = configured["max_model_len"]
     if here is not None and model.max_model_len is not None and here < model.max_model_len:
         yield f"takes {here} tokens: max_model_len {model.max_model_len} has no effect"

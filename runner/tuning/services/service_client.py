@@ -23,7 +23,7 @@ class TrainingStatus:
     """What a service is doing. `settled`: it makes no further step of what it has, and serves its newest version.
 
     `served` is the version that answers, `newest` the last one made, `step` the trainer's. `sentences` say why no step
-    is happening.
+    is happening, `held` why the newest version is not served.
     """
 
     served: int
@@ -33,6 +33,7 @@ class TrainingStatus:
     states: Mapping[str, int]
     sentences: tuple[str, ...] = ()
     trainer_up: bool = True
+    held: str | None = None
 
 
 class ServiceClient:
@@ -123,6 +124,7 @@ class ServiceClient:
             states=found["experiences"],
             sentences=tuple(reason["sentence"] for reason in found["reasons"]),
             trainer_up=found["trainer_up"],
+            held=next((each["sentence"] for each in found["reasons"] if each.get("code") == "promotion_held"), None),
         )
 
     async def _patiently(

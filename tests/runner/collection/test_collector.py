@@ -214,3 +214,10 @@ def test_runs_are_read_back_from_a_running_service(explorer: RunningExplorer) ->
     [record] = records_of_service(explorer.url, task_id="t", run_id="b")
     assert [each["role"] for each in record.messages] == ["user", "assistant"]
     assert record.messages[0]["content"] == "3+4="
+
+
+def test_half_a_character_of_a_reply_does_not_keep_records_from_being_saved(tmp_path: Path) -> None:
+    collector = DataCollector()
+    collector.collect(lambda text: "cut off: \ud83d", "Hello")
+    assert collector.save(tmp_path / "records.jsonl") == 1
+    assert next(read_records(tmp_path / "records.jsonl")).messages[-1]["content"] == "cut off: ?"

@@ -1,5 +1,6 @@
 """Intervals, A/B tests without a service, and how well an agent uses tools."""
 
+import asyncio
 import random
 from typing import Any
 
@@ -143,6 +144,52 @@ def test_an_agent_is_evaluated_on_cases() -> None:
     ]
     results = ToolUseEvaluator().evaluate(agent=agent, test_cases=cases)
     assert (results["tool_accuracy"], results["arg_accuracy"], results["recall"]) == (100.0, 50.0, 1.0)
+
+
+def test_an_agent_that_raises_does_not_end_its_evaluation(caplog: pytest.LogCaptureFixture) -> None:
+    def agent(text: str) -> Any:
+        if text == "slow":
+            raise TimeoutError("too slow")
+        return None if text == "dumb" else list(run_of(("search", {"q": text}, "mail-1")).messages)
+
+    cases = [
+        {"input": each, "expected_calls": [{"name": "search", "arguments": {"q": "a"}}]}
+        for each in ("slow", "a", "dumb", "slow", "b", "slow")
+    ]
+    report = ToolUseEvaluator().evaluate(agent, cases)
+    assert report.failures == {"TimeoutError": 3, "ValueError": 1}
+    assert (report.runs, report["tool_accuracy"], report["arg_accuracy"]) == (2, 100.0, 50.0)
+    assert [each.message[:12] for each in caplog.records] == ["test case 1:", "test case 3:"]
+
+
+def test_cases_share_one_event_loop() -> None:
+    loops = set()
+
+    async def agent(text: str) -> str:
+        loops.add(asyncio.get_running_loop())
+        return text
+
+    async def evaluate() -> int:
+        return (await ToolUseEvaluator().evaluate_async(agent, [{"input": "a"}])).runs
+
+    assert ToolUseEvaluator().evaluate(agent, [{"input": "a"}, {"input": "b"}]).runs == 2
+    assert len(loops) == 1
+    assert asyncio.run(evaluate()) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"expected_calls": []}, "test case 2: there is no 'input'"),
+        ({"input": "a", "expected_calls": [{}]}, "test case 2: there is no 'name'"),
+        ({"input": "a", "expected_calls": ["search"]}, "test case 2: string indices"),
+    ],
+)
+def test_a_broken_case_is_refused_before_any_is_run(case: dict[str, Any], why: str) -> None:
+    asked: list[str] = []
+    with pytest.raises(ValueError, match=why):
+        ToolUseEvaluator().evaluate(asked.append, [{"input": "a"}, case])
+    assert asked == []
 
 
 def test_what_was_not_there_has_no_figure() -> None:

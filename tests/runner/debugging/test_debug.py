@@ -165,7 +165,7 @@ def test_what_goes_wrong_is_said(explorer: RunningExplorer, agent: Path, name: s
         (["{file}:wrong", "--task", "{}"], "has no parameter task; wants question"),
         (["{file}:nothing", "--task", "{}"], "there is no 'nothing' in it; there are the functions broken, judge"),
         (["nowhere.py:f", "--task", "{}"], "nowhere.py: there is no such file"),
-        (["workflow", "--task", "{}"], "'workflow' is no FILE:FUNCTION"),
+        (["workflow", "--task", "{}"], "'workflow' is not FILE:FUNCTION"),
         (["{file}:workflow", "--task", "[1]"], "--task must be a JSON object"),
         (["{file}:workflow", "--task", "{"], "--task is not JSON"),
         (["{file}:workflow"], "give a task with --task, or a dataset"),
@@ -206,5 +206,5 @@ def test_a_file_debugs_or_trains_by_a_switch(
 
 def test_a_function_is_found_in_its_file(agent: Path) -> None:
     assert load_function("judge", str(agent)).__name__ == "judge"
-    with pytest.raises(TuneRefused, match="is no FILE:FUNCTION"):
+    with pytest.raises(TuneRefused, match="is not FILE:FUNCTION"):
         load_function("judge")

@@ -133,6 +133,37 @@ assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
     assert sorted(int(value) for (value,) in explorer.rows("SELECT value FROM feedback")) == [1, 2, 3, 4]
 
 
+def test_a_child_forked_while_the_parent_opens_its_first_connection_says_what_it_says(
+    explorer: RunningExplorer, tmp_path: Path
+) -> None:
+    said = explorer.chat().json()["id"]
+    code = """
+import os, sys, threading
+from tuneloop.runner import Feedback
+importing = threading.Event()
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "httpcore._models":
+            importing.set()
+            threading.Event().wait(0.5)
+sys.meta_path.insert(0, Slow())
+url, folder, said = sys.argv[1:]
+feedback = Feedback(url, outbox=folder)
+feedback.reward(said, 1)
+assert importing.wait(30)
+pid = os.fork()
+if not pid:
+    feedback.reward(said, 2)
+    os._exit(0 if feedback.flush(30) else 1)
+assert feedback.flush(30)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    command = [sys.executable, "-c", code, explorer.url, str(tmp_path / "outbox"), said]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(int(value) for (value,) in explorer.rows("SELECT value FROM feedback")) == [1, 2]
+
+
 def test_an_app_that_just_ends_sends_what_it_said(explorer: RunningExplorer, tmp_path: Path) -> None:
     said = explorer.chat().json()["id"]
     code = "import sys, tuneloop.runner as to; to.Feedback(sys.argv[1], outbox=sys.argv[2]).reward(sys.argv[3], 1)"

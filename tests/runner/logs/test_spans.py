@@ -11,7 +11,7 @@ import pytest
 
 from tests.doubles.judge import judge_place
 from tests.install.wheels import ROOT
-from tests.runner.logs.writing import ANSWER, CALL, TOOLS, USER, otlp, write_lines
+from tests.runner.logs.writing import ANSWER, CALL, TOOLS, USER, any_value, key_values, otlp, write_lines
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
 from tuneloop.runner.logs.span_files import read_otlp, read_studio
@@ -30,6 +30,7 @@ ASKED = [
 ]
 SAID = [{"role": "assistant", "parts": [{"type": "text", "content": "On its way."}], "finish_reason": "stop"}]
 MESSAGES = {"gen_ai.input.messages": json.dumps(ASKED), "gen_ai.output.messages": json.dumps(SAID)}
+NAMELESS = '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}'
 READ = (
     USER,
     {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "I look."},
@@ -78,6 +79,41 @@ def test_events_of_the_older_conventions_are_read(tmp_path: Path) -> None:
     assert read.reply == (ANSWER,)
 
 
+def logs(*records: tuple[str, str, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Log records of a span, as OTLP has them: (span, event, attributes, body)."""
+    made = [
+        {
+            "timeUnixNano": str(10 - number),
+            "traceId": "a" * 32,
+            "spanId": span,
+            "eventName": event,
+            "attributes": key_values(attributes),
+            "body": any_value(body),
+        }
+        for number, (span, event, attributes, body) in enumerate(records)
+    ]
+    return {"resourceLogs": [{"scopeLogs": [{"scope": {"name": "openai_v2"}, "logRecords": made}]}]}
+
+
+def test_events_that_are_log_records_are_read_in_their_order(tmp_path: Path) -> None:
+    """As the instrumentation of `openai` writes them, to the same file of a collector's."""
+    said = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "On its way."}}
+    records = logs(
+        ("s1", "gen_ai.choice", {"gen_ai.system": "openai"}, said),
+        ("s1", "gen_ai.tool.message", {}, {"content": "Berlin", "id": "c1"}),
+        ("s1", "gen_ai.assistant.message", {}, {"tool_calls": [CALL]}),
+        ("s1", "gen_ai.user.message", {}, {"content": "Where is my parcel?"}),
+        ("s2", "gen_ai.client.inference.operation.details", MESSAGES, {}),
+    )
+    spans = otlp({"id": "s1", "attributes": CHAT}, {"id": "s2", "attributes": CHAT})
+    metrics = {"resourceMetrics": []}
+    for lines in ([records, metrics, spans], [spans, records]):
+        first, second = read_otlp(write_lines(tmp_path / "all.jsonl", lines))
+        assert [each["role"] for each in first.messages] == ["user", "assistant", "tool"]
+        assert first.messages[1]["tool_calls"] == [CALL]
+        assert (first.reply, second.messages, second.reply) == ((ANSWER,), READ, (ANSWER,))
+
+
 def test_numbered_attributes_are_read(tmp_path: Path) -> None:
     numbered = {
         "llm.request.type": "chat",
@@ -115,7 +151,10 @@ def test_an_opt_out_is_seen_on_the_span_and_its_resource(tmp_path: Path, name: s
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[5]", '{"spans": []}', '{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[5]", '{"spans": []}', '{"resourceLogs": 5}', NAMELESS],
+)
 def test_what_is_no_otlp_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     if text:

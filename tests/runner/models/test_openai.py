@@ -106,6 +106,23 @@ def test_many_runs_in_threads_each_have_their_own_calls(explorer: RunningExplore
     _assert_apart(explorer, runs, calls=3)
 
 
+def test_an_event_loop_that_ends_leaves_no_connection_open(explorer: RunningExplorer) -> None:
+    """As those of workflows in threads that call `asyncio.run` for an async model."""
+
+    async def ask() -> None:
+        model = make_model(run_of(explorer, 0), DEFAULTS, client="async_openai")
+        await asyncio.gather(*(model.chat.completions.create(**ASKED) for _ in range(2)))
+
+    def open_sockets() -> int:
+        return sum("socket" in os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
+    asyncio.run(ask())
+    before = open_sockets()
+    for _ in range(10):
+        asyncio.run(ask())
+    assert open_sockets() <= before + 2  # the explorer is in this process, and has ends of its own
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_runs_in_processes_each_have_their_own_calls(explorer: RunningExplorer, start: str) -> None:

@@ -170,11 +170,16 @@ def test_a_strategy_may_be_a_function_or_look_at_the_answer(service: FeedbackSer
         assert (runner.counters()["calls"], runner.counters()["selected"]) == (3, 1)
 
 
+async def exit_later(text: str) -> None:
+    sys.exit(text)
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": fail}, "strategy_failed"),
     ({"agent": fail}, "shadow_failed"),
     ({"agent": lambda run: fail}, "shadow_failed"),
     ({"agent": lambda run: sys.exit}, "shadow_failed"),
+    ({"agent": lambda run: exit_later}, "shadow_failed"),
     ({"reward_calculator": fail}, "reward_failed"),
     ({"reward_calculator": lambda result: float("nan")}, "feedback_failed"),
     ({"reward_calculator": lambda result: "good"}, "feedback_failed"),
@@ -343,7 +348,7 @@ import os, sys
 from tuneloop.runner import EveryCall, TrainingRunner
 runner = TrainingRunner(
     service=sys.argv[1], model="t", agent=lambda run: str.upper, reward_calculator=lambda result: 1.0,
-    selection_strategy=EveryCall(), commit_interval_seconds=0,
+    selection_strategy=EveryCall(), commit_interval_seconds=0, run_in="thread",
 )
 runner.start()
 ask = runner.wrap(str.upper)
@@ -367,7 +372,7 @@ import sys, time
 from tuneloop.runner import EveryCall, TrainingRunner
 runner = TrainingRunner(
     service=sys.argv[1], model="t", agent=lambda run: lambda text: time.sleep(600), reward_calculator=str,
-    selection_strategy=EveryCall(),
+    selection_strategy=EveryCall(), run_in="thread",
 )
 runner.start()
 runner.wrap(str.upper)("a")

@@ -96,7 +96,7 @@ def test_the_package_that_reads_parquet_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ExtraMissing, match=r"train.parquet is parquet: in a clone .*pip install .*\[datasets\]"):
         DatasetConfig(str(tmp_path)).preview()
-    with pytest.raises(ExtraMissing, match="openai/gsm8k is no file or folder here"):
+    with pytest.raises(ExtraMissing, match="openai/gsm8k is not a file or folder here"):
         DatasetConfig("openai/gsm8k").preview()
 
 

@@ -149,3 +149,13 @@ def test_a_model_must_be_named(run: Run, log: Path, tmp_path: Path) -> None:
     code, said = run("import", "--from", f"openai:{log}", "--to", tmp_path / "t", "--rubric", tmp_path / "r")
     assert (code, said) == (1, "name a model: --judge-url and --judge-model\n")
     assert not (tmp_path / "t").exists()
+
+
+def test_half_a_character_and_a_byte_order_mark_do_not_stop_an_import(run: Run, tmp_path: Path) -> None:
+    """As logs have them that were cut by length, and files that were written on Windows."""
+    cut = [asked("Where is my parcel? \ud83d"), asked("Cancel order 7.", user="ann\udc00", tools=[])]
+    log = tmp_path / "log.jsonl"
+    log.write_text("\ufeff" + "".join(json.dumps(each) + "\n" for each in cut), encoding="utf-8")
+    code, said = run("import", "--from", f"openai:{log}", "--to", tmp_path / "tasks.jsonl")
+    assert code == 0, said
+    assert [each["question"] for each in rows(tmp_path / "tasks.jsonl")] == ["Where is my parcel? ?", "Cancel order 7."]

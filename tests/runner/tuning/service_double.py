@@ -40,6 +40,8 @@ class ServiceDouble:
     #: So many commits are done, and answered with 503.
     lost_answers: int = 0
     trainer_up: bool = True
+    #: Why the newest version is not served.
+    held: str = ""
     #: How it says that it trains; one that is older than that says nothing.
     configured: Json | None = None
     #: Events of one run in one call, and events kept of one run.
@@ -112,7 +114,9 @@ class ServiceDouble:
 
     async def _reply(self, labels: Json, body: Json) -> tuple[int, Any]:
         if body["model"] != MODEL:
-            return 404, {"error": {"message": f"no model {body['model']}", "code": "model_not_found"}}
+            # As an engine says it, which has the last word on names.
+            message = f"The model `{body['model']}` does not exist. Valid aliases: {MODEL}."
+            return 404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}}
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(self.reply_s)
@@ -168,12 +172,14 @@ class ServiceDouble:
 
     def _status(self) -> Json:
         return {
-            "served": self.version,
+            "served": max(self.version - bool(self.held), 0),
             "newest": self.version,
             "step": self.version,
-            "settled": not self._training,
+            "settled": not self._training and not self.held,
             "experiences": {"committed": self._training},
-            "reasons": [{"code": "nothing_recorded", "sentence": "no experience was recorded"}],
+            "reasons": [{"code": "promotion_held", "sentence": self.held}]
+            if self.held
+            else [{"code": "nothing_recorded", "sentence": "no experience was recorded"}],
             "trainer_up": self.trainer_up,
             **({"configured": self.configured} if self.configured else {}),
         }

@@ -290,7 +290,7 @@ def test_our_own_file_keeps_what_it_says(tmp_path: Path) -> None:
     [
         ("algorithm: {algorithm_type: opmd}", r"config\.yaml: algorithm_type: there is no 'opmd' here"),
         ("a: [", r"config\.yaml: this is not YAML"),
-        ("- a", "this is no mapping of options"),
+        ("- a", "this is not a mapping of options"),
         ("buffer: {explorer_input: {taskset: {split: train}}}", "taskset: path is missing"),
         ("algorithm: {algorithm_type: grpo, repeat_times: 1}", "grpo compares the runs of a task"),
     ],
@@ -305,3 +305,30 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, why: s
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TuneRefused, match="No such file"):
         read_tune_file(tmp_path / "nowhere.yaml")
+
+
+def test_numbers_and_variables_are_read_as_trinity_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OmegaConf's `1e-6` is a number, which PyYAML takes for text; its `${oc.env:…}` is in every file of Trinity's."""
+    monkeypatch.setenv("TRINITY_MODEL_PATH", "/models/qwen")
+    monkeypatch.delenv("TRINITY_BATCH", raising=False)
+    file = tmp_path / "trinity.yaml"
+    file.write_text(
+        "checkpoint_root_dir: ${oc.env:TRINITY_ROOT,./checkpoints}\n"
+        "algorithm: {algorithm_type: multi_step_grpo, optimizer: {lr: 1e-6}, kl_coef: 2.5E-3}\n"
+        "buffer: {batch_size: '${oc.env:TRINITY_BATCH,16}'}\n"
+        "model: {model_path: '${oc.env:TRINITY_MODEL_PATH}/0.6b', temperature: 1}\n"
+    )
+    found = read_tune_file(file)
+    assert found.algorithm is not None
+    assert found.model is not None
+    assert (found.algorithm.learning_rate, found.algorithm.batch_size) == (1e-6, 16)
+    assert (found.model.model_path, found.checkpoint_root_dir) == ("/models/qwen/0.6b", "./checkpoints")
+    assert found.settings["algorithm"] == {"kl_coef": 2.5e-3}
+    for text, sentence in (
+        ("name: ${oc.env:NOBODY_SET_IT}", "there is no environment variable NOBODY_SET_IT"),
+        ("name: ${algorithm.name}", "only ${oc.env:NAME} and ${oc.env:NAME,default} are known here"),
+    ):
+        file.write_text(text)
+        with pytest.raises(TuneRefused) as refused:
+            read_tune_file(file)
+        assert sentence in str(refused.value)

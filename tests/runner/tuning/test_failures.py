@@ -2,13 +2,14 @@
 
 import asyncio
 import math
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
@@ -33,16 +34,6 @@ async def hangs(task: Any, model: AsyncOpenAI) -> Any:
     await asyncio.Event().wait()
 
 
-async def clings(task: Any, model: AsyncOpenAI) -> Any:
-    await ask(task, model)
-    while True:
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            if not threading.main_thread().is_alive():
-                raise
-
-
 async def gives_no_reward(task: Any, model: AsyncOpenAI) -> Any:
     return WorkflowOutput(response=await ask(task, model))
 
@@ -65,6 +56,32 @@ async def calls_another(task: Any, model: AsyncOpenAI) -> Any:
     return WorkflowOutput(reward=1.0)
 
 
+async def ends_the_process(task: Any, model: AsyncOpenAI) -> Any:
+    raise SystemExit(3)
+
+
+async def awaits_what_was_cancelled(task: Any, model: AsyncOpenAI) -> Any:
+    cancelled = asyncio.ensure_future(ask(task, model))
+    cancelled.cancel()
+    await cancelled
+
+
+async def raises_a_group(task: Any, model: AsyncOpenAI) -> Any:
+    raise BaseExceptionGroup("of a group of tasks", [asyncio.CancelledError(), KeyError("no such tool")])
+
+
+async def raises_what_has_no_text(task: Any, model: AsyncOpenAI) -> Any:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("text")
+
+    raise Unspeakable
+
+
+async def gives_a_list_as_metrics(task: Any, model: AsyncOpenAI) -> Any:
+    return WorkflowOutput(reward=1.0, metrics=[1.0])  # type: ignore[arg-type]
+
+
 def workflow_with(failure: Callable[..., Any]) -> Callable[..., Any]:
     async def workflow(task: Any, model: AsyncOpenAI) -> Any:
         if task["bad"]:
@@ -79,6 +96,11 @@ def workflow_with(failure: Callable[..., Any]) -> Callable[..., Any]:
     ("failure", "kind"),
     [
         (raises, "workflow raised"),
+        (ends_the_process, "workflow raised"),
+        (awaits_what_was_cancelled, "workflow raised"),
+        (raises_a_group, "workflow raised"),
+        (raises_what_has_no_text, "workflow raised"),
+        (gives_a_list_as_metrics, "workflow raised"),
         (hangs, "workflow hung"),
         (gives_no_reward, "no reward"),
         (gives_nothing, "no reward"),
@@ -108,7 +130,7 @@ def test_a_run_that_fails_is_counted_by_kind_and_not_rewarded(
     assert len(double.rewards) == 12
     printed = capsys.readouterr().out
     assert printed.count(f"] {kind}, task ") == 1
-    assert ("KeyError: 'no such tool'" in printed) is (failure is raises)
+    assert ("KeyError: 'no such tool'" in printed) is (failure in (raises, raises_a_group))
     assert f"failed: 4 x {kind}" in printed
 
 
@@ -294,4 +316,28 @@ def test_nonsense_is_refused_before_anything_is_started(
     with pytest.raises(TuneRefused) as refused:
         tune(**good | {"checkpoint_root_dir": tmp_path} | arguments)
     assert sentence in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plain_function_that_ends_the_process_is_a_failure_too(tmp_path: Path) -> None:
+    def ends(task: Any, model: OpenAI) -> Any:
+        sys.exit("enough")
+
+    with serving(ServiceDouble()) as url, pytest.raises(TuneFailed, match="workflow raised"):
+        tune(workflow_func=ends, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"service": "localhost:8010"}, "'localhost:8010' is no URL"),
+        ({"service": {"a": "http://localhost:8010", "b": "http://"}}, "'http://' is no URL"),
+        ({"service": "http://127.0.0.1:9", "monitor_type": "tb"}, "there is no 'tb' here"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_asked(
+    tmp_path: Path, wrong: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(TuneRefused, match=sentence):
+        tune(workflow_func=calls_none, train_dataset=TASKS, algorithm=STEPS, checkpoint_root_dir=tmp_path, **wrong)
     assert list(tmp_path.iterdir()) == []

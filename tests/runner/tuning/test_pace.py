@@ -1,6 +1,7 @@
 """How far rollouts run ahead of training, in which order tasks come, and at which temperature."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,19 @@ def test_a_judge_that_hangs_is_given_up_and_counted(url: str, tmp_path: Path, sy
             run_timeout=0.3,
             retries=0,
         )
+
+
+def test_a_version_that_an_alarm_holds_back_is_waited_for_and_named(
+    url: str, double: PatientDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    double.held = "version 1 is made, and not served while these alarms are open: reward_jump (it fell)"
+
+    def go(**but: Any) -> Any:
+        arguments = {"service": url, "checkpoint_root_dir": tmp_path, "algorithm": STEPS} | but
+        return tune(workflow_func=ask, train_dataset=TASKS[:2], **arguments)
+
+    with pytest.raises(TuneFailed, match=r"has made nothing for .* version 1 is made, and not served"):
+        go(step_timeout=0.5)
+    threading.Timer(1.0, lambda: setattr(double, "held", "")).start()
+    assert go(resume=True).steps == 1
+    assert capsys.readouterr().out.count("holds a version: version 1 is made, and not served") == 2

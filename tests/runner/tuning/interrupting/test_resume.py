@@ -28,7 +28,7 @@ def start(url: str, folder: Path) -> "subprocess.Popen[str]":
 
 
 def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -44,7 +44,7 @@ def test_after_sigkill_at_any_moment_every_run_is_rewarded_exactly_once(tmp_path
             process.send_signal(signal.SIGKILL)
             process.communicate()
         last = start(url, tmp_path)
-        said, _ = last.communicate(timeout=60)
+        said, _ = last.communicate(timeout=240)
     assert last.returncode == 0, said
     [folder] = (tmp_path / "AgentScope").iterdir()
     assert Counter(task for task, _ in double.rewards) == {f"{folder.name}:{place}": GROUP for place in range(12)}
@@ -122,12 +122,12 @@ def test_ctrl_c_leaves_what_a_resumed_call_goes_on_with(tmp_path: Path) -> None:
         process = start(url, tmp_path)
         wait_for(lambda: len(double.rewards) >= 5, process)
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=240)
         double.reply_s = 0.0
         assert process.returncode != 0
         assert "resume=True goes on" in said
         last = start(url, tmp_path)
-        last.communicate(timeout=60)
+        last.communicate(timeout=240)
     assert last.returncode == 0
     assert len(double.rewards) == RUNS
     assert double.accepted == 2 * RUNS

@@ -28,6 +28,7 @@ from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.batches.packed import Positions, count_positions
 from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.models.layers import is_checkpointing
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.ranks.orders import StepOrder
@@ -85,8 +86,8 @@ class Learner:
         Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed, unless the
         learner is `spoilt`. What is not finite in the batch itself is found before the first update.
         """
-        started, halves = time.perf_counter(), self.smaller is not None
-        self.ranks.lead(StepOrder(list(samples), version, tokens=self.micro_batch_tokens, halves=halves))
+        started = time.perf_counter()
+        self.ranks.lead(_order(self, samples, version))
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
         batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines = self.generator.get_state(), self.baselines
@@ -94,7 +95,7 @@ class Learner:
         for model in self._models:
             model.positions = Positions()
         try:
-            targets, told = self._targets(sequences, batch, version)
+            targets, measured = self._targets(sequences, batch, version)
             _must_be_finite(_constants(targets, sampled=self._asks.tempered))
             metrics = self._learn(batch, targets)
         except (TuneloopError, torch.OutOfMemoryError):
@@ -105,7 +106,7 @@ class Learner:
             raise
         self.steps += 1
         read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
-        return metrics | told | _speed(samples, batch, read, time.perf_counter() - started)
+        return metrics | measured | _speed(samples, batch, read, time.perf_counter() - started)
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
@@ -175,7 +176,7 @@ class Learner:
                 if self.smaller is None:
                     raise
             _forget(self.optimizers)
-            self.micro_batch_tokens = self.ranks.decide(self.smaller)
+            self.micro_batch_tokens = self.smaller()
 
     def _backward(self, batch: Batch, targets: Targets, totals: Totals) -> Mapping[str, Tensor]:
         metrics: dict[str, Tensor] = {}
@@ -197,7 +198,7 @@ class Learner:
     ) -> tuple[Targets, Metrics]:
         """The constants of the step, and what can be said of them."""
         targets = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR)
-        told: Metrics = {}
+        metrics: Metrics = {}
         if self.critic is not None:
             targets = replace(targets, values_BR=self._over(batch, self.critic.values, self.ranks))
         if self.reference is not None:
@@ -208,7 +209,7 @@ class Learner:
                 self._algorithm.off_policy, start_BR, batch.sampled_BR, batch.mask_BR
             )
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
-            told.update(weighed)
+            metrics.update(weighed)
         if self._asks.teacher:
             said_BR = _teacher_logprobs(self.teacher, sequences, batch, self.ranks)
             targets = replace(targets, teacher_BR=said_BR)
@@ -220,7 +221,7 @@ class Learner:
         if any(fresh):
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
-        return targets, told | _of_targets(targets)
+        return targets, metrics | _of_targets(targets)
 
     def _log_ratio(self, batch: Batch) -> Tensor:
         here_BR = self._over(batch, self.actor.logprobs, self.ranks)
@@ -242,6 +243,11 @@ class Learner:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
 
 
+def _order(learner: Learner, samples: Sequence[Sample], version: int | None) -> StepOrder:
+    halves, again = learner.smaller is not None, is_checkpointing(learner.actor.network)
+    return StepOrder(list(samples), version, learner.micro_batch_tokens, halves, again)
+
+
 def _go_ahead() -> None:
     """What is called before each pass of a micro-batch through a model, where nothing is waited for."""
 
@@ -261,9 +267,7 @@ def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list
 
 def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
     batch = collate(sequences)
-    if tempered:
-        return batch
-    return replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
+    return batch if tempered else replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
 
 
 def _gather(
@@ -384,12 +388,12 @@ def _of_targets(targets: Targets) -> Metrics:
         "critic/returns/mean": targets.returns_BR,
         "critic/values/mean": targets.values_BR,
     }
-    told = {name: float(token_mean(each, mask_BR, tokens)) for name, each in means.items() if each is not None}
+    metrics = {name: float(token_mean(each, mask_BR, tokens)) for name, each in means.items() if each is not None}
     factors = [each for each in (targets.advantages_BR, targets.weights_BR) if each is not None]
     if factors:
         idle_BR = torch.stack([each == 0 for each in factors]).any(0)
-        told["critic/advantages/zero"] = float(token_mean(idle_BR.float(), mask_BR, tokens))
+        metrics["critic/advantages/zero"] = float(token_mean(idle_BR.float(), mask_BR, tokens))
     if targets.values_BR is not None and targets.returns_BR is not None:
         explained = explained_variance(targets.values_BR, targets.returns_BR, mask_BR)
-        told["critic/vf_explained_var"] = float(explained)
-    return told
+        metrics["critic/vf_explained_var"] = float(explained)
+    return metrics

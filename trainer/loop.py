@@ -193,6 +193,7 @@ class TrainingLoop:
         if batch is None:
             if not self._unpublished_steps:
                 self._examination.examine(self._learner, self._version)
+            self._micro_batch.warm_up(self._learner)
             self._stop.wait(self._settings.trainer.poll_interval)
         elif self._learn(batch) and self._due:
             self._publish()
@@ -227,9 +228,8 @@ class TrainingLoop:
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             self._publisher.states.prepare(self._learner)
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
-        self._version = newest.version
+        self._version, self._unpublished_steps = newest.version, 0
         self._unpublished.clear()
-        self._unpublished_steps = 0
         self._spans.forget()
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))

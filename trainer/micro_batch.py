@@ -1,14 +1,18 @@
 """How many tokens go through the model at once: as many as the settings say or the GPU's memory holds by reckoning, or
 as it has turned out to hold.
 
-{job_dir}/micro_batch.json    the size that was come down to, and the setting that it was come down from
+{job_dir}/micro_batch.json    the size that was come down to, the setting that it was come down from, and whether
+                              activations are made again
 """
 
 import os
 import resource
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
+from weakref import ref
 
 import msgspec
 import structlog
@@ -20,10 +24,13 @@ from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.learner import Learner, recompute
+from tuneloop.trainer.models.layers import checkpoint_layers, is_checkpointing
 from tuneloop.trainer.models.model import Actor, device_of
 from tuneloop.trainer.stop import Stop
+from tuneloop.trainer.warm_up import warm_up
 from tuneloop.trainer.yielding import TrafficYield
 
 _log = structlog.get_logger()
@@ -38,6 +45,7 @@ class _Memory(msgspec.Struct, frozen=True):
 
     setting: int
     tokens: int
+    checkpointing: bool = False
 
 
 def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | None = None) -> Settings:
@@ -65,7 +73,7 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     tokens, again = chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing
     reckoned = gigabytes(reckon(chosen, shapes).total)
     _log.info(
-        "micro_batch_chosen", tokens=tokens, activation_checkpointing=again, reckoned=reckoned, of=gigabytes(room)
+        "micro_batch_chosen", tokens=tokens, activation_checkpointing=bool(again), reckoned=reckoned, of=gigabytes(room)
     )
     return chosen
 
@@ -73,27 +81,56 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
 class MicroBatch:
     """The size in tokens, halved whenever memory runs out, and remembered over restarts.
 
+    A sequence is not cut. Where one alone is longer, activations are made again, if `trainer.activation_checkpointing`
+    leaves it open, before the size is halved.
+
     Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set.
     """
 
     def __init__(self, settings: Settings, stop: Stop | None = None) -> None:
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
-        self.tokens = _read(self._path, self._setting)
+        memory = _read(self._path, self._setting)
+        self.tokens = memory.tokens
+        self._is_checkpointing = memory.checkpointing and settings.trainer.activation_checkpointing is None
+        self._longest = 0  # tokens of a sequence of the batch
         self._reported = False
+        self._warm: ref[Learner] | None = None  # not held: a GPU has no room for two
         self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
-        learner.smaller = self._halve
+        learner.smaller = partial(self._shrink_together, ref(learner))
+        self._longest = max(len(each.prompt_ids) + len(each.completion_ids) for each in samples)
         self._yield_before_passes(learner)
+        if self._is_checkpointing:
+            make_activations_again(learner)
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
                 return learner.step(samples, version=version) | self._memory(samples) | self._time_yielded()
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
-            self._halve()
+            self._shrink(ref(learner))
+
+    def warm_up(self, learner: Learner) -> None:
+        """Compile what the learner's steps run, once, if they are compiled; of several ranks none does."""
+        if self._warm is not None and self._warm() is learner:
+            return
+        self._warm, started = ref(learner), time.perf_counter()
+        if not learner.actor.is_compiled or learner.ranks.size > 1:
+            return
+        self._yield_before_passes(learner)
+        learner.before_pass()
+        algorithm = self._settings.algorithm
+        is_tempered = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).tempered
+        temperature = self._settings.model.temperature if is_tempered else 1.0
+        try:
+            warm_up(learner, temperature=temperature, entropy=bool(algorithm.entropy_coef))
+        except torch.OutOfMemoryError:  # then the first step compiles, in whatever it has room for
+            _log.warning("not_warmed_up", reason="out of GPU memory")
+            return
+        _log.info("compiled", seconds=round(time.perf_counter() - started, 1))
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
@@ -131,6 +168,28 @@ class MicroBatch:
         _log.info("memory_measured", measured=gigabytes(most), reckoned=gigabytes(reckoned), tokens=tokens)
         return metrics | {"perf/memory_reckoned": reckoned / GIB}
 
+    def _shrink(self, stepping: ref[Learner]) -> int:
+        """Take less memory, and how many tokens go through the model at once from now on."""
+        learner = stepping()
+        if learner is None or not self._may_checkpoint or not make_activations_again(learner):
+            return self._halve()
+        self._is_checkpointing = True
+        _log.warning("activations_made_again", sequence=self._longest, tokens=self.tokens, reason="out of GPU memory")
+        self._remember()
+        return self.tokens
+
+    def _shrink_together(self, stepping: ref[Learner]) -> int:
+        """`_shrink` within a step, where the other ranks wait to be told (workers/follower.py)."""
+        learner = stepping()
+        assert learner is not None
+        tokens = learner.ranks.decide(lambda: self._shrink(stepping))
+        learner.ranks.decide(lambda: int(self._is_checkpointing))
+        return tokens
+
+    @property
+    def _may_checkpoint(self) -> bool:
+        return self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
+
     def _halve(self) -> int:
         if self.tokens // 2 < _LEAST:
             raise EnvironmentRefused(
@@ -139,20 +198,32 @@ class MicroBatch:
             )
         self.tokens //= 2
         _log.warning("micro_batch_halved", tokens=self.tokens, setting=self._setting, reason="out of GPU memory")
+        self._remember()
+        return self.tokens
+
+    def _remember(self) -> None:
         try:
             beside = self._path.with_suffix(".new")
-            beside.write_bytes(msgspec.json.encode(_Memory(self._setting, self.tokens)))
+            beside.write_bytes(msgspec.json.encode(_Memory(self._setting, self.tokens, self._is_checkpointing)))
             os.replace(beside, self._path)
         except OSError as error:  # then the next start finds out again
             _log.warning("micro_batch_not_remembered", reason=str(error))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return self.tokens
 
 
-def _read(path: Path, setting: int) -> int:
+def make_activations_again(learner: Learner) -> bool:
+    """Have what is trained make its activations again; False if it does, or has no layers that can."""
+    trained = [learner.actor.network, *([] if learner.critic is None else [learner.critic.body])]
+    left = [each for each in trained if not is_checkpointing(each)]
+    for network in left:
+        checkpoint_layers(network)
+    return bool(left)
+
+
+def _read(path: Path, setting: int) -> _Memory:
     try:
         memory = msgspec.json.decode(path.read_bytes(), type=_Memory)
     except (OSError, msgspec.MsgspecError):
-        return setting
-    return memory.tokens if memory.setting == setting and 0 < memory.tokens <= setting else setting
+        return _Memory(setting, setting)
+    return memory if memory.setting == setting and 0 < memory.tokens <= setting else _Memory(setting, setting)

@@ -1,12 +1,14 @@
 """A step by one worker and by two: tokens a second, their ratio, and that both come to the same numbers.
 
     python -m benchmarks.on_gpu.scaling [--size 4b] [--method sft] [--sequences 64,128] [--steps 3]
+        [--mean 675] [--longest 2475] [--settings ulysses_sequence_parallel_size=2] [--both-only]
         [--budget-seconds 180] [--workers 2] [--work FOLDER]
 
 The trainer's own launcher starts the workers, a GPU each, which sum gradients by NCCL (by gloo on a CPU). They make the
-same steps twice from the same weights: first rank 0 alone, while the others wait, then all together. All numbers of a
-step that are no times are compared: the largest relative difference of loss and gradient norm is printed. Random
-weights and replies as in `benchmarks/train_step.py`; a step is the best of some, after one to warm up.
+same steps twice from the same weights: first rank 0 alone, while the others wait, then all together (`--both-only`:
+this alone). The largest relative difference of loss, entropy and gradient norm is printed, and the most that rank 0
+allocated. Weights and replies are random, as in `benchmarks/train_step.py`; a step is the best of some, after one to
+warm up.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from transformers import Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.on_gpu.services import Clock
-from benchmarks.train_step import GROUP, METHODS, SHAPES, made_samples, make_model
+from benchmarks.train_step import GROUP, METHODS, SHAPES, made_samples, make_model, peak_memory
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
@@ -78,16 +80,16 @@ def _size_for(size: str, *, on_gpu: bool) -> str:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    names = ("method", "sequences", "steps", "workers", "tokens")
+    names = ("method", "sequences", "steps", "workers", "tokens", "mean", "longest", "settings")
     flags = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
-    return [*flags, "--gpu" if options.gpu else "--no-gpu"]
+    return [*flags, "--gpu" if options.gpu else "--no-gpu", *(["--both-only"] if options.both_only else [])]
 
 
 def _take_part(options: argparse.Namespace) -> int:
     """As the rank that the environment names. What goes wrong ends all for good: nothing is made again."""
     try:
         settings = _settings(options)
-        ranks = JoinedRanks.join(device_of(settings))
+        ranks = JoinedRanks.join(device_of(settings), together=settings.trainer.ulysses_sequence_parallel_size)
         if ranks.rank:
             follow(settings, ranks)
         else:
@@ -102,6 +104,7 @@ def _take_part(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
+    chosen = dict(each.split("=") for each in options.settings.split(",") if each)
     return Settings.model_validate(
         {
             "mode": "train",
@@ -114,6 +117,7 @@ def _settings(options: argparse.Namespace) -> Settings:
                 "dtype": "bfloat16" if options.gpu else "float32",
                 "micro_batch_tokens": options.tokens,
                 "workers": options.workers,
+                **chosen,
             },
             "cluster": {"gpu_per_node": options.workers if options.gpu else 0},
         }
@@ -122,27 +126,29 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 def _lead(settings: Settings, ranks: JoinedRanks, options: argparse.Namespace) -> None:
     clock = Clock(options.budget_seconds)
-    print("| sequences | tokens | workers | a step | tokens/s | ratio | largest relative difference |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("| sequences | tokens | workers | a step | tokens/s | ratio | memory | largest relative difference |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     config = Qwen3Config.from_pretrained(settings.model.model_path)
-    longest = min(2475, config.max_position_embeddings)
+    longest = min(options.longest, config.max_position_embeddings)
     for count in map(int, options.sequences.split(",")):
-        samples = made_samples(count, 675 if options.gpu else 60, longest, config.vocab_size)
+        samples = made_samples(count, options.mean, longest, config.vocab_size)
         tokens = sum(len(each.prompt_ids) + len(each.completion_ids) for each in samples)
         took: dict[int, float] = {}
-        told: dict[int, list[Metrics]] = {}
-        for who in (ALONE, ranks):
-            took[who.size], told[who.size] = _steps(settings, who, samples, options, clock)
-            ratio, difference = "1", "–"
-            if who is ranks:
-                ratio, (number, name) = f"{took[1] / took[who.size]:.3f}", _difference(told[1], told[who.size])
+        found: dict[int, list[Metrics]] = {}
+        for who in (ranks,) if options.both_only else (ALONE, ranks):
+            memory: list[int] = []
+            with peak_memory(device_of(settings), memory):
+                took[who.size], found[who.size] = _steps(settings, who, samples, options, clock)
+            ratio, difference = "–", "–"
+            if who is ranks and not options.both_only:
+                ratio, (number, name) = f"{took[1] / took[who.size]:.3f}", _difference(found[1], found[who.size])
                 difference = f"{number:.2e} ({name})"
             print(
                 f"| {count} | {tokens:,} | {who.size} | {took[who.size]:.3f} s | {tokens / took[who.size]:,.0f} | "
-                f"{ratio} | {difference} |",
+                f"{ratio} | {memory[0] / 2**30:.1f} GiB | {difference} |",
                 flush=True,
             )
-        for step, (one, other) in enumerate(zip(told[1], told[ranks.size], strict=False)):
+        for step, (one, other) in enumerate(zip(found.get(1, ()), found[ranks.size], strict=False)):
             pairs = {name: (one[name], other[name]) for name in _names_compared(one)}
             print(f"step {step}: " + ", ".join(f"{name} {a:.6g} and {b:.6g}" for name, (a, b) in pairs.items()))
         if clock.remaining < options.budget_seconds / 3:
@@ -153,14 +159,14 @@ def _lead(settings: Settings, ranks: JoinedRanks, options: argparse.Namespace) -
 def _steps(
     settings: Settings, ranks: Ranks, samples: Sequence[Sample], options: argparse.Namespace, clock: Clock
 ) -> tuple[float, list[Metrics]]:
-    """The best time of a step, and what each said, from the base model's weights."""
+    """The best time of a step, and the metrics of each, from the base model's weights."""
     learner = snapshot.load(settings, None, ranks)
     clock.say(f"{ranks.size} workers: loaded")
-    taken, told = [], []
+    taken, found = [], []
     for number in range(options.steps + 1):
         _wait(learner)
         began = time.perf_counter()
-        told.append(learner.step(samples))
+        found.append(learner.step(samples))
         _wait(learner)
         taken.append(time.perf_counter() - began)
         if number == 0:
@@ -169,7 +175,7 @@ def _steps(
     gc.collect()
     if options.gpu:
         torch.cuda.empty_cache()
-    return min(taken[1:]), told
+    return min(taken[1:]), found
 
 
 def _wait(learner: Learner) -> None:
@@ -199,6 +205,10 @@ def _options() -> Any:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8192, help="trainer.micro_batch_tokens")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--mean", type=int, default=675 if on_gpu else 60, help="tokens of a sequence")
+    parser.add_argument("--longest", type=int, default=2475)
+    parser.add_argument("--settings", default="", help="of `trainer`, with commas: optimizer_offload=true")
+    parser.add_argument("--both-only", action="store_true", help="only all workers together")
     parser.add_argument("--budget-seconds", type=float, default=180.0)
     parser.add_argument("--work", type=Path, help="where to put the model")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

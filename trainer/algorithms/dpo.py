@@ -30,7 +30,7 @@ def prepare(
     """Signs and units of rows that come as chosen, rejected, chosen, rejected, …"""
     rows = torch.arange(len(targets.mask_BR))
     if len(rows) % 2:
-        raise ValueError(f"{len(rows)} replies are no pairs")
+        raise ValueError(f"{len(rows)} replies do not form pairs")
     return replace(targets, signs_B=1 - 2 * (rows % 2), units_B=rows // 2), baselines
 
 

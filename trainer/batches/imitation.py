@@ -31,11 +31,11 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         if sample.demonstration is None:
             taken.append(sample)
             continue
-        said = _demonstration_ids(sample, sample.demonstration, settings)
-        if isinstance(said, str):
-            refused[said].append(sample)
+        ids = _demonstration_ids(sample, sample.demonstration, settings)
+        if isinstance(ids, str):
+            refused[ids].append(sample)
         else:
-            taken.append(with_completion(sample, said))
+            taken.append(with_completion(sample, ids))
     return taken, dict(refused)
 
 
@@ -107,17 +107,17 @@ def _template_text(message: dict[str, Any], words: Tokenizer, ends: Sequence[int
     """What the chat template adds for a message, up to the end of the turn; empty if that cannot be told."""
     if words.chat_template is None:
         return ""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    question: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
     try:
-        before = words.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        whole = words.apply_chat_template([*asked, _with_parsed_arguments(message)], tokenize=False)
+        before = words.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        whole = words.apply_chat_template([*question, _with_parsed_arguments(message)], tokenize=False)
     except (TemplateError, AttributeError, TypeError, ValueError):
         return ""
     if not whole.startswith(before):
         return ""
-    said = whole[len(before) :]
-    found = [at for end in words.convert_ids_to_tokens(list(ends)) if (at := said.rfind(end)) >= 0]
-    return said[: max(found)] if found else ""
+    reply = whole[len(before) :]
+    found = [at for end in words.convert_ids_to_tokens(list(ends)) if (at := reply.rfind(end)) >= 0]
+    return reply[: max(found)] if found else ""
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:

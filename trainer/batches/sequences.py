@@ -56,11 +56,11 @@ class TokenSequence:
         between, reply = sample.prompt_ids[len(self.ids) :], sample.completion_ids
         quiet, known = len(between), reply != REDACTED
         nothing, zero, one = np.int32(-1), np.float32(0), np.float32(1)
-        said = np.where(known, np.int32(len(self.calls)), nothing)
+        owner = np.where(known, np.int32(len(self.calls)), nothing)
         temperatures = np.where(known, np.float32(sample.temperature), one)
         return type(self)(
             ids=np.concatenate([self.ids, _readable(between), _readable(reply)]),
-            of=np.concatenate([self.of, np.full(quiet, nothing), said]),
+            of=np.concatenate([self.of, np.full(quiet, nothing), owner]),
             sampled=np.concatenate([self.sampled, np.full(quiet, zero), np.where(known, sample.logprobs, zero)]),
             temperatures=np.concatenate([self.temperatures, np.full(quiet, one), temperatures]),
             calls=(*self.calls, sample),

@@ -105,7 +105,7 @@ class Recomputation:
                 _log.warning("version_not_readable", version=number, reason=str(error))
                 lost[_LOST.format(number)] = [each for each in rows if _is_missing(each)]
             else:
-                found |= {each.id: told for each, told in zip(rows, logprobs, strict=True)}
+                found |= {each.id: values for each, values in zip(rows, logprobs, strict=True)}
         gone = {each.id for rows in lost.values() for each in rows}
         filled = [_with(each, found) for each in samples if each.id not in gone]
         self._recomputed += sum(each.recomputed for each in filled)
@@ -117,8 +117,8 @@ class Recomputation:
         recomputed, self._recomputed = self._recomputed, 0
         if not recomputed and self._capture.logprobs == "all":
             return {}
-        told: Metrics = {"capture/recomputed": float(recomputed)}
-        return told if self._mismatch is None else told | {"capture/mismatch": self._mismatch}
+        metrics: Metrics = {"capture/recomputed": float(recomputed)}
+        return metrics if self._mismatch is None else metrics | {"capture/mismatch": self._mismatch}
 
     def _to_compare(self, samples: Sequence[Sample]) -> list[Sample]:
         """Some that were captured, where not all are: no more than the share that always is."""

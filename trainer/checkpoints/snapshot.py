@@ -209,11 +209,9 @@ def probe(learner: Learner, settings: Settings) -> Probe:
     longest = settings.model.max_model_len
     length = PROBE_LENGTH if longest is None else max(2, min(PROBE_LENGTH, longest - PROBE_ROOM))
     chosen = [ids[i] for i in torch.randint(len(ids), (length,), generator=generator).tolist()]
-    return Probe(
-        prompt_ids=tuple(chosen),
-        logprobs=tuple(learner.logprobs(chosen)),
-        tolerance=_TOLERANCE[settings.trainer_dtype],
-    )
+    with learner.actor.as_served():
+        logprobs = tuple(learner.logprobs(chosen))
+    return Probe(prompt_ids=tuple(chosen), logprobs=logprobs, tolerance=_TOLERANCE[settings.trainer_dtype])
 
 
 def actor_in(settings: Settings, folder: Path) -> Actor:

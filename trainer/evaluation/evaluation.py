@@ -98,11 +98,11 @@ class HeldOut:
     def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
         """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""
         part: list[tuple[Task, list[int]]] = []
-        for asked in self._asked:
-            if part and (len(part) + 1) * (len(asked[1]) + self._options.most_tokens) > self._budget:
+        for question in self._asked:
+            if part and (len(part) + 1) * (len(question[1]) + self._options.most_tokens) > self._budget:
                 yield part
                 part = []
-            part.append(asked)
+            part.append(question)
         yield part
 
     @torch.no_grad()

@@ -33,9 +33,9 @@ def judging(settings: Settings) -> Iterator[Judge]:
 
 def _by(model: ModelJudge) -> Judge:
     def judge(task: Task, reply: str) -> float | None:
-        asked = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
+        candidate = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
         try:
-            return model.score(asked).normalised
+            return model.score(candidate).normalised
         except JudgeFailed:
             return None
         except JudgeAway as error:

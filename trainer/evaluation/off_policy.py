@@ -35,11 +35,11 @@ def known_to(actor: Actor, reply: HeldOutReply) -> bool:
 
 
 def _sequence(reply: HeldOutReply) -> TokenSequence:
-    quiet, said = np.zeros(len(reply.prompt_ids), np.float32), np.ones(len(reply.completion_ids), np.float32)
+    quiet, sampled = np.zeros(len(reply.prompt_ids), np.float32), np.ones(len(reply.completion_ids), np.float32)
     return TokenSequence(
         ids=np.concatenate([reply.prompt_ids, reply.completion_ids]),
-        of=np.concatenate([quiet - 1, said - 1]).astype(np.int32),
+        of=np.concatenate([quiet - 1, sampled - 1]).astype(np.int32),
         sampled=np.concatenate([quiet, reply.logprobs]),
-        temperatures=np.concatenate([quiet + 1, said * np.float32(reply.temperature)]),
+        temperatures=np.concatenate([quiet + 1, sampled * np.float32(reply.temperature)]),
         calls=(),
     )

@@ -195,8 +195,8 @@ def _fewer_heads(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
 
 
 def _fewer_positions(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
-    heard = group.exchange(each_PHW.reshape(group.size, -1, *each_PHW.shape[1:]).contiguous())
-    return heard.transpose(0, 1).flatten(1, 2)
+    received = group.exchange(each_PHW.reshape(group.size, -1, *each_PHW.shape[1:]).contiguous())
+    return received.transpose(0, 1).flatten(1, 2)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -213,10 +213,10 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 def _in_one(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
     ends, longest, scale, window = sight
     # The kernel reads the keys of several heads once, in torch 2.11 without being told.
-    told: dict[str, Any] = {"enable_gqa": True} if _KERNEL_IS_TOLD and key.shape[1] != query.shape[1] else {}
+    options: dict[str, Any] = {"enable_gqa": True} if _KERNEL_IS_TOLD and key.shape[1] != query.shape[1] else {}
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     view: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **told)
+    attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **options)
     return cast(Tensor, attended)[None]
 
 

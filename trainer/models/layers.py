@@ -27,6 +27,12 @@ def checkpoint_layers(network: nn.Module) -> None:
         layer.__class__ = _checkpointing_kind(type(layer))
 
 
+def is_checkpointing(network: nn.Module) -> bool:
+    """Whether `checkpoint_layers` was called, or there are no layers to call it for."""
+    layers = [each for each in network.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return all(type(each) in _known.values() for each in layers)
+
+
 def compile_layers(network: nn.Module) -> None:
     """Compile each layer, for rows of any length. Raises SettingsError if there are none."""
     for layer in _layers(network, "trainer.compile"):

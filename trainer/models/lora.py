@@ -7,7 +7,7 @@ The adapter is of the type of the weights that it is added to, so that it is ser
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +24,8 @@ from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch
 from tuneloop.trainer.models.layers import is_compiling
-from tuneloop.trainer.models.model import Actor, Features
+from tuneloop.trainer.models.model import Actor, Features, load_causal
+from tuneloop.trainer.models.quantization import exact_weights
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 
 _NAME = "default"
@@ -35,21 +36,21 @@ _PREFIX = "base_model.model."
 class AdaptedActor(Actor):
     """The base model and an adapter, which alone has gradients."""
 
-    def __init__(self, network: PreTrainedModel, config: LoraConfig, *, compiled: bool = False) -> None:
+    def __init__(self, network: PreTrainedModel, config: LoraConfig, base: Path, *, compiled: bool = False) -> None:
         super().__init__(network, compiled=compiled)
-        self._config = config
+        self._config, self._base = config, base
 
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The base model with the adapter in `folder`, or with a new one, which changes nothing yet, if it has none."""
         base, lora = settings.model.model_path, settings.model.lora
-        network = Actor.load(settings, base).network
+        network = load_causal(settings, base, bits=lora.base_bits)
         _require_servable(lora, network)
         config = _configuration(lora, base)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.trainer.seed)
             _inject(config, network)
-        actor = cls(network, config, compiled=is_compiling(settings.trainer.compile, network.device))
+        actor = cls(network, config, base, compiled=is_compiling(settings.trainer.compile, network.device))
         if (folder / ADAPTER_CONFIG).exists():
             actor._restore(lora, folder)
         return actor
@@ -61,9 +62,13 @@ class AdaptedActor(Actor):
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         # As peft writes it, but with its sets in order: the same adapter is the same bytes.
         config = self._config.to_dict()  # type: ignore[no-untyped-call]
-        told = {name: sorted(each) if isinstance(each, set) else each for name, each in config.items()}
-        told["inference_mode"] = True
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True, default=str))
+        document = {name: sorted(each) if isinstance(each, set) else each for name, each in config.items()}
+        document["inference_mode"] = True
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2, sort_keys=True, default=str))
+
+    def as_served(self) -> AbstractContextManager[None]:
+        """Within, it computes with the base model's weights as they are in its folder: engines serve these."""
+        return exact_weights(self.network, self._base)
 
     def reference(self, settings: Settings) -> Actor:
         """The base model, on the same weights: it takes no memory of its own."""
@@ -86,8 +91,8 @@ class AdaptedActor(Actor):
 
     @torch.no_grad()
     def _restore(self, lora: LoraSettings, folder: Path) -> None:
-        said = json.loads((folder / ADAPTER_CONFIG).read_text())
-        there = (said["r"], said["lora_alpha"], set(said["target_modules"]))
+        document = json.loads((folder / ADAPTER_CONFIG).read_text())
+        there = (document["r"], document["lora_alpha"], set(document["target_modules"]))
         if there != (lora.rank, lora.alpha_used, set(lora.targets)):
             raise EnvironmentRefused(
                 f"model.lora: the adapter in {folder} has rank {there[0]}, alpha {there[1]} and targets "
@@ -102,7 +107,7 @@ class BareActor(Actor):
     """The base model below an adapter, as the reference that the actor must not stray from."""
 
     def __init__(self, adapted: AdaptedActor) -> None:
-        super().__init__(adapted.network, compiled=adapted._compiled)
+        super().__init__(adapted.network, compiled=adapted.is_compiled)
         self._adapted = adapted
 
     def _features(self, batch: Batch, group: SequenceGroup | None) -> Features:
@@ -136,7 +141,7 @@ def _inject(config: LoraConfig, network: PreTrainedModel) -> None:
     inject_adapter_in_model(config, network, _NAME)
     for parameter in network.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(network.dtype)
+            parameter.data = parameter.data.to(network.device, network.dtype)
     network.train(mode=False)
 
 

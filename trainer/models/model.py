@@ -8,6 +8,7 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -26,6 +27,7 @@ from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_pack
 from tuneloop.trainer.models.folders import named_folders
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.layers import checkpoint_layers, compile_layers, is_compiling
+from tuneloop.trainer.models.quantization import quantize_layers
 from tuneloop.trainer.models.ulysses import gather_tokens
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.transfer import hand_over
@@ -57,7 +59,7 @@ class Actor:
     def __init__(self, network: PreTrainedModel, *, compiled: bool = False) -> None:
         self.network = network
         self.positions = Positions()
-        self._compiled = compiled
+        self.is_compiled = compiled
         self._body: nn.Module = network.base_model
         self._head = cast(_Layers, network).get_output_embeddings()
         self._head_is_all = self._compare()
@@ -65,7 +67,7 @@ class Actor:
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The model in the Hugging Face folder `folder`."""
-        network = _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder)
+        network = load_causal(settings, folder)
         return cls(network, compiled=is_compiling(settings.trainer.compile, network.device))
 
     @property
@@ -108,6 +110,10 @@ class Actor:
         logprobs_N = head.logprobs(features.ND, scored) if head else self._by_chunks(features.ND, scored)[0]
         return features.scatter(logprobs_N, batch)
 
+    def as_served(self) -> AbstractContextManager[None]:
+        """Within, it computes with the weights that engines have."""
+        return nullcontext()
+
     def save(self, folder: Path) -> None:
         """Write weights and configuration into `folder`."""
         self.network.save_pretrained(folder, max_shard_size=_SHARD)
@@ -130,7 +136,7 @@ class Actor:
     def _fused_head(self) -> Head | None:
         """The head, where logits are its products and nothing else."""
         if self._head_is_all and type(self._head) is nn.Linear:
-            return Head.of(self._head, compiled=self._compiled)
+            return Head.of(self._head, compiled=self.is_compiled)
         return None
 
     def _by_chunks(self, features_ND: Tensor, scored: ScoredTokens) -> tuple[Tensor, Tensor]:
@@ -206,6 +212,11 @@ class Critic(nn.Module):
         save_file(head, folder / _VALUE_HEAD)
 
 
+def load_causal(settings: Settings, folder: Path, *, bits: int | None = None) -> PreTrainedModel:
+    """The causal model in a Hugging Face folder, where it runs; with `bits`, its layers frozen in so many a weight."""
+    return _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder, bits=bits)
+
+
 def device_of(settings: Settings) -> torch.device:
     """Where the models run. This also settles the number of threads on the CPU, and torch's own choice of GPU."""
     if "OMP_NUM_THREADS" not in os.environ:
@@ -237,7 +248,9 @@ def gpu_of(settings: Settings, *, gpus_here: int) -> int:
     return min(settings.gpus_of_engines if settings.mode == "both" else 0, gpus_here - 1)
 
 
-def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, folder: Path) -> PreTrainedModel:
+def _load_pretrained(
+    load: Callable[..., PreTrainedModel], settings: Settings, folder: Path, *, bits: int | None = None
+) -> PreTrainedModel:
     device = device_of(settings)
     try:
         network: PreTrainedModel = load(
@@ -252,6 +265,8 @@ def _load_pretrained(load: Callable[..., PreTrainedModel], settings: Settings, f
         settings_of = {named: setting for setting, named in reversed(named_folders(settings).items())}
         setting = settings_of.get(folder, "model.model_path")
         raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
+    if bits is not None:
+        quantize_layers(network, bits, folder, device)
     network.train(mode=False).to(device)
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.

@@ -95,8 +95,8 @@ def with_score(drift: DriftSettings, history: History, step: int, score: float) 
 
 def verdicts(drift: DriftSettings, history: History) -> dict[str, DriftFinding]:
     """What each monitor that is on and has values enough says."""
-    said = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
-    return {name: verdict for name, verdict in said if verdict is not None}
+    verdicts = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
+    return {name: verdict for name, verdict in verdicts if verdict is not None}
 
 
 def changes(drift: DriftSettings, history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:

@@ -23,12 +23,16 @@ class LoadOrder(msgspec.Struct, frozen=True, tag="load"):
 
 
 class StepOrder(msgspec.Struct, frozen=True, tag="step"):
-    """Learn from the samples in micro-batches of `tokens`. `halves`: rank 0 says how many if these do not fit."""
+    """Learn from the samples in micro-batches of `tokens`. `halves`: rank 0 says how many if these do not fit.
+
+    `checkpointing`: activations are made again, since it was found out that they do not fit, or by setting.
+    """
 
     samples: list[Sample]
     version: int | None
     tokens: int
     halves: bool
+    checkpointing: bool
 
 
 class StateOrder(msgspec.Struct, frozen=True, tag="state"):

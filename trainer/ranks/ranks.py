@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
-from typing import Self, TypeVar
+from typing import Self
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, TuneloopError
+from tuneloop.trainer.ranks.buckets import Buckets
 from tuneloop.trainer.ranks.orders import Order, decode, encode
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
@@ -32,8 +33,6 @@ _QUIET = timedelta(days=3650)
 
 #: Gradients are added up in pieces of so many numbers: few enough to have room for, enough to be fast.
 _PIECE = 1 << 24
-
-_Part = TypeVar("_Part", Tensor, Tensor | None)
 
 
 class Ranks:
@@ -109,6 +108,7 @@ class JoinedRanks(Ranks):
         # Kept, like what the first sum makes NCCL allocate: later there may be no room on one rank.
         self._piece = torch.zeros(_PIECE, device=device)
         dist.all_reduce(self._piece[:1])
+        self._buckets = Buckets(self.rank, self.size, _PIECE, device)
         if self.size % together:
             raise EnvironmentRefused(
                 f"trainer.ulysses_sequence_parallel_size: {together} workers share each row, and there are {self.size}"
@@ -165,25 +165,13 @@ class JoinedRanks(Ranks):
                 for shard, part in parts
                 if shard.owner == self.rank
             }
-        for owner, together in _shard_pieces(parts, _PIECE):
-            for room, (_, part, span) in _rooms(self._piece, together):
-                room.zero_() if part is None else room.copy_(part[span])
-            dist.reduce(self._piece[: _numbers(together)], dst=owner)
-            for room, (shard, _, span) in _rooms(self._piece, together) if owner == self.rank else ():
-                sums[shard][span] = room
+        self._buckets.add_up(parts, sums)
         return sums
 
     def spread(self, parts: Sequence[tuple[Shard, Tensor]]) -> None:
         """See Ranks."""
         for dtype in {part.dtype: None for _, part in parts}:
-            piece = self._piece.view(dtype)
-            alike = [(shard, part) for shard, part in parts if part.dtype == dtype]
-            for owner, together in _shard_pieces(alike, len(piece)):
-                for room, (_, part, span) in _rooms(piece, together) if owner == self.rank else ():
-                    room.copy_(part[span])
-                dist.broadcast(piece[: _numbers(together)], src=owner)
-                for room, (_, part, span) in _rooms(piece, together) if owner != self.rank else ():
-                    part[span] = room
+            self._buckets.spread([(shard, part) for shard, part in parts if part.dtype == dtype])
 
     def bring(self, owner: int, part: Tensor | None, like: Tensor, into: Tensor | None) -> None:
         """See Ranks. All hear it, piece by piece: to send to one would take memory of NCCL's that may not be there."""
@@ -192,18 +180,18 @@ class JoinedRanks(Ranks):
         room = self._piece.view(like.dtype)
         for start in range(0, len(like), len(room)):
             span = slice(start, min(len(like), start + len(room)))
-            heard = room[: span.stop - start]
+            received = room[: span.stop - start]
             if part is not None:
-                heard.copy_(part[span])
-            dist.broadcast(heard, src=owner)
+                received.copy_(part[span])
+            dist.broadcast(received, src=owner)
             if into is not None:
-                into[span].copy_(heard, non_blocking=True)
+                into[span].copy_(received, non_blocking=True)
 
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """See Ranks."""
         sums: defaultdict[str, float] = defaultdict(float)
-        for said in self._gather(msgspec.msgpack.encode(numbers)):
-            for name, value in msgspec.msgpack.decode(said, type=dict[str, float]).items():
+        for encoded in self._gather(msgspec.msgpack.encode(numbers)):
+            for name, value in msgspec.msgpack.decode(encoded, type=dict[str, float]).items():
                 sums[name] += value
         return dict(sums)
 
@@ -218,8 +206,8 @@ class JoinedRanks(Ranks):
                 # Those that share the row wait for what this one does not send: there is nobody to agree with.
                 raise EnvironmentRefused(_TOO_LONG.format(error)) from None
             failed = error
-        said = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in self._gather(_failure(failed))]
-        worst, reason = max(said, key=lambda each: each[0])
+        failures = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in self._gather(_failure(failed))]
+        worst, reason = max(failures, key=lambda each: each[0])
         if worst == _NO_FAILURE:
             return
         if failed is not None and _kind(failed) == worst:
@@ -253,9 +241,9 @@ class JoinedRanks(Ranks):
         lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
         longest = max(int(each) for each in lengths)
-        heard = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(heard, _tensor(own.ljust(longest, b"\0")))
-        return [each.numpy().tobytes()[: int(length)] for each, length in zip(heard, lengths, strict=True)]
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(gathered, _tensor(own.ljust(longest, b"\0")))
+        return [each.numpy().tobytes()[: int(length)] for each, length in zip(gathered, lengths, strict=True)]
 
 
 _TOO_LONG = (
@@ -291,39 +279,6 @@ def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Sequenc
         together.append(each)
     if together:
         yield together
-
-
-def _shard_pieces(
-    parts: Sequence[tuple[Shard, _Part]], most: int
-) -> Iterator[tuple[int, list[tuple[Shard, _Part, slice]]]]:
-    """Of each owner so many numbers of its shards as go into one piece, with where in the shard they are."""
-    for owner in sorted({shard.owner for shard, _ in parts}):
-        together: list[tuple[Shard, _Part, slice]] = []
-        for shard, part in parts:
-            start = 0
-            while shard.owner == owner and start < shard.length:
-                span = slice(start, min(shard.length, start + most - _numbers(together)))
-                together.append((shard, part, span))
-                start = span.stop
-                if _numbers(together) == most:
-                    yield owner, together
-                    together = []
-        if together:
-            yield owner, together
-
-
-def _numbers(together: Iterable[tuple[Shard, _Part, slice]]) -> int:
-    return sum(span.stop - span.start for _, _, span in together)
-
-
-def _rooms(
-    piece: Tensor, together: Iterable[tuple[Shard, _Part, slice]]
-) -> Iterator[tuple[Tensor, tuple[Shard, _Part, slice]]]:
-    """Where in the piece each of them is."""
-    end = 0
-    for each in together:
-        start, end = end, end + each[2].stop - each[2].start
-        yield piece[start:end], each
 
 
 def _tensor(data: bytes) -> Tensor:

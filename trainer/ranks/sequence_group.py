@@ -18,9 +18,9 @@ class SequenceGroup:
 
     def exchange(self, sent: Tensor) -> Tensor:
         """Send each member its part of the first dimension; what all sent this one, in their order."""
-        heard = torch.empty_like(sent)
-        dist.all_to_all_single(heard, sent, group=self._group)
-        return heard
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """The tensor, which becomes the sum of all members'."""

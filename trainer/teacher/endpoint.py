@@ -77,9 +77,9 @@ class RemoteTeacher:
         words = tokenizer_of(self._settings)
         specials = sorted(words.added_tokens_decoder)[:_MOST_SPECIALS]
         text = _SAMPLER + "".join(words.convert_ids_to_tokens(specials))
-        asked = {"prompt": text, "add_special_tokens": False, "return_token_ids": True, **_SCORE}
+        request = {"prompt": text, "add_special_tokens": False, "return_token_ids": True, **_SCORE}
         with self._client() as client:
-            status, answer = self._patiently(client, asked)
+            status, answer = self._patiently(client, request)
         if status != 200:
             self._refuse(f"answers {status}: {_message(answer)}")
         choice = _choice(answer)
@@ -94,9 +94,9 @@ class RemoteTeacher:
     def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """See Teacher."""
         self.check()
-        asked = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]
+        requests = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]
         calls = [each.calls for each in sequences]
-        rows = self._read(asked, calls, lambda turn, choice: _logprobs(sequences[turn], choice))
+        rows = self._read(requests, calls, lambda turn, choice: _logprobs(sequences[turn], choice))
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -104,8 +104,8 @@ class RemoteTeacher:
         self.check()
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         options = {"max_tokens": most, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "return_token_ids": True}
-        asked = [{"prompt": each.prompt_ids.tolist(), **options} for each in samples]
-        replies = self._read(asked, [(each,) for each in samples], lambda _, choice: _reply_ids(choice, most))
+        requests = [{"prompt": each.prompt_ids.tolist(), **options} for each in samples]
+        replies = self._read(requests, [(each,) for each in samples], lambda _, choice: _reply_ids(choice, most))
         return with_replies(samples, replies, known=len(tokenizer_of(self._settings)))
 
     def _read(

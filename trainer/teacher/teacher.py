@@ -26,7 +26,7 @@ from tuneloop.trainer.models.model import Actor
 MOST_TOKENS = 2048
 
 CUT_OFF = "the teacher's reply was cut off at {} tokens"
-NO_NUMBER = "the teacher's log-probability of a token is no number"
+NO_NUMBER = "the teacher's log-probability of a token is not a number"
 
 
 class Teacher(Protocol):
@@ -119,7 +119,7 @@ class LocalTeacher:
         ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
         with torch.random.fork_rng():
             torch.manual_seed(self._settings.trainer.seed + sample.id)
-            said = cast(_Generates, self._actor.network).generate(
+            generated = cast(_Generates, self._actor.network).generate(
                 ids_1T,
                 attention_mask=torch.ones_like(ids_1T),
                 max_new_tokens=most,
@@ -131,7 +131,7 @@ class LocalTeacher:
                 pad_token_id=ends[0],
                 logits_processor=LogitsProcessorList([_Numbers()]),
             )
-        return cast(list[int], said[0, ids_1T.shape[1] :].tolist())
+        return cast(list[int], generated[0, ids_1T.shape[1] :].tolist())
 
     def _must_know(self, samples: Iterable[Sample]) -> None:
         known = self._actor.vocabulary
@@ -143,14 +143,14 @@ class LocalTeacher:
 def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], *, known: int) -> list[Sample]:
     """The samples with other replies; raises SamplesRefused if one is a reason instead of ids of the `known` tokens."""
     refused: defaultdict[str, list[int]] = defaultdict(list)
-    taught = []
-    for sample, said in zip(samples, replies, strict=True):
-        if isinstance(said, str):
-            refused[said].append(sample.id)
-        elif not all(0 <= token < known for token in said):
+    demonstrations = []
+    for sample, reply in zip(samples, replies, strict=True):
+        if isinstance(reply, str):
+            refused[reply].append(sample.id)
+        elif not all(0 <= token < known for token in reply):
             refused[f"the teacher's reply has a token beyond the tokenizer's {known}"].append(sample.id)
         else:
-            taught.append(with_completion(sample, said))
+            demonstrations.append(with_completion(sample, reply))
     if refused:
         raise SamplesRefused(dict(refused))
-    return taught
+    return demonstrations

@@ -1,6 +1,8 @@
 """The ranks but 0: they do what rank 0 orders, and know nothing of the ledger."""
 
 from contextlib import suppress
+from functools import partial
+from weakref import ref
 
 import structlog
 import torch
@@ -10,6 +12,7 @@ from tuneloop.shared.errors import NotFinite, RankFailed
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import make_activations_again
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StateOrder, StepOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks
@@ -40,11 +43,22 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
 
 def _step(learner: Learner, order: StepOrder) -> None:
     learner.micro_batch_tokens = order.tokens
-    learner.smaller = _rank_0_says if order.halves else None
+    learner.smaller = partial(_shrink_as_rank_0_says, ref(learner)) if order.halves else None
+    if order.checkpointing:
+        make_activations_again(learner)
     # What all ranks raise together, of which rank 0 decides what comes of it.
     with suppress(NotFinite, RankFailed, torch.OutOfMemoryError):
         learner.step(order.samples, version=order.version)
 
 
-def _rank_0_says() -> int:
-    raise RankFailed("rank 0 alone says how small micro-batches are")
+def _shrink_as_rank_0_says(stepping: ref[Learner]) -> int:
+    learner = stepping()
+    assert learner is not None
+    tokens, is_checkpointing = (learner.ranks.decide(_leave_to_rank_0) for _ in range(2))
+    if is_checkpointing:
+        make_activations_again(learner)
+    return tokens
+
+
+def _leave_to_rank_0() -> int:
+    raise RankFailed("rank 0 alone decides how a step takes less memory")

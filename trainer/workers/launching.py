@@ -66,11 +66,11 @@ def _run(command: Sequence[str], size: int, stop: Stop) -> int:
 
 
 def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
-    told, deadline = False, float("inf")
+    stopping, deadline = False, float("inf")
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        if stop.is_set() and not told:
+        if stop.is_set() and not stopping:
             ranks[0].send_signal(signal.SIGTERM)  # It ends the others.
-            told = True
+            stopping = True
         if deadline == float("inf") and any(rank.poll() is not None for rank in ranks):
             deadline = time.monotonic() + _GRACE_S
         _until_one_ends(ranks, _LOOK_S)
@@ -78,7 +78,7 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
     for number, code in enumerate(codes):
         if code:
             _log.warning("rank_ended", rank=number, code=code)
-    if codes[0] == 0 or (told and codes[0] == -signal.SIGTERM):  # before it knew how to stop
+    if codes[0] == 0 or (stopping and codes[0] == -signal.SIGTERM):  # before it knew how to stop
         return 0
     return next((code for code in codes if code in _FOR_GOOD), 1)
 

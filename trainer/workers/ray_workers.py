@@ -15,6 +15,7 @@ import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError
 from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_token
 from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
@@ -78,12 +79,17 @@ class NoticedStop:
 def train_on_ray(settings: Settings, stop: Stop) -> int:
     """Train on the Ray cluster of the settings until all is done or `stop` is set; the exit code.
 
-    Raises EnvironmentRefused without Ray.
+    Raises EnvironmentRefused without Ray, and where Ray answers strangers.
     """
+    address = settings.cluster.ray_address
+    if address == LOCAL:
+        keep_to_this_machine()
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
+
+        from tuneloop.trainer.workers.local_ranks import LocalTorchConfig
     except ImportError as error:
         raise EnvironmentRefused(
             f"cluster: workers on several machines need Ray Train ({error}): in a clone, pip install ./runner "
@@ -92,18 +98,20 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
     folder = os.getcwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        ray.init(address=settings.cluster.ray_address, namespace=_NAMESPACE)
-    except ConnectionError as error:
-        raise EnvironmentRefused(f"cluster.ray_address: {settings.cluster.ray_address}: {error}") from None
+        ray.init(address=address, namespace=_NAMESPACE)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise EnvironmentRefused(f"cluster.ray_address: {address}: {error}") from None
     for number, handler in handlers.items():
         signal.signal(number, handler)  # Ray's own ends this process with a dump of its stack.
     on_gpu = trainer_on_gpu(settings)
+    config = LocalTorchConfig if address == LOCAL else TorchConfig
     try:
+        require_token(ray.get_runtime_context().gcs_address, insecure=settings.explorer.insecure)
         board: Any = ray.remote(NoticeBoard).options(num_cpus=0).remote()
         trainer = TorchTrainer(
             work,
             train_loop_config={"settings": settings, "board": board, "folder": folder},
-            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+            torch_config=config("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             scaling_config=ScalingConfig(num_workers=settings.trainer_workers, use_gpu=on_gpu),
             run_config=RunConfig(
                 name="trainer",
@@ -128,12 +136,12 @@ def _watch(trainer: Any, board: Any, stop: Stop) -> int:
             failed.append(error)
 
     # A thread of its own, which does not keep this process from ending: `fit` knows no end but its own.
-    job, told = threading.Thread(target=fit, daemon=True), False
+    job, stopping = threading.Thread(target=fit, daemon=True), False
     job.start()
     while job.is_alive():
-        if stop.is_set() and not told:
+        if stop.is_set() and not stopping:
             board.stop.remote()
-            told = True
+            stopping = True
         if (refusal := ray.get(board.refusal.remote())) is not None:
             sys.stderr.write(f"trainer: {refusal[1]}\n")
             return int(refusal[0])

@@ -70,7 +70,7 @@ def test_two_chosen_replies_are_no_pair():
 
 def test_an_odd_number_of_rows_is_an_error():
     targets = Targets(mask_BR=torch.ones(3, 2, dtype=torch.bool), sampled_BR=torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="do not form pairs"):
         dpo.prepare(_algorithm(), targets, None, {})
 
 

@@ -13,6 +13,7 @@ from tuneloop.shared.experience import State
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.layers import is_checkpointing
 from tuneloop.trainer.models.model import Actor
 
 ROWS = [sample(i) for i in range(4)]
@@ -87,6 +88,52 @@ def test_it_is_halved_until_the_step_fits_and_remembered(settings, ledger, monke
     assert sizes[3:] == [512]
     assert len(points(chosen.tensorboard_dir / "trainer", "actor/pg_loss")) == 2
     assert MicroBatch(settings(trainer={"micro_batch_tokens": 4096})).tokens == 4096, "the setting has changed"
+
+
+def _room_for_kept_activations(monkeypatch, room):
+    """Memory has room for so many tokens where activations are kept, for any number where they are made again."""
+    score = Actor.score
+
+    def bounded(self, batch, *more):
+        if int(batch.lengths_B.sum()) > room and not is_checkpointing(self.network):
+            raise torch.OutOfMemoryError
+        return score(self, batch, *more)
+
+    monkeypatch.setattr(Actor, "score", bounded)
+
+
+def _with_a_long_one():
+    long = {"completion_ids": np.arange(200, dtype=np.int32), "logprobs": np.full(200, -5.7, np.float32)}
+    return [*ROWS, sample(4, **long)]
+
+
+def test_one_sequence_that_has_no_room_alone_has_its_activations_made_again(settings, monkeypatch):
+    chosen, rows = settings(trainer={"micro_batch_tokens": 192}), _with_a_long_one()
+    expected = snapshot.load(chosen, None)
+    expected.step(rows)
+    chosen.job_dir.mkdir(parents=True)
+    _room_for_kept_activations(monkeypatch, 192)
+    learner, micro_batch = snapshot.load(chosen, None), MicroBatch(chosen)
+    micro_batch.step(learner, rows, version=None)
+    assert micro_batch.tokens == 192, "it is not halved"
+    for name, each in _weights(expected).items():
+        torch.testing.assert_close(_weights(learner)[name], each, rtol=0, atol=1e-5)
+    monkeypatch.undo()
+    later = snapshot.load(chosen, None)
+    MicroBatch(chosen).step(later, ROWS, version=None)
+    assert is_checkpointing(later.actor.network), "it is remembered over a restart"
+    never = settings(trainer={"micro_batch_tokens": 192, "activation_checkpointing": False})
+    other = snapshot.load(never, None)
+    MicroBatch(never).step(other, ROWS, version=None)
+    assert not is_checkpointing(other.actor.network), "a setting that is written later counts more"
+
+
+def test_who_wants_activations_kept_is_told_that_a_sequence_does_not_fit(settings, monkeypatch):
+    chosen = settings(trainer={"micro_batch_tokens": 192, "activation_checkpointing": False})
+    chosen.job_dir.mkdir(parents=True)
+    _room_for_kept_activations(monkeypatch, 192)
+    with pytest.raises(EnvironmentRefused, match=r"^trainer\.micro_batch_tokens: not even 192 at once fit"):
+        MicroBatch(chosen).step(snapshot.load(chosen, None), _with_a_long_one(), version=None)
 
 
 def test_where_nothing_fits_it_is_one_sentence(settings, monkeypatch):

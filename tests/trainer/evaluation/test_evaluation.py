@@ -111,9 +111,9 @@ def test_judges(judge, answer, reply, right):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "is no JSON"),
-        (b'{"prompt": "\xff"}', "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not JSON"),
+        (b'{"prompt": "\xff"}', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "must be an object"),
         ('{"prompt": "a"}', "`answer` must be text, and not empty"),
         ('{"prompt": "a", "answer": 12}', "write a number in quotes"),
@@ -125,7 +125,7 @@ def test_judges(judge, answer, reply, right):
         ('{"messages": [{"role": "user"}], "answer": "b"}', "`messages` must be a list of messages"),
         ('{"messages": "hi", "answer": "b"}', "`messages` must be a list of messages"),
         ('{"prompt": "a", "answer": "b", "slice": 3}', "`slice` must be text"),
-        ('{"prompt": "a", "answer": "(", "slice": "s"}', "`answer` is no regular expression"),
+        ('{"prompt": "a", "answer": "(", "slice": "s"}', "`answer` is not a regular expression"),
         ('{"prompt": "a", "answer": "b", "format": "("}', '`format` must be "json" or a regular expression of Python'),
         ('{"prompt": "a", "answer": "b", "format": {"type": "json"}}', '`format` must be "json" or a regular'),
         ('{"prompt": "a", "answer": "b", "format": ""}', '`format` must be "json" or a regular expression'),

@@ -162,5 +162,5 @@ def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, doubl
     run(settings(algorithm=algorithm, trainer={"total_steps": 2}), Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 1}
     [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
-    assert drop.reason.endswith("on this one: the teacher's log-probability of a token is no number")
+    assert drop.reason.endswith("on this one: the teacher's log-probability of a token is not a number")
     assert ledger.reports.imbalance() == []

@@ -93,7 +93,7 @@ def _with_token(number, token):
 
 def test_a_sequence_without_numbers_is_refused_with_its_calls(teacher):
     _broken_by(teacher, 299)
-    with pytest.raises(SamplesRefused, match="log-probability of a token is no number") as caught:
+    with pytest.raises(SamplesRefused, match="log-probability of a token is not a number") as caught:
         teacher.score([TokenSequence.alone(each) for each in (sample(1), _with_token(3, 299), sample(4))])
     assert next(iter(caught.value.refused.values())) == [3]
 
@@ -102,14 +102,14 @@ def test_a_prompt_without_numbers_has_no_reply(teacher):
     _broken_by(teacher, 299)
     with pytest.raises(SamplesRefused) as caught:
         teacher.reply([_with_token(3, 299), sample(4)])
-    assert caught.value.refused["the teacher's log-probability of a token is no number"] == [3]
+    assert caught.value.refused["the teacher's log-probability of a token is not a number"] == [3]
 
 
 def test_a_teacher_without_any_number_is_away_and_costs_no_row(teacher):
     _broken_by(teacher, 299)
     strange = [_with_token(i, 299) for i in range(2)]
     for ask in (teacher.reply, lambda samples: teacher.score([TokenSequence.alone(each) for each in samples])):
-        with pytest.raises(TeacherAway, match="no number"):
+        with pytest.raises(TeacherAway, match="not a number"):
             ask(strange)
 
 

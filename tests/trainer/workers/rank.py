@@ -24,12 +24,16 @@ from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.layers import is_checkpointing
+from tuneloop.trainer.models.model import Actor
 from tuneloop.trainer.ranks.orders import EndOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks, Ranks
 from tuneloop.trainer.ranks.rendezvous import environment_of
 from tuneloop.trainer.workers.follower import follow
 
 STEPS = 2
+#: So many tokens have room with their activations, where that is a scenario; some sequences are longer.
+KEPT = 12
 #: What differs from run to run, or with what a process was told of its memory.
 OF_THE_MACHINE = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak", "perf/memory_reckoned"}
 
@@ -69,6 +73,7 @@ def outcome(
             continue
         told |= {f"{step} {name}": value for name, value in metrics.items() if name not in OF_THE_MACHINE}
     told["micro_batch_tokens"], told["spoilt"] = micro_batch.tokens, learner.spoilt
+    told["checkpointing"] = is_checkpointing(learner.actor.network)
     models = {"actor": learner.actor.network, "critic": learner.critic}
     weights = {
         f"{name}.{key}": parameter.detach().clone()
@@ -81,6 +86,8 @@ def outcome(
 
 def fail_once(how: str, rank: int, ranks: Ranks) -> None:
     """Let one rank's share of the first mini-batch of the second step fail."""
+    if how == "kept":
+        return keep_room_for(KEPT)
     if ranks.rank != rank:
         return
     honest, shares = Learner._share, 0
@@ -99,6 +106,18 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
         return metrics
 
     Learner._share = share
+
+
+def keep_room_for(tokens: int) -> None:
+    """Let a rank have room for no more tokens than that where activations are kept; it lasts."""
+    honest = Actor.score
+
+    def score(self, batch, *more):
+        if int(batch.lengths_B.sum()) > tokens and not is_checkpointing(self.network):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return honest(self, batch, *more)
+
+    Actor.score = score
 
 
 def fork(folder: Path, size: int, together: int) -> None:
@@ -120,10 +139,10 @@ def fork(folder: Path, size: int, together: int) -> None:
 
 def main(folder: Path, together: int) -> None:
     ranks = JoinedRanks.join(torch.device("cpu"), together=together)
-    honest = Learner._share
+    honest, score = Learner._share, Actor.score
     for name, scenario in json.loads((folder / "plan.json").read_text()).items():
         settings = Settings.model_validate(scenario["settings"])
-        Learner._share = honest
+        Learner._share, Actor.score = honest, score
         ranks.__class__ = MeanRanks if scenario.get("mean") else JoinedRanks
         if scenario.get("fail"):
             fail_once(scenario["fail"], scenario["on"], ranks)

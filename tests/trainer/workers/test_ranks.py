@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.workers.rank import outcome
+from tests.trainer.workers.rank import KEPT, outcome
 from tuneloop.trainer.ranks.ranks import ALONE
 
 PPO = {"algorithm": {"algorithm_type": "ppo"}}
@@ -44,6 +44,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     scenarios["idle"] = (PPO | few, {"rows": 2})  # with two mini-batches, all ranks but one have nothing to do
     scenarios["mean"] = (PPO, {"mean": True})
     scenarios["memory"] = (PPO | {"trainer": {"micro_batch_tokens": 256}}, {"fail": "memory", "on": 1})
+    scenarios["kept"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "kept", "on": 1})
     scenarios["nan"] = (PPO, {"fail": "nan", "on": 1})
     ends = _run(settings, tmp_path, size, scenarios)
     assert [code for code, _ in ends] == [0] * size
@@ -55,12 +56,19 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     metrics, weights, _ = outcome(settings(**PPO), ALONE)
     assert found["mean"][0]["0 actor/grad_norm"] < 0.9 * metrics["0 actor/grad_norm"]
     _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found["memory"], metrics, weights)
+    _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(found["kept"], weights)
     _what_is_not_finite_on_one_rank_is_refused_by_all(found["nan"])
 
 
 def _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found, metrics, weights):
     assert (found[0].pop("micro_batch_tokens"), found[0].pop("spoilt")) == (128, False)
     assert found[0] == pytest.approx({name: each for name, each in metrics.items() if name in found[0]}, abs=1e-5)
+    assert _largest_difference(found[1], weights) < 1e-5
+
+
+def _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(found, weights):
+    """One that keeps its own would have no room again, and nothing smaller than one sequence fits."""
+    assert (found[0]["micro_batch_tokens"], found[0]["checkpointing"]) == (KEPT, True)
     assert _largest_difference(found[1], weights) < 1e-5
 
 

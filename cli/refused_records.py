@@ -105,5 +105,5 @@ def _about(record: Record) -> str:
 def _line(slot: Path, piece: Piece) -> str:
     record = piece.record
     if record is None:
-        return f"{piece.name}  slot {slot.name}  {len(piece.data)} bytes that are no record of this release"
+        return f"{piece.name}  slot {slot.name}  {len(piece.data)} bytes that are not a record of this release"
     return f"{piece.name}  slot {slot.name}  {_kind(record)}  {_about(record)}  {moment(record.received_at)}"

@@ -26,8 +26,8 @@ class DiskSpace(NamedTuple):
     def sentence(self) -> str:
         """It for people."""
         needed, free, reserve = map(gigabytes, (self.needed, self.free, self.reserve))
-        told = f"the next checkpoint needs {needed}, {free} are free in {self.folder}, {reserve} of them stay free"
-        return f"{told}: {gigabytes(self.missing)} are missing" if self.missing else told
+        sentence = f"the next checkpoint needs {needed}, {free} are free in {self.folder}, {reserve} of them stay free"
+        return f"{sentence}: {gigabytes(self.missing)} are missing" if self.missing else sentence
 
 
 def measure_space(folder: Path, *, needed: int) -> DiskSpace:

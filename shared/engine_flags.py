@@ -21,11 +21,15 @@ class FlagEffect(Enum):
 
 
 class FlagRule(NamedTuple):
-    """One argument: its effect, the values (a pattern) that have none, and for a refusal what to write instead."""
+    """One argument: its effect, the values (a pattern) that have none, and for a refusal what to write instead.
+
+    `drafts`: with it tokens are drafted (speculative decoding).
+    """
 
     effect: FlagEffect
     neutral: str | None = None
     instead: str = ""
+    drafts: bool = False
 
 
 _REQUESTS = "clients ask for it, and their replies are marked"
@@ -51,11 +55,14 @@ FLAGS: Mapping[str, FlagRule] = {
     "--config": FlagRule(FlagEffect.REFUSED, None, "write its arguments here, where they are checked"),
     # Drafts are accepted by the policy's own probabilities, unless they are accepted at rates that were made up.
     "--speculative-config": FlagRule(
-        FlagEffect.REFUSED, r"(?s)(?!.*synthetic).*", "synthetic acceptance does not sample from the policy"
+        FlagEffect.REFUSED,
+        r"(?s)(?!.*synthetic).*",
+        "synthetic acceptance does not sample from the policy",
+        drafts=True,
     ),
-    "--spec-method": FlagRule(FlagEffect.HARMLESS),
-    "--spec-model": FlagRule(FlagEffect.HARMLESS),
-    "--spec-tokens": FlagRule(FlagEffect.HARMLESS),
+    "--spec-method": FlagRule(FlagEffect.HARMLESS, drafts=True),
+    "--spec-model": FlagRule(FlagEffect.HARMLESS, drafts=True),
+    "--spec-tokens": FlagRule(FlagEffect.HARMLESS, drafts=True),
     "--per-request-spec-decode-metrics": FlagRule(FlagEffect.HARMLESS),
     "--structured-outputs-config": FlagRule(
         FlagEffect.GRAMMAR, r'(\{\s*"backend":\s*"(auto|xgrammar)"\s*\}|backend (auto|xgrammar))'
@@ -92,6 +99,12 @@ FLAGS: Mapping[str, FlagRule] = {
 
 _SHORT: Mapping[str, str] = {"-sc": "--speculative-config", "-dc": "--diffusion-config"}
 
+#: Of vLLM 0.32: vllm-project/vllm#55005.
+_DRAFTS_ON_CPU = (
+    "speculative decoding: on a CPU vLLM accepts drafts at any temperature but the request's, so that replies would be "
+    "samples of another distribution than the policy's; leave it out"
+)
+
 #: Parsers that hold calls to a grammar without being asked to.
 HOLDING_PARSERS = frozenset({"glm45", "glm47", "mistral", "cohere_command3", "cohere_command4"})
 
@@ -107,7 +120,7 @@ def sounds_like_sampling(name: str) -> bool:
     return not name.startswith("--no-") and _SUSPICIOUS.search(name) is not None
 
 
-def problems_of(arguments: Sequence[str]) -> Iterator[str]:
+def problems_of(arguments: Sequence[str], *, on_cpu: bool = False) -> Iterator[str]:
     """Why arguments of an engine are refused: sentences."""
     for name, value in _pairs(arguments):
         rule = _rule_of(name)
@@ -116,6 +129,13 @@ def problems_of(arguments: Sequence[str]) -> Iterator[str]:
                 yield f"{name} is not known, and sounds as if it changed what replies are sampled from. Leave it out"
         elif rule.effect is FlagEffect.REFUSED and not _is_neutral(rule, value):
             yield f"{' '.join(filter(None, (name, value)))}: {rule.instead}"
+    if on_cpu and drafts(arguments):
+        yield _DRAFTS_ON_CPU
+
+
+def drafts(arguments: Sequence[str]) -> bool:
+    """Whether engines with these arguments draft tokens, to check several at once (speculative decoding)."""
+    return any((rule := _rule_of(name)) is not None and rule.drafts for name, _ in _pairs(arguments))
 
 
 def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:

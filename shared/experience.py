@@ -4,6 +4,8 @@ These are also the records of the spool, so they are msgspec structs: `encode` a
 """
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -275,13 +277,19 @@ def is_captured(logprobs: Float32s) -> bool:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32 bytes."""
-    return np.asarray(ids, dtype="<i4").tobytes()
+    """Token ids as little-endian int32 bytes. Raises OverflowError or TypeError for what is no int32."""
+    return _little_endian(array("i", ids))
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     """Log-probabilities as little-endian float32 bytes."""
-    return np.asarray(logprobs, dtype="<f4").tobytes()
+    return _little_endian(array("f", logprobs))
+
+
+def _little_endian(numbers: "array[int] | array[float]") -> bytes:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 class AllowedTokens(NamedTuple):

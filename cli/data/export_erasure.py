@@ -18,7 +18,9 @@ from tuneloop.shared.ledger.recording.erasures import stored_name
 
 _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
-_COLUMNS = (*_NAMES, *_REPLIES, "tenant", "said_by", "feedback")
+#: Exports of older versions have the second in place of the first.
+_SOURCES = ("feedback_sources", "said_by")
+_COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
 
 
 class Person(NamedTuple):
@@ -37,7 +39,7 @@ class Person(NamedTuple):
             return False
         names = [
             *(row.get(name) for name in _NAMES),
-            *map(person_behind, row.get("said_by") or ()),
+            *(person_behind(source) for name in _SOURCES for source in row.get(name) or ()),
             *(person_behind(each["source"]) for each in feedback if each.get("source")),
         ]
         return any(stored_name(user) in names for user in self.users)
@@ -75,7 +77,7 @@ def _erase_lines(path: Path, person: Person, dry_run: bool) -> FileErasure:
         with _replacing(path) as draft, draft.open("wb") as file:
             rows = with_progress(_lines(path), f"writing {path.name}")
             file.writelines(line for line, row in rows if row is None or not person.owns(row))
-    problem = f"{unreadable} lines are no rows of ours and were left as they are" if unreadable else None
+    problem = f"{unreadable} lines are not exported rows and were left unchanged" if unreadable else None
     return FileErasure(str(path), removed, left, problem)
 
 

@@ -45,7 +45,7 @@ def sft(reply: ExportedReply, *, min_reward: float | None = None, everything: bo
         return reason
     answer = _answer(reply) if edited is None else _edited_answer(edited)
     row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
-    return row | _labels(reply) | {"said_by": _sources([edited] if edited is not None else reply.events)}
+    return row | _labels(reply) | {"feedback_sources": _sources([edited] if edited is not None else reply.events)}
 
 
 def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
@@ -57,7 +57,7 @@ def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
     if not votes:
         return "no thumbs" if not thumbs else "as many thumbs up as down"
     row = {"prompt": _messages(reply), "completion": [_answer(reply)], "label": votes > 0}
-    return row | _tools(reply) | _labels(reply) | {"said_by": _sources(thumbs.values())}
+    return row | _tools(reply) | _labels(reply) | {"feedback_sources": _sources(thumbs.values())}
 
 
 def dpo_of_edit(reply: ExportedReply) -> Row | str:
@@ -70,7 +70,7 @@ def dpo_of_edit(reply: ExportedReply) -> Row | str:
     if edited.text == reply.text:
         return "edited without a change"
     answers = {"chosen": [_edited_answer(edited)], "rejected": [_answer(reply)]}
-    return _pair(reply, None, answers, source="demonstration") | {"said_by": _sources([edited])}
+    return _pair(reply, None, answers, source="demonstration") | {"feedback_sources": _sources([edited])}
 
 
 def dpo_of_two(better: ExportedReply, worse: ExportedReply, *, source: str, events: Iterable[Any]) -> Row | str:
@@ -82,7 +82,7 @@ def dpo_of_two(better: ExportedReply, worse: ExportedReply, *, source: str, even
     answers = {"chosen": [_answer(better)], "rejected": [_answer(worse)]}
     if answers["chosen"] == answers["rejected"]:
         return "the same answer twice"
-    return _pair(better, worse, answers, source=source) | {"said_by": _sources(events)}
+    return _pair(better, worse, answers, source=source) | {"feedback_sources": _sources(events)}
 
 
 def experience(reply: ExportedReply) -> Row:

@@ -124,7 +124,7 @@ def _read_lines(path: Path) -> Iterator[RowLocation]:
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                yield RowLocation(where, None, f"no JSON: {error}")
+                yield RowLocation(where, None, f"not JSON: {error}")
                 continue
             yield RowLocation(where, row) if isinstance(row, dict) else RowLocation(where, None, "no JSON object")
 
@@ -175,7 +175,7 @@ def _schema(pa: Any, format_: Format) -> Any:
     message = [(name, text) for name in ("role", "content", "name", "tool_call_id")]
     messages = pa.list_(pa.struct([*message, ("tool_calls", pa.list_(call))]))
     names = [(name, text) for name in ("msg_id", "user", "task_id", "run_id")]
-    labels = [("tools", text), *names, ("version", whole), ("said_by", pa.list_(text))]
+    labels = [("tools", text), *names, ("version", whole), ("feedback_sources", pa.list_(text))]
     match format_:
         case Format.SFT:
             columns = [("messages", messages), ("reward", real), *labels]

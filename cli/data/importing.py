@@ -262,7 +262,7 @@ def _record_page(
     msg_ids = {row.msg_id for row in page}
     before = ledger.exports.rewards_of(msg_ids)
     records = [record for row in page for record in row.records]
-    ledger.recording.record([redactor.record(each) for each in records] if redactor else records)
+    ledger.recording.record(redactor.records(records) if redactor else records)
     after = ledger.exports.rewards_of(msg_ids)
     new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
     changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)

@@ -33,7 +33,7 @@ def seconds(duration: str) -> float:
     """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
     if match is None:
-        raise typer.BadParameter(f"{duration!r} is no duration; write 30d, 12h, 45m or 90s")
+        raise typer.BadParameter(f"{duration!r} is not a duration; write 30d, 12h, 45m or 90s")
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -26,6 +26,7 @@ from tuneloop.shared.disk_space import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import (
     count_gpus,
+    explorer_workers_of,
     fit_to_machine,
     free_memory,
     is_trainer,
@@ -203,7 +204,7 @@ def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
 
 
 def _explorer_bytes(settings: Settings) -> int:
-    return EXPLORER_BASE + settings.explorer.workers * WORKER_BASE
+    return EXPLORER_BASE + explorer_workers_of(settings) * WORKER_BASE
 
 
 def _lines(made: ExperimentPlan, settings: Settings) -> Iterator[str]:

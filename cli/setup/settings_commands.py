@@ -45,9 +45,9 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
     report = read_settings(config, set_ or ())
     if for_programs:
-        told = _report_as_json(config, report)
-        echo_json(told)
-        if not told["valid"]:
+        document = _report_as_json(config, report)
+        echo_json(document)
+        if not document["valid"]:
             raise typer.Exit(SettingsError.exit_code)
         return
     settings = report.valid_settings()
@@ -138,10 +138,10 @@ def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption 
 
 def schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
-    told = _for_editors(Settings.model_json_schema())
+    schema = _for_editors(Settings.model_json_schema())
     word = {"enum": [*get_args(GateSettings.model_fields["mode"].annotation), False]}  # an `off` is false in YAML
-    told["properties"]["gate"] = {"anyOf": [told["properties"]["gate"], word]}
-    echo_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **told})
+    schema["properties"]["gate"] = {"anyOf": [schema["properties"]["gate"], word]}
+    echo_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
 
 
 def _for_editors(node: Any) -> Any:
@@ -150,9 +150,9 @@ def _for_editors(node: Any) -> Any:
         return [_for_editors(each) for each in node]
     if not isinstance(node, dict):
         return node
-    told = {name: _for_editors(value) for name, value in node.items()}
-    if isinstance(text := told.get("description"), str):
+    described = {name: _for_editors(value) for name, value in node.items()}
+    if isinstance(text := described.get("description"), str):
         for of_page, of_editors in _OF_THE_PAGE:
             text = re.sub(of_page, of_editors, text)
-        told["description"] = " ".join(text.split())
-    return told
+        described["description"] = " ".join(text.split())
+    return described

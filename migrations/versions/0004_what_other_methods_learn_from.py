@@ -1,4 +1,4 @@
-"""Say which replies are no samples of the policy, since other methods than policy gradients learn from them; alarms.
+"""Say which replies are not samples of the policy, since other methods than policy gradients learn from them; alarms.
 
 The column is added in place, at the end: nothing is copied, whatever the ledger holds. What was dropped stays dropped.
 """

@@ -12,9 +12,10 @@ _USED = 0.95
 
 #: What to do where nothing fits.
 CURE = (
-    "train an adapter (model.lora.rank: 16), keep AdamW's memory in 8 bits (algorithm.optimizer.bits: 8) or in main"
-    " memory (trainer.optimizer_offload: true), take a method without a critic (algorithm.algorithm_type: reinforce),"
-    " or lower explorer.rollout_model.gpu_memory_utilization if an engine shares the GPU"
+    "train an adapter (model.lora.rank: 16), its base in 4 bits (model.lora.base_bits: 4), keep AdamW's memory in 8"
+    " bits (algorithm.optimizer.bits: 8) or in main memory (trainer.optimizer_offload: true), take a method without a"
+    " critic (algorithm.algorithm_type: reinforce), or lower explorer.rollout_model.gpu_memory_utilization if an"
+    " engine shares the GPU"
 )
 
 
@@ -37,12 +38,12 @@ def fit_trainer(settings: Settings, shapes: tuple[ModelShape, ModelShape], room:
     Without a GPU, or where its memory is not known, that is the default of a CPU.
     """
     if settings.trainer.micro_batch_tokens is not None or room is None or not trainer_on_gpu(settings):
-        return _with(settings, settings.trainer.tokens_at_once, settings.trainer.activation_checkpointing or False)
+        return _with(settings, settings.trainer.tokens_at_once, settings.trainer.activation_checkpointing)
     fixed = settings.trainer.activation_checkpointing
     for checkpointing in (False, True) if fixed is None else (fixed,):
         tokens = _MOST
         while tokens >= _LEAST:
-            chosen = _with(settings, tokens, checkpointing)
+            chosen = _with(settings, tokens, checkpointing or fixed)
             if reckon(chosen, shapes).total <= _USED * room:
                 return chosen
             tokens //= 2
@@ -60,6 +61,6 @@ def reckon(settings: Settings, shapes: tuple[ModelShape, ModelShape]) -> Trainer
     return trainer_memory(*shapes, settings)
 
 
-def _with(settings: Settings, tokens: int, checkpointing: bool) -> Settings:
+def _with(settings: Settings, tokens: int, checkpointing: bool | None) -> Settings:
     chosen = {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
     return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=chosen)})

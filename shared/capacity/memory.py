@@ -41,6 +41,12 @@ _CPU_CACHE_BYTES = 1 * GIB
 #: AdamW's two moments of a parameter in 8 bits, with a float32 scale of each for 256 of them.
 EIGHT_BIT_MOMENTS = 2 + 2 * 4 / 256
 
+#: A base model in 4 bits: so many weights share a scale, of a byte, and so many scales a float32 offset and step.
+NF4_BLOCK, NF4_GROUP = 64, 256
+
+#: Bytes of a weight of a base model in so many bits; in 8 a scale is that of a row, and nothing beside it.
+_QUANTIZED = {8: 1.0, 4: 0.5 + (1 + 8 / NF4_GROUP) / NF4_BLOCK}
+
 #: Bytes of a weight that has a master of its own.
 _SMALLER = 2
 
@@ -93,8 +99,20 @@ def trained_weights(shape: ModelShape, settings: Settings) -> int:
     lora = settings.model.lora
     if not lora.rank:
         return shape.weights
+    sides = _matrices(shape)
+    return shape.layers * lora.rank * sum(sum(sides[each]) for each in lora.targets if each in sides)
+
+
+def _critic_weights(critic: ModelShape, settings: Settings) -> int:
+    """The weights of the critic, which is trained whole beside an adapter too; 0 without one."""
+    has_critic = settings.algorithm.algorithm_type in _WITH_CRITIC
+    return critic.weights - critic.head_weights if has_critic else 0
+
+
+def _matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """The sides of a layer's matrices."""
     queries, keys = shape.heads * shape.head_width, shape.key_value_heads * shape.head_width
-    sides = {
+    return {
         "q_proj": (shape.width, queries),
         "k_proj": (shape.width, keys),
         "v_proj": (shape.width, keys),
@@ -103,7 +121,16 @@ def trained_weights(shape: ModelShape, settings: Settings) -> int:
         "up_proj": (shape.width, shape.inner_width),
         "down_proj": (shape.inner_width, shape.width),
     }
-    return shape.layers * lora.rank * sum(sum(sides[each]) for each in lora.targets if each in sides)
+
+
+def _base_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
+    """The base model below an adapter: in few bits its layers' matrices, and one of them as it is decoded."""
+    bits = settings.model.lora.base_bits
+    if bits is None:
+        return shape.weights * size
+    sides = [one * other for one, other in _matrices(shape).values()]
+    quantized = shape.layers * sum(sides)
+    return int((shape.weights - quantized) * size + quantized * _QUANTIZED[bits]) + max(sides) * (8 + size)
 
 
 def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> TrainerMemory:
@@ -111,14 +138,11 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
     algorithm, lora = settings.algorithm, settings.model.lora.rank > 0
     size = 4 if settings.trainer_dtype == "float32" else 2
     trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
-    frozen = shape.weights * size if lora else 0
+    frozen = _base_bytes(shape, settings, size) if lora else 0
     optimizer = int(trained * optimizer_bytes(algorithm.optimizer.bits, size))
-    if algorithm.algorithm_type in _WITH_CRITIC:
-        body = critic.weights - critic.head_weights
-        also = trained_weights(critic, settings) if lora else body
-        optimizer += int(also * optimizer_bytes(algorithm.critic_optimizer.bits, size))
-        trained += also
-        frozen += body * size if lora else 0
+    also = _critic_weights(critic, settings)
+    optimizer += int(also * optimizer_bytes(algorithm.critic_optimizer.bits, size))
+    trained += also
     # With an adapter the reference is the model without it.
     reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
     tokens = settings.trainer.tokens_at_once
@@ -135,16 +159,20 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
         activations=here * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
         logits=logits,
     )
-    return memory if on_gpu else memory._replace(heap=int(_CPU_HEAP * (memory.total - memory.base)))
+    if on_gpu:
+        return memory
+    # A base in few bits is read whole and compared with its file first, both in main memory.
+    read = 2 * shape.weights * size + frozen if settings.model.lora.base_bits else 0
+    heap = int(_CPU_HEAP * (memory.total - memory.base))
+    return memory._replace(heap=max(heap, memory.base + read - memory.total))
 
 
 def offloaded_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> int:
     """Main memory of all workers together for an offloaded AdamW: moments, float32 masters and their gradients."""
     algorithm = settings.algorithm
     found = trained_weights(shape, settings) * (optimizer_bytes(algorithm.optimizer.bits, _SMALLER) + 4)
-    if algorithm.algorithm_type in _WITH_CRITIC:
-        also = trained_weights(critic, settings) if settings.model.lora.rank else critic.weights - critic.head_weights
-        found += also * (optimizer_bytes(algorithm.critic_optimizer.bits, _SMALLER) + 4)
+    also = _critic_weights(critic, settings)
+    found += also * (optimizer_bytes(algorithm.critic_optimizer.bits, _SMALLER) + 4)
     return int(found)
 
 
@@ -192,9 +220,8 @@ def version_disk(shape: ModelShape, critic: ModelShape, settings: Settings) -> V
     size = 4 if settings.trainer_dtype == "float32" else 2
     algorithm, trained = settings.algorithm, trained_weights(shape, settings)
     newest = int(trained * (size + optimizer_bytes(algorithm.optimizer.bits, size)))
-    if algorithm.algorithm_type in _WITH_CRITIC:
-        also = trained_weights(critic, settings) if settings.model.lora.rank else critic.weights - critic.head_weights
-        newest += int(also * (size + optimizer_bytes(algorithm.critic_optimizer.bits, size)))
+    also = _critic_weights(critic, settings)
+    newest += int(also * (size + optimizer_bytes(algorithm.critic_optimizer.bits, size)))
     older = trained * size
     kept = settings.trainer.max_checkpoints_to_keep
     return VersionDisk(newest, older, 2 * newest + kept * older)
@@ -222,8 +249,8 @@ def gpu_memory() -> int | None:
     """Bytes of the smallest NVIDIA GPU here; None if nvidia-smi does not say."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
-        return min(int(line) for line in said.split()) << 20
+        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
+        return min(int(line) for line in output.split()) << 20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 

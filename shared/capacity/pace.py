@@ -45,10 +45,10 @@ class TrainerPace(NamedTuple):
     @property
     def sentence(self) -> str:
         """It for people, with the cure."""
-        said = f"{self.committed:.3g} replies a second are committed, {self.trained:.3g} trained"
+        rates = f"{self.committed:.3g} replies a second are committed, {self.trained:.3g} trained"
         if self.lag < _BEHIND:
-            return f"{said}: the trainer keeps up"
-        return f"{said}: the trainer lags {self.lag:.2g} times behind; {self._cure}"
+            return f"{rates}: the trainer keeps up"
+        return f"{rates}: the trainer lags {self.lag:.2g} times behind; {self._cure}"
 
     @property
     def _cure(self) -> str:

@@ -123,7 +123,7 @@ def _require_below(path: Path, files: tuple[File, ...]) -> None:
     for file in files:
         if not _is_below(file.path):
             raise CheckpointRejected(
-                f"{path.name}: its manifest names {file.path!r}, which is no path below the folder"
+                f"{path.name}: its manifest names {file.path!r}, which is not a path below the folder"
             )
 
 

@@ -75,7 +75,7 @@ def estimate(rewards: Sequence[float], log_ratios: Sequence[float]) -> Estimate:
     """
     capped = np.minimum(np.asarray(log_ratios, dtype=np.float64), math.log(len(rewards)) / 2)
     if np.isnan(capped).any():
-        raise NotEvaluated("a log-probability of a held-out reply is no number")
+        raise NotEvaluated("a log-probability of a held-out reply is not a number")
     # Relative to the largest, so that they are never all 0, however unlikely the replies.
     largest = max(float(capped.max()), -1e9)
     weights: _Floats = np.exp(capped - largest)

@@ -136,7 +136,7 @@ def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError('must be an object, such as {"prompt": "7+5=", "answer": "12"}')
     answer, part = fields.get("answer"), fields.get("slice")
@@ -171,5 +171,5 @@ def _require_pattern(answer: str) -> None:
         re.compile(answer)
     except re.error as error:
         raise ValueError(
-            f"`answer` is no regular expression, which monitor.evaluation.judge asks for: {error}"
+            f"`answer` is not a regular expression, which monitor.evaluation.judge asks for: {error}"
         ) from None

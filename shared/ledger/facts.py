@@ -63,7 +63,7 @@ class LedgerFacts:
     """The ledger's counts.
 
     Of the committed rows, `claimable` may go into the next batch, `too_old` expire when it is taken, and `ungrouped`
-    are in no complete group. Of all that waits and was sampled lately, `unsampled` are no samples of the policy, where
+    are in no complete group. Of all that waits and was sampled lately, `unsampled` are not samples of the policy, where
     the trainer takes nothing else; `unfit` counts all such rows that wait, by state and reason. `purged` trained rows
     are deleted. The leases began no earlier than `leased_since`.
     """

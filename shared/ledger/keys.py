@@ -17,6 +17,7 @@ from tuneloop.shared.errors import KeyRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope
 from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
+from tuneloop.shared.ledger.stored_bytes import NO_KEY
 
 #: What every key begins with, so that one that leaked is recognised.
 PREFIX = "tl-"
@@ -26,6 +27,11 @@ _RANDOM_BYTES, _ID_DIGITS = 32, 12
 #: The largest limit: of the database's columns. Bytes are told as JSON's numbers, of which some know 53 bits.
 MAX_LIMIT = 2**31 - 1
 _LARGEST = {"max_stored_bytes": 2**53 - 1}
+
+#: What is stored of the clients who needed no key: they are of the tenant that there is without keys.
+_STORED_WITHOUT = select(stored_by_keys.c.bytes).where(
+    stored_by_keys.c.tenant == DEFAULT_TENANT, stored_by_keys.c.key == NO_KEY
+)
 
 #: No slash: it ends the name of a key where the name of a rater follows.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}").fullmatch
@@ -71,11 +77,15 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyTable(msgspec.Struct, frozen=True):
-    """The keys that are not revoked. `in_force`: a key was made at some time, so that none is not enough."""
+    """The keys that are not revoked. `in_force`: a key was made at some time, so that none is not enough.
+
+    `stored_without_key` are the bytes that the database holds of clients who needed none.
+    """
 
     keys: tuple[AccessKey, ...] = ()
     in_force: bool = False
     revision: int = 0
+    stored_without_key: int = 0
 
 
 class KeyEvent(NamedTuple):
@@ -163,13 +173,15 @@ class Keys(LedgerPart):
     def table(self) -> KeyTable:
         """The keys that are not revoked, as of one moment."""
         query = _select_keys().where(keys.c.revoked_at.is_(None))
-        [[newest]], rows = self._read_together(select(func.coalesce(func.max(key_events.c.id), 0)), query)
-        return KeyTable(tuple(_key_of(row) for row in rows), newest > 0, newest)
+        newest = select(func.coalesce(func.max(key_events.c.id), 0))
+        [[revision]], rows, without = self._read_together(newest, query, _STORED_WITHOUT)
+        return KeyTable(tuple(_key_of(row) for row in rows), revision > 0, revision, sum(row.bytes for row in without))
 
-    def stored_of_bound(self) -> dict[str, int]:
-        """The bytes that the database holds of each key that may have so many and is not revoked, by its id."""
-        bound = and_(keys.c.max_stored_bytes.is_not(None), keys.c.revoked_at.is_(None))
-        return {row.key_id: row.stored for row in self._read(_with_stored(keys.c.key_id).where(bound))}
+    def stored_bytes(self) -> dict[str, int]:
+        """The bytes that the database holds of each key that is not revoked, by its id; of no key by NO_KEY."""
+        live = _with_stored(keys.c.key_id).where(keys.c.revoked_at.is_(None))
+        rows, without = self._read_together(live, _STORED_WITHOUT)
+        return {row.key_id: row.stored for row in rows} | {NO_KEY: sum(row.bytes for row in without)}
 
     def events(self, *, last: int, tenant: str | None = None) -> list[KeyEvent]:
         """The newest entries of the audit log, of a tenant if one is named, newest first."""

@@ -224,7 +224,8 @@ class Reports(LedgerPart):
 
     def _miscounted_keys(self) -> Iterator[str]:
         for tenant, key, more in self._read(select_miscounted()):
-            yield f"the rows of the key {tenant}/{key} take {more} bytes more than are counted"
+            whose = f"of the key {tenant}/{key}" if key else f"of {tenant} without a key"
+            yield f"the rows {whose} take {more} bytes more than are counted"
 
     def _misplaced_rows(self) -> Iterator[str]:
         current = select(func.max(epochs.c.epoch)).scalar_subquery()

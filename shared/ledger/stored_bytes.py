@@ -1,6 +1,7 @@
 """How many bytes the database holds of each key's: counted with the rows that come and go, so nobody reads them all.
 
-Rows that were stored before keys were counted, and those of clients without a key, count for nobody.
+What clients without a key have brought is counted under NO_KEY. Rows that were stored before anything was counted
+count for nobody.
 """
 
 from collections import Counter
@@ -17,6 +18,9 @@ from tuneloop.shared.ledger.storage.transactions import ignoring, portions
 #: feedback, each with its indexes.
 EXCHANGE_BYTES, CHOICE_BYTES, EVENT_BYTES = 1024, 512, 512
 
+#: In the place of the name of a key, where none was needed. No key has it.
+NO_KEY = ""
+
 #: A tenant and the name of a key of it.
 KeyName = tuple[str, str]
 
@@ -25,34 +29,34 @@ _Rows = Sequence[_Row]
 
 
 def exchange_sizes(rows: _Rows, choices: _Rows) -> list[_Row]:
-    """Rows of `exchanges`, with what each takes together with its `choices`: nothing if no key brought it."""
+    """Rows of `exchanges`, with what each takes together with its `choices`."""
     of_choices: Counter[str] = Counter()
     for each in choices:
         content = (each["blob"], each["text"], each["tool_calls"], each["grammar"])
         of_choices[each["msg_id"]] += CHOICE_BYTES + sum(map(_size, content))
-    sizes = [EXCHANGE_BYTES + _size(row["request"]) + of_choices[row["msg_id"]] if row["key"] else 0 for row in rows]
+    sizes = [EXCHANGE_BYTES + _size(row["request"]) + of_choices[row["msg_id"]] for row in rows]
     return [{**row, "stored_bytes": size} for row, size in zip(rows, sizes, strict=True)]
 
 
 def event_sizes(rows: _Rows) -> list[_Row]:
     """Rows of `feedback`, with what each takes."""
-    return [{**row, "stored_bytes": EVENT_BYTES + _size(row["text"]) if row["key"] else 0} for row in rows]
+    return [{**row, "stored_bytes": EVENT_BYTES + _size(row["text"])} for row in rows]
 
 
 def new_rows(connection: Connection, name: Column[str], rows: _Rows) -> list[_Row]:
-    """Those of the rows of keys that are not stored yet, by the column that names them: a spool may be read twice."""
-    keyed = {row[name.name]: row for row in rows if row["key"]}
-    for portion in portions(list(keyed)):
+    """Those of the rows that are not stored yet, by the column that names them: a spool may be read twice."""
+    new = {row[name.name]: row for row in rows}
+    for portion in portions(list(new)):
         for stored in connection.execute(select(name).where(name.in_(portion))).scalars():
-            del keyed[stored]
-    return list(keyed.values())
+            del new[stored]
+    return list(new.values())
 
 
 def count_stored(connection: Connection, rows: _Rows) -> None:
     """Add what new rows take, of exchanges or feedback, to what their keys have."""
     sizes: Counter[KeyName] = Counter()
     for row in rows:
-        sizes[row["tenant"], row["key"]] += row["stored_bytes"]
+        sizes[row["tenant"], row["key"] or NO_KEY] += row["stored_bytes"]
     _add(connection, sizes)
 
 
@@ -63,7 +67,7 @@ def delete_counted(connection: Connection, table: Table, *where: ColumnElement[b
     """
     by_key = select(table.c.tenant, table.c.key, func.sum(table.c.stored_bytes)).where(*where, table.c.stored_bytes > 0)
     rows = connection.execute(by_key.group_by(table.c.tenant, table.c.key)).all()
-    _add(connection, {(tenant, key): -size for tenant, key, size in rows})
+    _add(connection, {(tenant, key or NO_KEY): -size for tenant, key, size in rows})
     return connection.execute(delete(table).where(*where)).rowcount
 
 
@@ -79,10 +83,10 @@ def _add(connection: Connection, sizes: Mapping[KeyName, int]) -> None:
 def select_miscounted() -> Select[Any]:
     """By how many bytes the rows of a key take more than is counted, where they do: looks at every row."""
     kinds = [
-        select(each.c.tenant, each.c.key, func.sum(each.c.stored_bytes).label("bytes"))
+        select(each.c.tenant, func.coalesce(each.c.key, NO_KEY).label("key"), size.label("bytes"))
         .where(each.c.stored_bytes > 0)
         .group_by(each.c.tenant, each.c.key)
-        for each in (exchanges, feedback)
+        for each, size in ((table, func.sum(table.c.stored_bytes)) for table in (exchanges, feedback))
     ]
     counted = select(stored_by_keys.c.tenant, stored_by_keys.c.key, -stored_by_keys.c.bytes)
     every = union_all(*kinds, counted).subquery()

@@ -156,7 +156,7 @@ def read_backup(root: Path) -> BackupManifest:
         found = msgspec.json.decode(sealed.backup, type=BackupManifest)
     except OSError as error:
         raise FileRefused(
-            f"{root} is no backup, or one that was not finished: {_MANIFEST}: {error.strerror}; take another one"
+            f"{root} is not a backup, or was not finished: {_MANIFEST}: {error.strerror}; take another one"
         ) from None
     except msgspec.MsgspecError as error:
         raise FileRefused(f"{root}: {_MANIFEST} is damaged ({error}): take another backup") from None

@@ -46,6 +46,7 @@ class Code(StrEnum):
     GROUPS_INCOMPLETE = "groups_incomplete"
     BATCH_NOT_FULL = "batch_not_full"
     REJECTED_VERSIONS = "rejected_versions"
+    PROMOTION_HELD = "promotion_held"
     NONE = "none"
 
 
@@ -139,13 +140,13 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
 
 
 def _of_the_disk(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
-    said = next((alarm.reason for alarm in ledger.alarms if alarm.name == DISK_FULL), None)
+    reason = next((alarm.reason for alarm in ledger.alarms if alarm.name == DISK_FULL), None)
     if facts.disk is not None:
-        said = facts.disk.sentence if facts.disk.missing else None
-    if said is not None:
+        reason = facts.disk.sentence if facts.disk.missing else None
+    if reason is not None:
         yield Reason(
             Code.DISK_FULL,
-            f"{said}: make room, or lower trainer.max_checkpoints_to_keep; the trainer waits for it and goes on by"
+            f"{reason}: make room, or lower trainer.max_checkpoints_to_keep; the trainer waits for it and goes on by"
             " itself",
         )
 
@@ -185,7 +186,7 @@ def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Itera
         )
     if dropped > _NEARLY_ALL * alive:
         most = next((f", most often: {each.reason}" for each in ledger.drops if each.state is State.DROPPED), "")
-        unsampled = f" ({ledger.unsampled} are no samples of the policy)" if ledger.unsampled else ""
+        unsampled = f" ({ledger.unsampled} are not samples of the policy)" if ledger.unsampled else ""
         yield Reason(
             Code.NOT_TRAINABLE,
             f"{dropped} of the last {number(dropped + alive, 'experience')} cannot be trained on{unsampled}{most}: see"
@@ -234,6 +235,13 @@ def _of_the_versions(ledger: LedgerFacts) -> Iterator[Reason]:
             Code.REJECTED_VERSIONS,
             f"the newest {weights.rejected} versions were rejected, and their training with them ({weights.reason}):"
             " see the explorer's log",
+        )
+    holding = [f"{each.name} ({each.reason})" for each in ledger.alarms if each.holds]
+    if holding and weights is not None and weights.newest - weights.rejected > (weights.champion or 0):
+        yield Reason(
+            Code.PROMOTION_HELD,
+            f"version {weights.newest - weights.rejected} is made, and not served while these alarms are open: "
+            + ", ".join(holding),
         )
 
 

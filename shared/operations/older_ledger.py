@@ -140,8 +140,8 @@ def round_up(version: int) -> int:
 
 def _slots_that_know_more(spool_dir: Path, ledger: Ledger) -> Iterator[Path]:
     for slot in slots(spool_dir):
-        said = (record.msg_id for record in _records_before(slot) if isinstance(record, Exchange))
-        last = deque(said, maxlen=_LAST)
+        msg_ids = (record.msg_id for record in _records_before(slot) if isinstance(record, Exchange))
+        last = deque(msg_ids, maxlen=_LAST)
         kept = any(slot.glob("*.kept"))  # An explorer that has served since has noticed it.
         if kept or (last and len(ledger.restoration.absent(last)) == len(set(last))):
             yield slot

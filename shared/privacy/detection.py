@@ -1,14 +1,16 @@
 """Finds what is to be redacted in a text: the built-in kinds, the operator's patterns, and Presidio's entities."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import regex
 import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.privacy.patterns import FINDERS
+from tuneloop.shared.privacy.patterns import FINDERS, PRIVATE_KEY_BEGINS
 from tuneloop.shared.settings.feedback import PrivacySettings
 
 log = structlog.get_logger()
@@ -18,6 +20,10 @@ PATTERN_TIMEOUT_S = 0.25
 
 #: Characters that Presidio is given at once; a longer text is cut, with an overlap in which a name has room.
 _PRESIDIO_CHARACTERS, _OVERLAP = 100_000, 200
+
+#: Texts up to so many characters are searched together, so many characters at once: most of what a search of a short
+#: one takes is to begin it. Between them stands what no built-in kind has in it, and which none takes for a letter.
+_SHORT, _TOGETHER, _BETWEEN = 256, 1 << 15, "\n"
 
 #: A text's spans by Presidio: from, to, entity.
 Analyzer = Callable[[str], Iterable[tuple[int, int, str]]]
@@ -66,6 +72,25 @@ class Detector:
             found += self._by_analyzer(self._analyzer, text)
         return apart(found)
 
+    def spans_of(self, texts: Sequence[str]) -> dict[str, list[Span]]:
+        """The spans of those of several texts that have any, in the texts' order."""
+        if self.slow:
+            suspects: Iterable[str] = texts
+        else:
+            short = [each for each in texts if len(each) <= _SHORT and PRIVATE_KEY_BEGINS not in each]
+            found = {each for some in _portions(short) for each in self._suspects(some)}
+            apart_from = set(short) - found
+            suspects = (each for each in texts if each not in apart_from)
+        return {each: spans for each in suspects if (spans := self.spans(each))}
+
+    def _suspects(self, texts: Sequence[str]) -> Iterator[str]:
+        """The texts in which something may be found; in the others there is nothing."""
+        together = _BETWEEN.join(texts)
+        starts = list(accumulate((len(each) + len(_BETWEEN) for each in texts), initial=0))
+        for finder in self._finders.values():
+            for start, _ in finder(together):
+                yield texts[bisect_right(starts, start) - 1]
+
     def redact(self, text: str) -> str:
         """A text with `[REDACTED:kind]` in the place of what is found in it."""
         return replace_spans(text, self.spans(text))
@@ -85,6 +110,18 @@ class Detector:
             log.error("presidio_failed", error=type(error).__name__)
             self._timed_out("presidio")
             return [Span(0, len(text), "presidio")]
+
+
+def _portions(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts in their order, so many of them as are searched together."""
+    begun = size = 0
+    for number, text in enumerate(texts):
+        size += len(text) + len(_BETWEEN)
+        if size > _TOGETHER:
+            yield texts[begun:number]
+            begun, size = number, len(text)
+    if begun < len(texts):
+        yield texts[begun:]
 
 
 def apart(spans: Iterable[Span]) -> list[Span]:
@@ -122,7 +159,7 @@ def presidio(settings: PrivacySettings) -> Analyzer:
     unknown = sorted(set(wanted) - set(engine.get_supported_entities(settings.presidio_language)))
     if unknown:
         raise EnvironmentRefused(
-            f"privacy.presidio: {', '.join(unknown)} is no entity that Presidio knows in {settings.presidio_language}"
+            f"privacy.presidio: {', '.join(unknown)} is not known to Presidio in {settings.presidio_language}"
         )
 
     def analyze(text: str) -> Iterator[tuple[int, int, str]]:

@@ -34,7 +34,8 @@ _PHONES = (
 )
 _DATE = re.compile(r"\d\d[-/ ]\d\d[-/ ]\d{2,4}")
 _JWT = re.compile(r"(?<![\w-])eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+){2,4}+")
-_KEY_BEGINS = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
+PRIVATE_KEY_BEGINS = "-----BEGIN "
+_KEY_BEGINS = re.compile(PRIVATE_KEY_BEGINS + r"(?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
 _KEY_ENDS = re.compile(r"-----END (?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
 
 #: What the keys of well-known services begin with, and what follows.
@@ -67,10 +68,15 @@ _API_KEYS: Mapping[str, str] = MappingProxyType(
         "dop_v1_": "[0-9a-f]{64}",  # DigitalOcean
     }
 )
-#: By a character that is looked for first, because that takes a tenth of the time.
-_API_KEY_BEGINS = {sign: [each for each in _API_KEYS if sign in each] for sign in "-_."} | {
-    "A": [each for each in _API_KEYS if each.isalpha()]
-}
+#: The keys that hold no digits.
+_LETTERS_ONLY = "hf_"
+
+#: By a sign that stands in it, what is in every text that holds a key: each search runs to the sign, and looks back.
+_API_KEY_BEGINS = {
+    sign: re.compile(f"{re.escape(sign)}(?:{'|'.join(f'(?<={re.escape(each)})' for each in starts)})").search
+    for sign in "-_."
+    if (starts := [each for each in _API_KEYS if each.endswith(sign)])
+} | {"A": re.compile("|".join(each for each in _API_KEYS if each.isalpha())).search}
 _API_KEY = re.compile(
     "(?<![0-9A-Za-z])(?:" + "|".join(re.escape(start) + rest for start, rest in _API_KEYS.items()) + ")", re.ASCII
 )
@@ -182,9 +188,9 @@ def _valid(pattern: re.Pattern[str], text: str, kind: Callable[[str], object]) -
 
 def api_keys(text: str) -> Iterator[Range]:
     """Keys that can be told by what they begin with."""
-    if any(sign in text and any(map(text.__contains__, starts)) for sign, starts in _API_KEY_BEGINS.items()):
+    if any(sign in text and search(text) for sign, search in _API_KEY_BEGINS.items()):
         for found in _API_KEY.finditer(text):
-            if any(map(str.isdigit, found.group())):  # else words joined by hyphens
+            if found.group().startswith(_LETTERS_ONLY) or any(map(str.isdigit, found.group())):  # else joined words
                 yield found.span()
 
 
@@ -197,7 +203,7 @@ def jwts(text: str) -> Iterator[Range]:
 
 def private_keys(text: str) -> Iterator[Range]:
     """Keys in PEM, from the first line to the last; without a last one, all that follows."""
-    at = 0 if "-----BEGIN " in text else len(text)
+    at = 0 if PRIVATE_KEY_BEGINS in text else len(text)
     while begun := _KEY_BEGINS.search(text, at):
         ended = _KEY_ENDS.search(text, begun.end())
         at = ended.end() if ended else len(text)

@@ -7,7 +7,7 @@ again, become a keyed digest: the same for the same name.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -31,6 +31,14 @@ _OURS = frozenset({"previous_response_id"})
 
 #: A value of fewer characters is replaced where it was found only, a longer one in all of its exchange.
 _SHORTEST_VALUE = 6
+
+#: So many characters, and so many times those of the record, are looked through for what was found elsewhere in it,
+#: once for each spelling: a text beyond that is replaced whole, as TOO_MUCH. Else thousands of secrets stop a service.
+_MOST_LOOKED_THROUGH, _TIMES_ITS_LENGTH = 100_000_000, 10
+TOO_MUCH = "too_much"
+
+#: What it costs to begin to look through a text, in characters.
+_LOOK_COSTS = 500
 
 #: Bytes of names' digests, and what they begin with.
 _DIGEST_BYTES, PSEUDONYM = 16, "redacted:"
@@ -80,9 +88,10 @@ class Redactor:
     def __bool__(self) -> bool:
         return bool(self._detector)
 
-    def record(self, record: Record) -> Record:
-        """The record as it may be written."""
-        return self.exchange(record) if isinstance(record, Exchange) else self.feedback(record)
+    def records(self, records: Sequence[Record]) -> list[Record]:
+        """The records as they may be written."""
+        known: dict[_Statement, _Changes] = {}
+        return [self.exchange(each) if isinstance(each, Exchange) else self._feedback(each, known) for each in records]
 
     def exchange(self, exchange: Exchange) -> Exchange:
         """The exchange as it may be written. What is found in one place of it is replaced in all."""
@@ -107,7 +116,7 @@ class Redactor:
         names = {name: self.name(value) if value else value for name, value in _names(exchange).items()}
         if not work.values:
             return replace(exchange, **names) if names != _names(exchange) else exchange
-        self._count(work)
+        self._count(work.kinds)
         return replace(
             exchange,
             request=orjson.dumps(work.clean(request)) if work.changes(request) else exchange.request,
@@ -118,18 +127,27 @@ class Redactor:
             **names,
         )
 
-    def feedback(self, event: Feedback) -> Feedback:
-        """The event as it may be written."""
+    def _feedback(self, event: Feedback, known: "dict[_Statement, _Changes]") -> Feedback:
+        """The event as it may be written; `known` is what was changed of others that came with it."""
+        what = _Statement(event.kind, event.text, event.metric, event.task_id, event.run_id, event.source)
+        changes = known.get(what)
+        if changes is None:
+            changes = known[what] = self._changes(event)
+        self._count(changes.kinds)
+        return replace(event, **changes.fields) if changes.fields else event
+
+    def _changes(self, event: Feedback) -> "_Changes":
         work = _Work(self._detector)
         answer = _message_of(event) if event.kind is Kind.DEMONSTRATION else None
         for said in (event.text, answer, event.metric):
             work.look(said)
         names = {name: self.name(value) if value else value for name, value in _names(event).items()}
-        self._count(work)
         text = event.text and work.clean(event.text)
         if answer is not None and work.changes(answer):
             text = orjson.dumps(work.clean(answer)).decode()
-        return replace(event, text=text, metric=work.clean(event.metric), **names)
+        fields = {"text": text, "metric": work.clean(event.metric), **names}
+        changed = {name: value for name, value in fields.items() if value != getattr(event, name)}
+        return _Changes(changed, work.kinds)
 
     def name(self, name: str) -> str:
         """A name as it may be written: a keyed digest of one that holds what is redacted."""
@@ -150,7 +168,7 @@ class Redactor:
         vocabulary = self._vocabulary
         if vocabulary is None:
             return None
-        pieces = [vocabulary.spell(_ids(each).tolist()) for each in (experience.prompt_ids, experience.completion_ids)]
+        pieces = [vocabulary.spell(_ids(each)) for each in (experience.prompt_ids, experience.completion_ids)]
         if pieces[0] is None or pieces[1] is None:
             return None
         found = _Spellings(Spelling(pieces[0]), Spelling(pieces[1]))
@@ -188,8 +206,8 @@ class Redactor:
             grammar=None,
         )
 
-    def _count(self, work: "_Work") -> None:
-        for kind in dict.fromkeys(work.kinds):
+    def _count(self, kinds: Sequence[str]) -> None:
+        for kind in dict.fromkeys(kinds):
             self._count_kind(kind)
 
 
@@ -204,34 +222,63 @@ class _Spellings(NamedTuple):
     completion: Spelling
 
 
+class _Statement(NamedTuple):
+    """What an event says, and of what: as long as all of it is the same, what is written is."""
+
+    kind: Kind
+    text: str | None
+    metric: str
+    task_id: str | None
+    run_id: str | None
+    source: str | None
+
+
+class _Changes(NamedTuple):
+    """What is to be written of an event instead of what it says, and the kinds of what was found in it."""
+
+    fields: Mapping[str, str | None]
+    kinds: Sequence[str]
+
+
 class _Work:
     """What was found in one record, and how it is taken out."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
-        self._found: dict[str, list[Span]] = {}
+        self._found: dict[str, Sequence[Span]] = {}
+        self._spellings: dict[str, str] = {}
+        self._left = _MOST_LOOKED_THROUGH
         self.values: dict[str, str] = {}
         self.kinds: list[str] = []
 
     def look(self, value: Any) -> None:
         """Find what is in a text, or in the texts of a JSON value."""
-        for text in _texts(value):
-            if text in self._found:
-                continue
-            spans = self._detector.spans(text)
+        new = [each for each in dict.fromkeys(_texts(value)) if each not in self._found]
+        self._found |= dict.fromkeys(new, ())
+        self._left += _TIMES_ITS_LENGTH * sum(map(len, new))
+        for text, spans in self._detector.spans_of(new).items():
             self._found[text] = spans
             for span in spans:
                 self.kinds.append(span.kind)
-                self.values.setdefault(text[span.start : span.end], span.kind)
+                self._add(text[span.start : span.end], span.kind)
 
-    def spans(self, text: str) -> list[Span]:
+    def _add(self, value: str, kind: str) -> None:
+        if value not in self.values:
+            self.values[value] = kind
+            if len(value) >= _SHORTEST_VALUE:
+                self._spellings |= {each: self._spellings.get(each, kind) for each in _spellings_of(value)}
+
+    def spans(self, text: str) -> Sequence[Span]:
         """What is to be replaced in a text: what was found in it, and what was found elsewhere in the record."""
         found = self._found.get(text)
-        spans = list(self._detector.spans(text) if found is None else found)
-        for value, kind in self.values.items():
-            if len(value) >= _SHORTEST_VALUE:
-                spans += [Span(*place, kind) for written in _spellings_of(value) for place in _places(written, text)]
-        return apart(spans)
+        spans = self._detector.spans(text) if found is None else found
+        if len(text) < _SHORTEST_VALUE or not self._spellings:
+            return spans
+        self._left -= (len(text) + _LOOK_COSTS) * len(self._spellings)
+        if self._left < 0:
+            return [Span(0, len(text), TOO_MUCH)]
+        elsewhere = [Span(*place, kind) for each, kind in self._spellings.items() for place in _places(each, text)]
+        return apart([*spans, *elsewhere])
 
     def changes(self, value: Any) -> bool:
         """Whether anything in a value is to be replaced."""
@@ -244,25 +291,35 @@ class _Work:
         if isinstance(value, list):
             return [self.clean(each) for each in value]
         if isinstance(value, dict):
-            return {self._clean_text(name): each if name in _OURS else self.clean(each) for name, each in value.items()}
+            return {self._clean_name(name): each if name in _OURS else self.clean(each) for name, each in value.items()}
         return value
+
+    def _clean_name(self, name: str) -> str:
+        """A field's name, which stays what readers look for where there was too much to look through."""
+        is_known = self._left < 0 and not self._found.get(name) and name not in self._spellings
+        return name if is_known else self._clean_text(name)
 
     def _clean_text(self, text: str) -> str:
         return replace_spans(text, self.spans(text))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: Any) -> list[str]:
     """The texts of a JSON value, and the names of its fields."""
+    found: list[str] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[str]) -> None:
     if isinstance(value, str):
-        yield value
+        found.append(value)
     elif isinstance(value, list):
         for each in value:
-            yield from _texts(each)
+            _gather(each, found)
     elif isinstance(value, dict):
-        for name, each in value.items():
-            yield name
-            if name not in _OURS:
-                yield from _texts(each)
+        found += value
+        for each in (each for name, each in value.items() if name not in _OURS):
+            _gather(each, found)
 
 
 def _spellings_of(value: str) -> set[str]:

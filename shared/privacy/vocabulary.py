@@ -6,13 +6,15 @@ bytes wherever it comes.
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
+
+from tuneloop.shared.experience import Int32s
 
 _FILE = "tokenizer.json"
 
@@ -25,6 +27,7 @@ class Vocabulary:
 
     def __init__(self, pieces: Sequence[bytes | None]) -> None:
         self._pieces = pieces
+        self._whole = None not in pieces
 
     @classmethod
     def load(cls, model: Path) -> Self | None:
@@ -34,14 +37,17 @@ class Vocabulary:
         except (OSError, LookupError, TypeError, ValueError, AttributeError):
             return None
 
-    def spell(self, ids: Iterable[int]) -> list[bytes] | None:
+    def spell(self, ids: Int32s) -> list[bytes] | None:
         """The bytes of each id; None if one is unknown."""
-        pieces = self._pieces
+        piece_of = self._pieces.__getitem__
         try:
-            found = [pieces[each] if each >= 0 else b"" for each in ids]
+            if ids.min(initial=0) >= 0:
+                found = list(map(piece_of, ids.tolist()))
+            else:  # some are REDACTED
+                found = [piece_of(each) if each >= 0 else b"" for each in ids.tolist()]
         except IndexError:
             return None
-        return None if None in found else found  # type: ignore[return-value]
+        return found if self._whole or None not in found else None  # type: ignore[return-value]
 
 
 class Spelling:

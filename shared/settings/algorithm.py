@@ -295,7 +295,7 @@ class AlgorithmSettings(Section):
                 " tokens that a reply may have"
             )
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
-            yield f"algorithm.reward_clip: {list(self.reward_clip)} is no range; write the smaller number first"
+            yield f"algorithm.reward_clip: {list(self.reward_clip)} is not a range; write the smaller number first"
         yield from self.off_policy.contradictions()
         if self.baseline.decay == 1:
             yield "algorithm.baseline.decay: 1 would never learn; write less, such as 0.95"

@@ -95,10 +95,10 @@ class JudgeSettings(Section):
         if self.model and len(self.source) > 256:
             yield "judge.model: is too long; a source has at most 256 characters"
         if self.scale[0] >= self.scale[1]:
-            yield f"judge.scale: {list(self.scale)} is no range; write the smaller number first"
+            yield f"judge.scale: {list(self.scale)} is not a range; write the smaller number first"
         odd = sorted(self.weights.keys() - self.criteria.keys())
         if odd and self.rubric is None:
-            yield f"judge.weights: {', '.join(odd)} is no criterion; judge.criteria has {', '.join(self.criteria)}"
+            yield f"judge.weights: {', '.join(odd)} is not a criterion; judge.criteria has {', '.join(self.criteria)}"
         if self.after >= self.max_age:
             yield f"judge.after: {self.after:g} s leave nothing to judge before judge.max_age, {self.max_age:g} s"
 
@@ -138,7 +138,7 @@ class RewardRule(Section):
                 " no feedback has come"
             )
         if self.clip is not None and self.clip[0] >= self.clip[1]:
-            yield f"reward.clip: {list(self.clip)} is no range; write the smaller number first"
+            yield f"reward.clip: {list(self.clip)} is not a range; write the smaller number first"
         if of_pairs and not self.weights.get("preference"):
             yield (
                 "reward.weights: the metric preference has none, so both replies of a preference get the same reward"
@@ -211,7 +211,7 @@ def _named_patterns(value: dict[str, str]) -> dict[str, str]:
         try:
             found = regex.compile(pattern).fullmatch("")
         except regex.error as error:
-            raise ValueError(f"{name} is no regular expression: {error}") from None
+            raise ValueError(f"{name} is not a regular expression: {error}") from None
         if found:
             raise ValueError(f"{name} matches nothing at all, which stands everywhere")
     return value

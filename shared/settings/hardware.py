@@ -17,6 +17,9 @@ _GROUP = Path("/sys/fs/cgroup")
 
 _MOST_API_SERVERS = 4
 
+#: Workers for each engine on GPUs: the chunks of some hundred streams of one take most of a core.
+_MOST_WORKERS = 2
+
 
 def count_gpus() -> int:
     """NVIDIA GPUs that this machine has."""
@@ -62,6 +65,20 @@ def api_servers_of(settings: Settings) -> int:
         return 1
     engines = -(-rollout.engine_num // cluster.node_num)
     return max(1, min(_MOST_API_SERVERS, len(os.sched_getaffinity(0)) // (2 * engines)))
+
+
+def explorer_workers_of(settings: Settings) -> int:
+    """Processes that answer requests: `explorer.workers`, which on its own is 1 where there are no GPUs.
+
+    With GPUs a quarter of this machine's cores are for them, up to two for each engine, wherever that is.
+    """
+    explorer, rollout = settings.explorer, settings.explorer.rollout_model
+    if explorer.workers is not None:
+        return explorer.workers
+    if not settings.cluster.gpu_per_node:
+        return 1
+    engines = len(rollout.engine_urls) or rollout.engine_num
+    return max(1, min(_MOST_WORKERS * engines, len(os.sched_getaffinity(0)) // 4))
 
 
 def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:

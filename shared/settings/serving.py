@@ -54,6 +54,11 @@ class LoraSettings(Section):
     """Which layers the adapter is added to, by the last part of their names: linear layers of the model, but not
     `lm_head`. Others are refused at the trainer's start, with those that there are."""
 
+    base_bits: Literal[8, 4] | None = None
+    """Keep the layers of the base model that the adapter is trained on in 8 bits a weight, or in 4 (QLoRA's NF4): [much
+    less memory of a GPU, slower steps](proof.md#adapters). Engines serve the whole base. null: in `trainer.dtype`.
+    _Train._"""
+
     @property
     def alpha_used(self) -> int:
         """The adapter's alpha: what it adds is scaled by alpha over rank."""
@@ -156,8 +161,8 @@ class RolloutModelSettings(Section):
         """GPUs that engines of our own take."""
         return 0 if self.engine_urls else self.engine_num * self.tensor_parallel_size
 
-    def contradictions(self, *, adapters: bool) -> Iterator[str]:
-        """What does not fit together, in sentences; `adapters`: versions are some."""
+    def contradictions(self, *, adapters: bool, on_cpu: bool) -> Iterator[str]:
+        """What does not fit together, in sentences; `adapters`: versions are some; `on_cpu`: engines have no GPU."""
         if self.enable_auto_tool_choice and not self.tool_call_parser and not self.engine_urls:
             yield (
                 "explorer.rollout_model.enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser, such as"
@@ -174,7 +179,7 @@ class RolloutModelSettings(Section):
                 "explorer.rollout_model.api_servers: vLLM loads adapters while it serves through one API server only;"
                 " write 1, or model.lora.rank: 0"
             )
-        for problem in engine_flags.problems_of(self.engine_args):
+        for problem in engine_flags.problems_of(self.engine_args, on_cpu=on_cpu and not self.engine_urls):
             yield f"explorer.rollout_model.engine_args: {problem}"
 
     def spare_places(self, cluster: ClusterSettings, *, spare_gpus: bool) -> int:
@@ -218,15 +223,16 @@ class ExplorerSettings(Section):
     """Names beside `localhost` under which [callers without a key](keys.md#without-keys) may ask on a loopback address.
     _Serve._"""
     insecure: bool = False
-    """Let everybody in without a key, whatever the address: for laboratories that no stranger reaches. _Serve._"""
+    """Let everybody in without a key, whatever the address, and be a part of a Ray cluster that asks for no token: for
+    laboratories that no stranger reaches."""
     cors_allow_origins: tuple[str, ...] = ()
     """Origins, such as `https://app.example.com`, whose pages may send [feedback from a
     browser](keys.md#feedback-from-a-browser). _Serve._"""
     proxy_port: Port = 8010
     """The port to listen on. 0: a free one, told in the log. _Serve._"""
-    workers: Positive = 1
-    """Processes that answer requests, on the one port. One answers some thousand requests a second; more on a machine
-    with more cores: see [Operations](operations.md#more-workers). _Serve._"""
+    workers: Positive | None = None
+    """Processes that answer requests, on the one port. On its own 1; with GPUs a quarter of the machine's cores, at
+    most 2 for each engine. See [Operations](operations.md#more-workers). _Serve._"""
     service_status_check_interval: Seconds = 60.0
     """Seconds between two looks for a new version. _Serve._"""
     probe_interval: Seconds = 300.0
@@ -276,6 +282,10 @@ class ExplorerSettings(Section):
     max_held_bytes: Positive = 512 << 20
     """Bytes of all requests together that one worker holds until they are answered; those beyond it are refused with
     503. _Serve._"""
+    max_stored_bytes_per_key: Positive | None = 64 << 30
+    """Bytes that the database may hold of the requests, replies and feedback of the [keys](keys.md#limits) of one name,
+    where they have no `max_stored_bytes` of their own, and of all who come without a key; more is refused with 429.
+    null: as much as there is. _Serve._"""
     head_timeout: Seconds = 30.0
     """Seconds that a request's headers may take to come, and that a new connection may wait with its first request.
     _Serve._"""

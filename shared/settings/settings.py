@@ -69,7 +69,9 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *_workers_beyond_the_machines(self),
             *_rows_shared_unevenly(self),
             *self._response_beyond_the_model(),
-            *self.explorer.rollout_model.contradictions(adapters=self.model.lora.rank > 0),
+            *self.explorer.rollout_model.contradictions(
+                adapters=self.model.lora.rank > 0, on_cpu=self.mode != "train" and not self.cluster.gpu_per_node
+            ),
             *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
             *self._groups_out_of_order(),
             *self.algorithm.contradictions(),
@@ -84,6 +86,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
             *self._one_engine_for_two_versions(),
             *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
             *_adapters_in_float32(self),
+            *_bits_without_an_adapter(self),
             *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
             *_evaluation_without_a_judge(self),
         ]
@@ -239,6 +242,20 @@ def _adapters_in_float32(settings: Settings) -> Iterator[str]:
         yield (
             "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
             " these, or model.lora.rank: 0"
+        )
+
+
+def _bits_without_an_adapter(settings: Settings) -> Iterator[str]:
+    bits, capture = settings.model.lora.base_bits, settings.explorer.capture.logprobs
+    if bits and not settings.model.lora.rank:
+        yield (
+            f"model.lora.base_bits: {bits} bits are too few to train, and model.lora.rank: 0 trains all weights; write"
+            " null, or a rank"
+        )
+    if bits and settings.mode != "serve" and capture != "all":
+        yield (
+            f"explorer.capture.logprobs: {capture} has the trainer recompute what an engine with the whole base model"
+            f" sampled, and model.lora.base_bits: {bits} would compute something else; write all, or base_bits: null"
         )
 
 

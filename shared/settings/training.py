@@ -55,7 +55,8 @@ class TrainerSettings(Section):
     [halved](operations.md#disk-and-memory); the result stays the same. _Train._"""
     activation_checkpointing: bool | None = None
     """Keep only what goes into each layer for the backward pass, and make the rest again there: [about a third more
-    work, much less memory](training.md#packed-rows). null: where nothing fits without. _Train._"""
+    work, much less memory](training.md#packed-rows). null: where nothing fits without, and from the first sequence on
+    that alone does not. _Train._"""
     compile: bool | None = None
     """Compile the layers and what follows the head with `torch.compile`: a step takes two thirds of the time on a GPU,
     the first one half a minute more; on a CPU the first take minutes. It needs a C compiler. null: on a GPU, where

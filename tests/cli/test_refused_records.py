@@ -72,7 +72,7 @@ def test_what_is_in_quarantine_is_listed_without_its_text(file: Path, said: list
     assert [said[0].msg_id in line for line in lines] == [True, True, False, False]
     assert "exchange" in lines[0]
     assert "feedback" in lines[1]
-    assert "no record" in lines[2]
+    assert "not a record" in lines[2]
 
 
 def test_one_is_shown_whole(file: Path, said: list[Exchange]) -> None:

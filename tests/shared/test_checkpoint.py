@@ -316,7 +316,7 @@ def test_the_manifest_of_another_version_is_rejected(store: CheckpointStore) -> 
 def test_a_manifest_that_names_a_path_outside_is_rejected(store: CheckpointStore, name: str) -> None:
     path, _ = publish(store)
     rewrite(path, files=(File(path=name, size=0, sha256=""),))
-    with pytest.raises(CheckpointRejected, match="no path below the folder"):
+    with pytest.raises(CheckpointRejected, match="not a path below the folder"):
         read_manifest(path)
 
 

@@ -60,6 +60,23 @@ def test_what_does_not_is_passed_on(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "drafts"),
+    [
+        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'], True),
+        (["-sc.method", "ngram"], True),
+        (["--spec-method=ngram", "--spec-tokens", "3"], True),
+        (["--per-request-spec-decode-metrics", "--max-num-seqs", "64"], False),
+    ],
+)
+def test_drafts_are_refused_on_a_cpu_where_vllm_accepts_them_at_another_temperature(
+    arguments: list[str], drafts: bool
+) -> None:
+    assert engine_flags.drafts(arguments) is drafts
+    assert list(problems_of(arguments)) == []
+    assert [each.split(":")[0] for each in problems_of(arguments, on_cpu=True)] == ["speculative decoding"] * drafts
+
+
+@pytest.mark.parametrize(
     ("arguments", "parser", "held"),
     [
         ([], "hermes", False),

@@ -140,7 +140,7 @@ log, library = structlog.get_logger(), logging.getLogger("library")
 
 
 def fail():
-    raise RuntimeError("this is no number: " + "@".join(("ann", "example.org")))
+    raise RuntimeError("this is not a number: " + "@".join(("ann", "example.org")))
 
 
 try:
@@ -149,7 +149,7 @@ except RuntimeError as error:
     log.exception("request_failed")
     log.error("worker_failed", reason=str(error), error=repr(error))
     library.exception("it is %s", error)
-    assert clean_error(error) == "this is no number: [REDACTED:email]"
+    assert clean_error(error) == "this is not a number: [REDACTED:email]"
 thread = threading.Thread(target=fail)
 thread.start()
 thread.join()
@@ -165,4 +165,4 @@ def test_what_errors_quote_is_cleaned_wherever_it_is_told(as_json: str) -> None:
     assert told.returncode == 1
     assert "ann@example.org" not in told.stderr
     assert told.stderr.count("[REDACTED:email]") == 7
-    assert told.stderr.count("RuntimeError: this is no number") >= 4
+    assert told.stderr.count("RuntimeError: this is not a number") >= 4

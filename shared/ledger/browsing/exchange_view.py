@@ -104,7 +104,7 @@ class ExchangeViews(LedgerPart):
         replies = replies.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)
         about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
         events = select(*(feedback.c[name] for name in _EVENT)).where(feedback.c.tenant == tenant, about)
-        found, sampled, heard = self._read_together(
+        found, sampled, feedback_events = self._read_together(
             query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant),
             replies.where(experiences.c.msg_id == msg_id).order_by(experiences.c.choice, experiences.c.correction),
             events.order_by(feedback.c.received_at.desc(), feedback.c.id.desc()).limit(MAX_EVENTS),
@@ -122,7 +122,7 @@ class ExchangeViews(LedgerPart):
             request=codec.unpack_text(row.request),
             metadata=row.metadata,
             replies=[_reply(each) for each in sampled],
-            events=[_event(each) for each in reversed(heard)],
+            events=[_event(each) for each in reversed(feedback_events)],
         )
 
     def tokens(self, tenant: str, msg_id: str, choice: int) -> TokenView | None:
@@ -133,8 +133,8 @@ class ExchangeViews(LedgerPart):
         if not rows:
             return None
         prompt_ids, completion_ids, logprobs = codec.from_blob(rows[0].blob)
-        told = [None if math.isnan(each) else each for each in logprobs.tolist()]
-        return TokenView(len(prompt_ids), completion_ids.tolist(), told, rows[0].text)
+        captured = [None if math.isnan(each) else each for each in logprobs.tolist()]
+        return TokenView(len(prompt_ids), completion_ids.tolist(), captured, rows[0].text)
 
 
 def _reply(row: Any) -> ReplyView:

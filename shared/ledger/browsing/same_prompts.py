@@ -99,8 +99,8 @@ def digest_of_prompt(request: bytes) -> bytes:
         return request
     if not isinstance(body, dict):
         return request
-    asked = {name: body[name] for name in _PROMPT if name in body}
-    return hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=16).digest()
+    prompt = {name: body[name] for name in _PROMPT if name in body}
+    return hashlib.blake2b(msgspec.json.encode(prompt, order="deterministic"), digest_size=16).digest()
 
 
 def _of_version(tenant: str, version: int) -> ColumnElement[bool]:

@@ -35,8 +35,8 @@ def rows_about(event: Feedback) -> Select[Any]:
 
 def outcomes_apart(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> dict[str, Outcome]:
     """What became of an event for each choice, as `msg_id:choice`; empty if it is the same for all."""
-    told = dict(_of_choices(rule, event, rows))
-    return told if len(set(told.values())) > 1 else {}
+    outcomes = dict(_of_choices(rule, event, rows))
+    return outcomes if len(set(outcomes.values())) > 1 else {}
 
 
 def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> Iterator[tuple[str, Outcome]]:

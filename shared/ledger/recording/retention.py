@@ -255,8 +255,8 @@ def _feedback_to_erase(
     connection: Connection, tenant: str, user: str, rows: Sequence[Any], msg_ids: Collection[str]
 ) -> Iterator[Any]:
     """Their feedback, and the feedback about their replies, or about runs that were all theirs."""
-    said = and_(feedback.c.tenant == tenant, feedback.c.source.is_not(None))
-    for row in connection.execute(select(feedback).where(said, _may_be(feedback.c.source, user))):
+    attributed = and_(feedback.c.tenant == tenant, feedback.c.source.is_not(None))
+    for row in connection.execute(select(feedback).where(attributed, _may_be(feedback.c.source, user))):
         if person_behind(row.source) == user:  # a name may have slashes
             yield row
     for portion in portions(msg_ids, of=2):

@@ -132,10 +132,10 @@ def rewards_without(
         _, rows, events = _read(connection, portion)
         for row in rows:
             if (voices := apart.get(row.id)) is not None:
-                heard = (
+                counted = (
                     event for event in events.about(row) if (row.tenant, voice_of(event.source or "")) not in voices
                 )
-                reward = reward_of(rule, heard, sampled_at=row.sampled_at)
+                reward = reward_of(rule, counted, sampled_at=row.sampled_at)
                 found[row.id] = None if reward is None else reward.value
     return found
 

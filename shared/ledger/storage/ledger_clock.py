@@ -109,9 +109,13 @@ class LedgerClock:
         return connection.execute(select(clocks).where(clocks.c.boot == self._boot)).one_or_none()
 
     def _draw_near(self, connection: Connection, row: Any) -> float:
-        asked, said, answered = self._machine.ticks(), self._machine.database(connection), self._machine.ticks()
-        before = row.began_at + (asked + answered) / 2
-        skew = said - before if answered - asked <= _QUICK_S else row.skew
+        asked_at, database_time, answered_at = (
+            self._machine.ticks(),
+            self._machine.database(connection),
+            self._machine.ticks(),
+        )
+        before = row.began_at + (asked_at + answered_at) / 2
+        skew = database_time - before if answered_at - asked_at <= _QUICK_S else row.skew
         most = PULL * min(max(before - row.seen_at, 0.0), COMPARE_S)
         began: float = row.began_at + min(max(skew, -most), most)
         now = max(began + self._machine.ticks(), row.seen_at)

@@ -8,7 +8,7 @@ from tuneloop.shared.settings.settings import Settings
 class BatchPolicy(NamedTuple):
     """How batches are taken. `max_staleness` is in versions, `max_age` and both timeouts are in seconds.
 
-    `any_reply`: also of replies that are no samples of the policy. `by_result`: a run's last call says how it went, so
+    `any_reply`: also of replies that are not samples of the policy. `by_result`: a run's last call says how it went, so
     those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
     `max_backlog`: so many committed experiences stay when a version is registered.
     """

@@ -31,7 +31,7 @@ _TENANTS = f"""
     SELECT tenant FROM waiting WHERE tenant IS NOT NULL
 """
 
-#: The committed rows that are no samples of the policy. SQLite must be told the index, as above.
+#: The committed rows that are not samples of the policy. SQLite must be told the index, as above.
 _UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
 
 
@@ -113,7 +113,7 @@ def _tenants(connection: Connection) -> Sequence[str]:
 
 
 def select_unsampled(dialect: str) -> TextClause:
-    """The committed rows that are no samples of the policy."""
+    """The committed rows that are not samples of the policy."""
     return text(_UNSAMPLED.format(hint="INDEXED BY ix_experiences_unsampled" if dialect == "sqlite" else ""))
 
 

@@ -88,17 +88,17 @@ class _Shares:
 
     def take_in_part(self, connection: Connection, units: Sequence[Unit]) -> list[Unit]:
         """Take units, of which those who have their share said nothing; those of which nothing is left then."""
-        heard = {unit: self._audible(unit) for unit in units}
+        audible = {unit: self._audible(unit) for unit in units}
         apart = {
             row: {_voice(rater) for rater in self._words[row]} - {_voice(rater) for rater in words}
-            for each in heard.values()
+            for each in audible.values()
             for row, words in (each or {}).items()
         }
         rewards = _rewards_without(connection, {row: voices for row, voices in apart.items() if voices})
         rest, changed = [], {}
         for unit in units:
             # Meanwhile others may have got their share.
-            words = None if self.total >= self._size else heard[unit]
+            words = None if self.total >= self._size else audible[unit]
             values = {row: rewards.get(row) for row in words or () if apart[row]}
             if words is None or self._over(words) or None in values.values():
                 rest.append(unit)

@@ -47,7 +47,7 @@ def test_a_rewarded_reply_is_a_conversation(ledger: Ledger, to: Path) -> None:
         "task_id": "t",
         "run_id": "r",
         "version": 0,
-        "said_by": ["judge"],
+        "feedback_sources": ["judge"],
     }
 
 
@@ -122,7 +122,7 @@ def test_a_preferred_reply_is_paired_with_the_other(ledger: Ledger, to: Path) ->
         [("assistant", "Good.")],
         [("assistant", "Bad.")],
     ]
-    assert (row["source"], row["said_by"]) == ("preference", ["judge"])
+    assert (row["source"], row["feedback_sources"]) == ("preference", ["judge"])
     assert (row["msg_id"], row["other_msg_id"], row["user"], row["other_user"]) == (
         good.msg_id,
         bad.msg_id,
@@ -154,7 +154,7 @@ def test_an_edited_answer_is_better_than_the_reply(ledger: Ledger, to: Path) -> 
     ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text="Good.", source="editor")])
     [row] = exported(ledger, to, DPO)
     assert (contents(row["chosen"]), contents(row["rejected"])) == ([("assistant", "Good.")], [("assistant", "Bad.")])
-    assert (row["source"], row["other_msg_id"], row["said_by"]) == ("demonstration", None, ["editor"])
+    assert (row["source"], row["other_msg_id"], row["feedback_sources"]) == ("demonstration", None, ["editor"])
 
 
 def test_of_the_replies_to_one_prompt_the_best_is_paired_with_the_worst(ledger: Ledger, to: Path) -> None:

@@ -18,6 +18,7 @@ THEIRS: list[dict[str, Any]] = [
     {"msg_id": "m9", "other_msg_id": "m1"},
     {"msg_id": "m9", "user": "ann"},
     {"msg_id": "m9", "user": "bob", "other_user": "ann"},
+    {"msg_id": "m9", "feedback_sources": ["bob", "ann"]},
     {"msg_id": "m9", "said_by": ["bob", "ann"]},
     {"msg_id": "m9", "tenant": "acme", "user": "ann"},
     {"msg_id": "m9", "feedback": [{"source": "bob"}, {"source": "ann"}]},
@@ -25,7 +26,7 @@ THEIRS: list[dict[str, Any]] = [
 ]
 OTHERS: list[dict[str, Any]] = [
     {"msg_id": "m9"},
-    {"msg_id": "m9", "user": "bob", "other_user": None, "said_by": ["bob"], "feedback": [{"source": "bob"}]},
+    {"msg_id": "m9", "user": "bob", "other_user": None, "feedback_sources": ["bob"], "feedback": [{"source": "bob"}]},
     {"msg_id": "m9", "tenant": "other", "user": "ann"},
     {"msg_id": "m9", "messages": [{"role": "user", "content": "ann"}]},
 ]
@@ -53,9 +54,9 @@ def test_a_row_of_others_is_not(row: dict[str, Any]) -> None:
 def test_their_lines_are_taken_out_and_the_others_stay_as_they_were(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [*OTHERS, *THEIRS, OTHERS[0]])
     path.chmod(0o640)
-    assert erase_rows(str(path), ANN, dry_run=True) == FileErasure(str(path), 8, 5)
-    assert len(read_lines(path)) == 13
-    assert erase_rows(str(path), ANN) == FileErasure(str(path), 8, 5)
+    assert erase_rows(str(path), ANN, dry_run=True) == FileErasure(str(path), 9, 5)
+    assert len(read_lines(path)) == 14
+    assert erase_rows(str(path), ANN) == FileErasure(str(path), 9, 5)
     assert read_lines(path) == [*OTHERS, OTHERS[0]]
     assert path.stat().st_mode & 0o777 == 0o640
     assert erase_rows(str(path), ANN) == FileErasure(str(path), 0, 5)
@@ -66,7 +67,7 @@ def test_lines_that_cannot_be_read_stay_and_are_told(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'nonsense ann\n{"msg_id": "m1"}\n[1]\n')
     assert erase_rows(str(path), ANN) == FileErasure(
-        str(path), 1, 2, "2 lines are no rows of ours and were left as they are"
+        str(path), 1, 2, "2 lines are not exported rows and were left unchanged"
     )
     assert path.read_bytes() == b"nonsense ann\n[1]\n"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.setup.test_setup import model_folder
+from tests.cli.setup.test_setup import QWEN3_4B, model_folder
 from tuneloop.cli.setup.plan_command import make_plan
 from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.settings.settings import Settings
@@ -37,7 +37,7 @@ def test_what_is_chosen_for_the_06b_shape_fits(
     shapes = shapes_of(settings)
     chosen = fit_trainer(settings, shapes, gb * GB)
     assert chosen is not None
-    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == expected
+    assert (chosen.trainer.micro_batch_tokens, bool(chosen.trainer.activation_checkpointing)) == expected
     assert reckon(chosen, shapes).total <= 0.95 * gb * GB
     more = {"micro_batch_tokens": 2 * expected[0]}
     larger = chosen.model_copy(update={"trainer": chosen.trainer.model_copy(update=more)})
@@ -61,7 +61,7 @@ def test_what_is_set_is_not_chosen(tmp_path: Path) -> None:
     set_ = settings_of(folder, trainer={"micro_batch_tokens": 65536})
     chosen = fit_trainer(set_, shapes_of(set_), 24 * GB)
     assert chosen is not None
-    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (65536, False)
+    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (65536, None)
     never = settings_of(folder, trainer={"activation_checkpointing": False}, algorithm={"algorithm_type": "sft"})
     always = settings_of(folder, trainer={"activation_checkpointing": True}, algorithm={"algorithm_type": "sft"})
     for settings, again in ((never, False), (always, True)):
@@ -75,7 +75,7 @@ def test_on_a_cpu_it_is_8192(tmp_path: Path, sections: dict[str, Any]) -> None:
     settings = settings_of(model_folder(tmp_path / "m"), **sections)
     chosen = fit_trainer(settings, shapes_of(settings), 24 * GB)
     assert chosen is not None
-    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (8192, False)
+    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (8192, None)
 
 
 def test_an_engine_on_the_same_gpu_leaves_the_rest(tmp_path: Path) -> None:
@@ -99,3 +99,40 @@ def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> No
     assert plan.offloaded == int(sum(16 * each.weights for each in shapes_of(there)))
     [problem] = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=16 * GB).problems
     assert problem.startswith("trainer.optimizer_offload: AdamW takes 19")
+
+
+def test_beside_an_adapter_a_critic_is_whole(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    adapter = {"model_path": folder, "lora": {"rank": 16}}
+    with_critic, without = (
+        settings_of(folder, model=adapter, algorithm={"algorithm_type": kind}) for kind in ("ppo", "reinforce")
+    )
+    taken = [reckon(each, shapes_of(each)) for each in (with_critic, without)]
+    whole = 596_049_920
+    assert taken[0].weights - taken[1].weights == 2 * whole
+    assert taken[0].gradients - taken[1].gradients == 4 * whole
+    assert taken[0].optimizer - taken[1].optimizer == 12 * whole
+
+
+def test_a_base_in_few_bits_leaves_room_for_more_tokens(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", **QWEN3_4B)  # type: ignore[arg-type]
+    tokens: dict[int | None, int | None] = {}
+    for bits in (None, 8, 4):
+        model = {"model_path": folder, "lora": {"rank": 16, "base_bits": bits}}
+        settings = settings_of(folder, model=model, algorithm={"algorithm_type": "reinforce"})
+        fitting = fit_trainer(settings, shapes_of(settings), 11 * GB)
+        tokens[bits] = fitting.trainer.micro_batch_tokens if fitting else None
+        plan = make_plan(settings, gpu_bytes=11 * GB, speed=1e9, free=64 * GB)
+        assert plan.trainer is not None
+        assert bool([each for each in plan.problems if "GPU" in each]) == (fitting is None)
+    assert tokens == {None: None, 8: 1024, 4: 2048}
+
+
+def test_on_a_cpu_a_base_in_few_bits_is_reckoned_as_it_is_read(tmp_path: Path) -> None:
+    folder, taken = model_folder(tmp_path / "m"), {}
+    for bits in (None, 4):
+        model = {"model_path": folder, "lora": {"rank": 16, "base_bits": bits}}
+        cpu = {"device": "cpu", "micro_batch_tokens": 256, "activation_checkpointing": True}
+        made = settings_of(folder, model=model, algorithm={"algorithm_type": "reinforce"}, trainer=cpu)
+        taken[bits] = reckon(made, shapes_of(made)).total
+    assert taken[4] > max(taken[None], 2 * 4 * 596_049_920)

@@ -9,11 +9,11 @@ from sqlalchemy import Engine, update
 from tests.databases import engine_of, put_file
 from tests.factories import exchange, experience, feedback
 from tests.shared.retaining import EVERYTHING, NOW, OLD
-from tuneloop.shared.experience import Exchange, Feedback, Kind
+from tuneloop.shared.experience import DEFAULT_TENANT, Exchange, Feedback, Kind
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits, digest_of
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.key_tables import stored_by_keys
-from tuneloop.shared.ledger.stored_bytes import CHOICE_BYTES, EVENT_BYTES, EXCHANGE_BYTES
+from tuneloop.shared.ledger.stored_bytes import CHOICE_BYTES, EVENT_BYTES, EXCHANGE_BYTES, NO_KEY
 
 
 @pytest.fixture
@@ -98,14 +98,30 @@ def test_the_audit_sees_a_count_that_is_wrong(ledger: Ledger, engine: Engine) ->
     assert ledger.reports.audit() == ["the rows of the key acme/web take -7 bytes more than are counted"]
 
 
-def test_those_of_bound_are_told_apart(ledger: Ledger) -> None:
+def test_what_is_stored_is_told_of_each_key_that_is_in_force(ledger: Ledger) -> None:
     ledger.recording.record([reply()])
     bound = KeyGrant(name="web", tenant="acme", limits=KeyLimits(max_stored_bytes=1 << 40))
     key, _ = ledger.keys.create(bound, actor="test")
-    ledger.keys.create(KeyGrant(name="free", tenant="acme"), actor="test")
-    assert ledger.keys.stored_of_bound() == {key.key_id: key.stored_bytes}
+    free, _ = ledger.keys.create(KeyGrant(name="free", tenant="acme"), actor="test")
+    gone, _ = ledger.keys.create(KeyGrant(name="gone", tenant="acme"), actor="test")
+    ledger.keys.revoke(gone.key_id, actor="test")
+    assert ledger.keys.stored_bytes() == {key.key_id: key.stored_bytes, free.key_id: 0, NO_KEY: 0}
     assert key.stored_bytes == stored(ledger)
     assert key.limits.max_stored_bytes == 1 << 40
+
+
+def test_what_comes_without_a_key_is_counted_together(ledger: Ledger) -> None:
+    said = exchange(tenant=DEFAULT_TENANT, received_at=OLD)
+    told = feedback(tenant=DEFAULT_TENANT, msg_id=said.msg_id, received_at=OLD)
+    ledger.recording.record([said, reply(tenant=DEFAULT_TENANT), exchange()])
+    one = ledger.keys.table().stored_without_key
+    assert one > EXCHANGE_BYTES + CHOICE_BYTES
+    ledger.recording.record([said, told])
+    assert ledger.keys.table().stored_without_key == ledger.keys.stored_bytes()[NO_KEY] == one + EVENT_BYTES
+    assert ledger.reports.audit() == []
+    ledger.retention.purge(EVERYTHING)
+    assert ledger.keys.table().stored_without_key == 0
+    assert ledger.reports.audit() == []
 
 
 def test_what_is_counted_is_about_what_the_file_grows_by(tmp_path: Path) -> None:

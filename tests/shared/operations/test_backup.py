@@ -414,7 +414,7 @@ def test_a_backup_killed_at_any_point_harms_nothing_and_is_refused(
     source.ledger.close()
     while killed_at(points_apart * points, partial(back_up, source.settings, tmp_path / f"backup-{points}")):
         if not (tmp_path / f"backup-{points}" / "backup.json").exists():
-            with pytest.raises(FileRefused, match="no backup"):
+            with pytest.raises(FileRefused, match="not a backup"):
                 check_backup(there, tmp_path / f"backup-{points}")
             incomplete += 1
         else:

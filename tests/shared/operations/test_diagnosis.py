@@ -22,6 +22,7 @@ from tests.factories import (
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rules, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import Code, Reason, ago, diagnose, equation
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import SpoolStatus
@@ -178,7 +179,7 @@ def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
     found = reasons(ledger)
     assert list(found) == [Code.NOT_TRAINABLE, Code.NO_FEEDBACK]
     assert found[Code.NOT_TRAINABLE].startswith(
-        "3 of the last 3 experiences cannot be trained on (3 are no samples of the policy): see"
+        "3 of the last 3 experiences cannot be trained on (3 are not samples of the policy): see"
     )
     assert list(reasons(ledger, policy=BatchPolicy(any_reply=True))) == [Code.NO_FEEDBACK]
 
@@ -236,6 +237,18 @@ def test_versions_keep_being_rejected(ledger: Ledger) -> None:
     assert list(found) == [Code.REJECTED_VERSIONS]
     assert "the newest 2 versions were rejected" in found[Code.REJECTED_VERSIONS]
     assert "NaN in lm_head" in found[Code.REJECTED_VERSIONS]
+
+
+def test_a_version_is_held_back_by_an_alarm(ledger: Ledger) -> None:
+    ledger.versions.ensure_base(Path("/base"))
+    trained(ledger)
+    for name, holds in (("reward_jump", True), ("entropy", False)):
+        ledger.alarms.raise_alarm(Alarm(name, "it fell", holds=holds))
+    committed(ledger, 2)
+    found = reasons(ledger)
+    assert found[Code.PROMOTION_HELD].endswith("not served while these alarms are open: reward_jump (it fell)")
+    ledger.alarms.clear("reward_jump")
+    assert Code.PROMOTION_HELD not in reasons(ledger)
 
 
 def test_one_version_that_was_rejected_is_no_reason(ledger: Ledger) -> None:

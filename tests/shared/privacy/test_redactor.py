@@ -2,9 +2,10 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from tuneloop.shared.privacy.detection import Detector, presidio
 from tuneloop.shared.privacy.redactor import Redactor, pseudonym
 from tuneloop.shared.privacy.vocabulary import Spelling, Vocabulary
 from tuneloop.shared.settings.feedback import PrivacySettings
+
+_Record = TypeVar("_Record", Exchange, Feedback)
 
 KEY = b"k" * 32
 MAIL = "ann@example.org"
@@ -60,6 +63,12 @@ def exchange(prompt: str, reply: str, **but: Any) -> Exchange:
     return Exchange(**(values | but))
 
 
+def written(record: _Record) -> _Record:
+    [found] = redactor().records([record])
+    assert isinstance(found, type(record))
+    return found
+
+
 def test_what_holds_nothing_is_left_as_it_is(bytes_as_tokens: Vocabulary) -> None:
     given = exchange("hello", "fine", request=b'{ "messages" : [] }')
     assert redactor(bytes_as_tokens).exchange(given) is given
@@ -69,6 +78,27 @@ def test_a_value_found_in_the_prompt_is_replaced_in_the_reply(bytes_as_tokens: V
     hides = redactor(bytes_as_tokens, redact=[], patterns={"code": r"code (\w+)"})
     clean = hides.exchange(exchange("my code XYZ123 is", "it is code XYZ123, or \u00e9"))
     assert clean.experiences[0].text == "it is [REDACTED:code], or \u00e9"
+
+
+def test_thousands_of_values_are_replaced_in_no_time() -> None:
+    """Each text of them would be looked through for each value: this took hours."""
+    mails = [f"person{number}@example.org" for number in range(20_000)]
+    said = replace(
+        exchange("a", "b"), request=json.dumps({"messages": mails, "other": "x person7@example.org"}).encode()
+    )
+    began = time.process_time()
+    found = written(said)
+    assert time.process_time() - began < 20
+    assert isinstance(found, Exchange)
+    assert b"person" not in found.request
+    assert b"[REDACTED:too_much]" in found.request
+
+
+def test_a_hundred_values_are_replaced_each_for_itself() -> None:
+    mails = [f"person{number}@example.org" for number in range(100)]
+    said = replace(exchange("a", "b"), request=json.dumps({"messages": mails, "other": f"x {mails[7]}"}).encode())
+    found = written(said)
+    assert json.loads(found.request) == {"messages": ["[REDACTED:email]"] * 100, "other": "x [REDACTED:email]"}
 
 
 def test_ids_of_text_that_is_no_ascii_keep_their_places(bytes_as_tokens: Vocabulary) -> None:
@@ -136,12 +166,22 @@ def feedback(**but: Any) -> Feedback:
 
 
 def test_feedback_is_redacted() -> None:
-    clean = redactor().feedback(feedback(text=f"ask {MAIL}", source=MAIL, metric=MAIL))
+    clean = written(feedback(text=f"ask {MAIL}", source=MAIL, metric=MAIL))
     assert (clean.text, clean.source, clean.metric) == (
         "ask [REDACTED:email]",
         pseudonym(MAIL, KEY),
         "[REDACTED:email]",
     )
+
+
+def test_many_events_that_say_the_same_are_each_redacted_and_counted() -> None:
+    counted: list[str] = []
+    redacts = Redactor(Detector(PrivacySettings(redact=("email",))), key=KEY, count=counted.append)
+    said = [feedback(event_id=str(number), text=f"ask {MAIL}", source=("ann", MAIL)[number % 2]) for number in range(4)]
+    found = [each for each in redacts.records(said) if isinstance(each, Feedback)]
+    assert [(each.event_id, each.text) for each in found] == [(str(n), "ask [REDACTED:email]") for n in range(4)]
+    assert [each.source for each in found] == ["ann", pseudonym(MAIL, KEY)] * 2
+    assert counted == ["email"] * 4
 
 
 def test_an_edited_answer_stays_a_message() -> None:
@@ -150,7 +190,7 @@ def test_an_edited_answer_stays_a_message() -> None:
         "content": "Ask \u00fc",
         "tool_calls": [{"function": {"arguments": json.dumps([MAIL])}}],
     }
-    clean = redactor().feedback(feedback(kind=Kind.DEMONSTRATION, text=json.dumps(answer)))
+    clean = written(feedback(kind=Kind.DEMONSTRATION, text=json.dumps(answer)))
     assert clean.text is not None
     assert json.loads(clean.text)["tool_calls"][0]["function"]["arguments"] == '["[REDACTED:email]"]'
 
@@ -233,8 +273,9 @@ def test_pieces_of_sentencepiece_are_spelled(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     vocabulary = Vocabulary.load(tmp_path)
     assert vocabulary is not None
-    assert vocabulary.spell([0, 1, 2, 3, 4]) == [b" to", b"\xc3", b"\xa9", b"x", b"<end>"]
-    assert vocabulary.spell([9]) is None
+    assert vocabulary.spell(np.arange(5)) == [b" to", b"\xc3", b"\xa9", b"x", b"<end>"]
+    assert vocabulary.spell(np.array([0, REDACTED, 3])) == [b" to", b"", b"x"]
+    assert vocabulary.spell(np.array([9])) is None
 
 
 def test_a_model_in_hugging_faces_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tuneloop.shared.settings import hardware
-from tuneloop.shared.settings.hardware import fit_to_machine, free_memory
+from tuneloop.shared.settings.hardware import explorer_workers_of, fit_to_machine, free_memory
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -111,3 +111,25 @@ def test_free_memory_is_what_is_left_of_the_control_groups_bound(
     assert free_memory() == 1000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory() > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("cores", "explorer", "gpus", "workers"),
+    [
+        (64, {}, 0, 1),
+        (1, {}, 1, 1),
+        (7, {}, 1, 1),
+        (10, {}, 1, 2),
+        (64, {}, 1, 2),
+        (64, {"rollout_model": {"engine_num": 4}}, 4, 8),
+        (64, {"rollout_model": {"engine_urls": ["http://a", "http://b", "http://c"]}}, 1, 6),
+        (64, {"workers": 3}, 1, 3),
+        (2, {"workers": 3}, 0, 3),
+    ],
+)
+def test_workers_are_by_the_cores_and_engines_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, cores: int, explorer: dict[str, object], gpus: int, workers: int
+) -> None:
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(cores)))
+    values = {"mode": "serve", "model": {"model_path": "m"}, "cluster": {"gpu_per_node": gpus}, "explorer": explorer}
+    assert explorer_workers_of(Settings.model_validate(values)) == workers

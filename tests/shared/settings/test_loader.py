@@ -273,6 +273,15 @@ def test_engines_are_not_told_to_sample_otherwise(tmp_path):
     assert "explorer.rollout_model.engine_args: --logprobs-mode raw_logprobs: log-probabilities must be" in found
 
 
+def test_engines_on_a_cpu_draft_nothing(tmp_path):
+    text = "mode: %s\nmodel: {model_path: x}\ncluster: {gpu_per_node: %d}\n"
+    text += "explorer: {rollout_model: {dtype: float16, engine_args: [--speculative-config, '{}'], engine_urls: %s}}\n"
+    (found,) = problems(tmp_path, text % ("serve", 0, []))
+    assert "explorer.rollout_model.engine_args: speculative decoding: on a CPU" in found
+    for elsewhere in (("serve", 1, []), ("train", 0, []), ("serve", 0, ["http://127.0.0.1:8000"])):
+        assert problems(tmp_path, text % elsewhere) == []
+
+
 def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
     text = "model: {model_path: x, max_model_len: 5, max_response_tokens: 10}\ntrainer: {seed: x}\nbatch: 3\n"
     assert [each.split(": ")[1] for each in problems(tmp_path, text)] == [

@@ -206,7 +206,7 @@ def test_the_feedback_of_one_call_takes_few_statements(ledger: Ledger, engine: E
     statements: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda *about: statements.append(about[2]))
     ledger.recording.record([feedback(msg_id=each.msg_id, received_at=9e9) for each in said])
-    assert len(statements) < 20
+    assert len(statements) < 24
     assert ledger.reports.counts() == only(rewarded=1_500)
 
 

@@ -1,4 +1,4 @@
-"""Replies that are no samples of the policy: on the same road as all, taken by methods that learn from any reply."""
+"""Replies that are not samples of the policy: on the same road as all, taken by methods that learn from any reply."""
 
 from collections.abc import Callable
 from typing import Any

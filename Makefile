@@ -19,10 +19,10 @@ lock: ## look for the newest versions that go together, and write them into requ
 		--custom-compile-command "make lock" --extra trainer --extra dev -o requirements/lock.txt \
 		pyproject.toml requirements/engine-cpu.txt examples/sums/requirements.txt
 
-test: ## install what the tests need and run them (WORKERS=n at once, 2)
+test: ## install what the tests need and run them (WORKERS=n at once, 3)
 	@scripts/install dev
 	@scripts/install-clients
-	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),2) --dist loadgroup
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),3) --dist loadgroup
 
 .PHONY: soak
 soak: ## the long versions of what the tests promise: many kills, long runs, every learning curve
@@ -36,7 +36,7 @@ lowest: ## the core of the tests with the lowest, and with the newest, versions 
 	@scripts/bounds
 
 .PHONY: audit
-audit: ## known vulnerabilities of the versions in requirements/lock.txt, if an advisory service can be reached
+audit: ## known vulnerabilities of the versions in requirements/lock.txt; fails where no advisory service can be reached
 	@test -x $(UV) || scripts/install dev
 	@scripts/audit
 

@@ -160,3 +160,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would begin with the groups of many tests
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note whether all tests had their turn, for scripts/again."""
+    if not hasattr(session.config, "workerinput") and session.config.cache is not None:
+        session.config.cache.set("tuneloop/whole_run", exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED})

@@ -105,10 +105,13 @@ class EngineDouble:
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
     keeps_old_weights: bool = False
     no_tokenizer: bool = False
+    max_model_len: int = 4096
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
     quotes: Callable[[dict[str, Any]], bool] = lambda request: False  # refuses such requests, and quotes them
     fails_at: Callable[[dict[str, Any]], bool] = lambda request: False  # answers such requests with 500
     raw_logprobs: bool = False  # as without --logprobs-mode processed_logprobs
+    drafts: bool = False  # as with --speculative-config
+    drafts_at_any_temperature: bool = False  # as vLLM does on a CPU with speculative decoding
     asked_for_one: int = 0  # how often it was looked at which log-probabilities it tells
     answers_probes_by_manifest: bool = False  # as an engine does whose weights are really the trainer's
     load_s: float = 0.0
@@ -184,7 +187,7 @@ class EngineDouble:
                 ids = list(json.loads(body)["prompt"].encode())
             except (ValueError, TypeError, LookupError, AttributeError):
                 return await _send_reply(send, 400, recorded("error_json.json"))
-            answer = {"count": len(ids), "max_model_len": 4096, "tokens": ids}
+            answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
             if json.loads(body).get("return_token_strs"):
                 answer["token_strs"] = [chr(each).replace(" ", "Ġ") for each in ids]
             return await _send_reply(send, 200, json.dumps(answer).encode())
@@ -204,7 +207,8 @@ class EngineDouble:
         self.metrics_asked += path == "/metrics/"
         if path == "/metrics/" and self.answers_metrics and self.servers == 1:
             started = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
-            return 200, started.encode()
+            drafts = "vllm:spec_decode_num_drafts_total 0.0\n" * (self.drafts or self.drafts_at_any_temperature)
+            return 200, (started + drafts).encode()
         if path == "/server_info" and self.answers_server_info:
             extension = EXTENSION if self.extended else ""
             instance = f"{self.began_at}" if self.servers == 1 else f"{next(_starts)}"
@@ -311,8 +315,11 @@ class EngineDouble:
         if "prompt_logprobs" in request:
             logprobs = self._logprobs(self._weights_of(request), request["prompt"])
             rows = [
-                {str(token): {"logprob": logprob, "rank": 1, "decoded_token": "x"}}
-                for token, logprob in zip(request["prompt"][1:], logprobs, strict=True)
+                {
+                    str(each): {"logprob": logprob, "rank": 1, "decoded_token": "x"}
+                    for each, logprob in _alternatives(token, of_token, temperature=1.0)
+                }
+                for token, of_token in zip(request["prompt"][1:], logprobs, strict=True)
             ]
             choice["prompt_logprobs"] = [None, *rows]
         else:
@@ -321,7 +328,11 @@ class EngineDouble:
             if weights is self.weights:
                 weights = self.prefixes.setdefault(tuple(request["prompt"]), weights)
             answer = self._logprobs(weights, [*request["prompt"], *ids])[-len(ids) :]
-            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": answer}}
+            # vLLM tells those of temperature 1 at temperature 0.
+            temperature = 1.0 if self.drafts_at_any_temperature else request.get("temperature") or 1.0
+            told = [dict(_alternatives(1, of_token, temperature=temperature)) for of_token in answer]
+            named = [{f"token_id:{token}": logprob for token, logprob in each.items()} for each in told]
+            choice |= {"token_ids": ids, "logprobs": {"token_logprobs": answer, "top_logprobs": named}}
         published = self._weights_of(request).parent.name.startswith("global_step_")
         await _send_reply(send, 200, (published and self.answer_to_probe) or json.dumps(reply).encode())
 
@@ -379,6 +390,12 @@ class EngineDouble:
             await _until(lambda: not self.paused)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})
+
+
+def _alternatives(token: int, logprob: float, *, temperature: float) -> Iterator[tuple[int, float]]:
+    """A token, and another one that is less probable by 1 nat at temperature 1."""
+    yield token, logprob
+    yield token + 1, logprob - 1 / temperature
 
 
 def _name(request: dict[str, Any], *, captured: bool) -> str:

@@ -21,6 +21,7 @@ class JudgeDouble:
     answers: list[tuple[int, Any, dict[str, str]]] = field(default_factory=list)
     finish_reason: str = "stop"
     pause_s: float = 0.0
+    byte_pause_s: float = 0.0  # before each byte
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     at_once: set[object] = field(default_factory=set)
@@ -50,7 +51,7 @@ class JudgeDouble:
             await asyncio.sleep(self.pause_s)
         finally:
             at_once.remove(request)
-        await _send_reply(send, status, reply, headers)
+        await _send_reply(send, status, reply, headers, self.byte_pause_s)
 
     def _answer(self, request: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
         if self.answers:
@@ -91,8 +92,13 @@ async def _lifespan(receive: Any, send: Any) -> None:
             return
 
 
-async def _send_reply(send: Any, status: int, reply: Any, headers: dict[str, str]) -> None:
+async def _send_reply(send: Any, status: int, reply: Any, headers: dict[str, str], byte_pause_s: float) -> None:
     body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
     more = [(key.encode(), value.encode()) for key, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain"), *more]})
+    if byte_pause_s:
+        for at in range(len(body)):
+            await asyncio.sleep(byte_pause_s)
+            await send({"type": "http.response.body", "body": body[at : at + 1], "more_body": True})
+        body = b""
     await send({"type": "http.response.body", "body": body})

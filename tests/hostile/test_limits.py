@@ -13,7 +13,8 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
-from tuneloop.explorer.access import feedback_tokens
+from tuneloop.explorer.access import feedback_tokens, rate_limits
+from tuneloop.explorer.capture import recorder
 from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
@@ -36,7 +37,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 #: The bounds that no setting moves, and those that cannot be written as a number.
 FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
-    "bytes in the database of a [key](keys.md#limits)'s requests, replies and feedback": None,
+    "refusals of a key, or of all who come without one, before a body is read": rate_limits._PROMPT_REFUSALS,
     "a connection without another request": worker._KEEP_ALIVE_S,
     "a request's headers; what is sent between a body's chunks": server._MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
@@ -57,6 +58,8 @@ FIXED: dict[str, object] = {
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
     "moving the spool when the service ends": STOP_S,
     "`metadata` of a request": labels.MAX_METADATA_BYTES,
+    "ids of one key in unanswered calls of feedback of more than 100": routes.MAX_IDS_AT_WORK,
+    "one key's large requests that wait for redaction": recorder.MAX_UNREDACTED,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": routes.MAX_TASKS,

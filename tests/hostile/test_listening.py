@@ -1,12 +1,11 @@
 """Where the service and its engines can be reached: the explorer's own port, and nothing else, from outside."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.loop.harness.services import Service, in_several_processes, make_model, write_settings
+from tests.loop.harness.services import Service, descendants, in_several_processes, make_model, write_settings
 
 pytestmark = pytest.mark.vllm
 
@@ -15,13 +14,6 @@ _STATES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 
 #: As the kernel writes them: 127.0.0.1, ::1 and ::ffff:127.0.0.1.
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-
-
-def descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            yield from descendants(int(child))
 
 
 def listening(pids: list[int]) -> set[tuple[str, str, int]]:
@@ -51,7 +43,7 @@ def test_only_the_explorers_own_port_is_open_to_other_machines(tmp_path: Path) -
     service = Service(config, "explorer")
     try:
         service.wait_until_ready()
-        family = list(descendants(service.process.pid))
+        family = [service.process.pid, *descendants(service.process.pid)]
         found = listening(family)
         assert len(family) > 4  # control process, worker, guard, engine, and the engine's own
         assert (port := service.settings.explorer.proxy_port) in {each[2] for each in found}

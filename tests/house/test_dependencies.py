@@ -24,7 +24,7 @@ EXTRAS = {
     "trainer": {"trainer", "grammar", "ray"},
     "cli": {"parquet"},
     "explorer": {"ray"},
-    "shared": {"tracing", "mlflow", "wandb"},
+    "shared": {"tracing", "mlflow", "wandb", "ray"},
 }
 
 #: Packages that need not be installed here, and are not named as their distribution.

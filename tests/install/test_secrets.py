@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,7 +13,7 @@ from tests.doubles.serving import serving
 from tests.doubles.warm import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import write_settings
-from tests.loop.harness.services import free_port
+from tests.loop.harness.services import descendants, free_port
 from tuneloop.shared.settings.loader import load_settings, read_settings
 
 SECRETS = {
@@ -32,13 +31,6 @@ def run(*arguments: str) -> str:
     """All that a command prints."""
     ended = run_tuneloop(*arguments)
     return ended.output + ended.errors
-
-
-def descendants(pid: int) -> Iterator[int]:
-    yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            yield from descendants(child)
 
 
 def test_settings_show_none(tmp_path: Path) -> None:
@@ -92,7 +84,7 @@ def test_a_running_service_shows_none(tmp_path: Path) -> None:
                     http.post(CHAT, json={"model": MODEL, "messages": 3}),
                 ]
             assert [each.status_code for each in answers[:3]] == [401, 200, 200]
-            lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(service.pid)]
+            lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in [service.pid, *descendants(service.pid)]]
         finally:
             service.send_signal(signal.SIGTERM)
             assert service.wait(60) == 0, log.read_text()

@@ -25,6 +25,7 @@ from tests.loop.harness.services import (
     command_of,
     descendants,
     free_port,
+    kill_tree,
     started,
     wait_for,
     write_settings,
@@ -48,8 +49,12 @@ def engines(cluster: int) -> dict[int, set[int]]:
 
 
 @pytest.fixture
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator["tuple[str, subprocess.Popen[bytes]]"]:
-    """A cluster of this machine, which has room for two engines."""
+def ray(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator["tuple[str, subprocess.Popen[bytes]]"]:
+    """A cluster of this machine, which has room for two engines, and whose token the explorer knows too."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
     folder, port = tmp_path_factory.mktemp("ray"), free_port()
     sockets = f"/tmp/ray-{os.getpid()}"  # their names must be short
     command = [
@@ -68,12 +73,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator["tuple[str, subpro
         wait_for(lambda: "Ray runtime started" in (folder / "ray.log").read_text(), timeout_s=120)
         yield f"{_address(folder / 'ray.log')}:{port}", process
     finally:
-        below = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        for pid in below:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        kill_tree(process)  # asked to end, it may take minutes on a busy machine
         shutil.rmtree(sockets, ignore_errors=True)
 
 

@@ -91,6 +91,7 @@ def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
     raise AssertionError("the hack was not found")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("as_it_was")
 def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path, bare_engine: httpx.Client) -> None:
     evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2, "most_tokens": 16}

@@ -21,14 +21,14 @@ def row(msg_id: str, reward: float | None = None, state: str = "recorded", versi
     return SimpleNamespace(msg_id=msg_id, choice=0, reward=reward, state=state, trained_version=version)
 
 
-def checkpoint(folder: Path, version: int, *, step: int, updates: int) -> Path:
+def checkpoint(folder: Path, version: int, *, step: int, updates: int, counted: int | None = None) -> Path:
     path = folder / f"global_step_{version}"
     (path / "trainer_state").mkdir(parents=True)
     probe = Probe(prompt_ids=(), logprobs=(), tolerance=0.0)
     said = {"version": version, "parent": version - 1, "step": step, "epoch": 1, "created_at": 0.0}
     manifest = Manifest(**said, base_model="m", dtype="float32", probe=probe)
     (path / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    state = {"steps": updates, "actor_updates": updates, "critic_updates": updates}
+    state = {"steps": updates if counted is None else counted, "actor_updates": updates, "critic_updates": updates}
     (path / "trainer_state" / "state.json").write_text(json.dumps(state))
     return path
 
@@ -153,6 +153,19 @@ def test_an_optimiser_that_did_more_than_the_ledger_knows_is_found(tmp_path: Pat
     found = found_in(tmp_path / "right")
     found.versions[1].path = str(checkpoint(tmp_path / "wrong", 1, step=1, updates=2))
     assert faults(judged(book(), found)) == {"lineage_mistakes"}
+
+
+@pytest.mark.parametrize(("updates", "fault"), [(2, set()), (1, set()), (0, {"lineage_mistakes"})])
+def test_an_optimiser_may_begin_anew_after_a_version_whose_state_was_not_written(
+    tmp_path: Path, updates: int, fault: set[str]
+) -> None:
+    found = found_in(tmp_path)
+    second = checkpoint(tmp_path, 2, step=2, updates=updates, counted=2)
+    found.versions.append(version(2, step=2, consumed=2, path=second))
+    for each in found.rows[2:4]:
+        each.state, each.trained_version = "trained", 2
+    found.trained = Counter(each.trained_version for each in found.rows)
+    assert faults(judged(book(), found)) == fault
 
 
 def test_a_version_whose_checkpoint_nobody_saw_is_a_fault(tmp_path: Path) -> None:

@@ -43,7 +43,17 @@ NOTHING = Beginner(is_tied=True, hidden=32, layers=1, schooling=Schooling(early_
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("example", [email_search, math_agent, werewolf, json_format], ids=lambda each: each.NAME)
+@pytest.mark.parametrize(
+    "example",
+    [
+        email_search,
+        json_format,
+        # These two make a step below, the one in the environment of its framework, the other with both sides trained.
+        pytest.param(math_agent, marks=pytest.mark.soak),
+        pytest.param(werewolf, marks=pytest.mark.soak),
+    ],
+    ids=lambda each: each.NAME,
+)
 def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,9 +54,12 @@ class Lineage:
             if account is None:
                 return [*mistakes, f"nobody has seen the checkpoint of version {version}"]
             row, steps = rows[version], account.step - rows[account.parent].step
-            *exact, critic_updates = account.counters
-            # After a crash the critic may be that of an older version: it is written behind the weights.
-            if (account.step, *exact) != (row.step,) * 3 or critic_updates > row.step:
+            counted, actor_updates, critic_updates = account.counters
+            parent = self._accounts.get(account.parent)
+            # Critic and moments are written behind the weights: after a crash the critic may be that of an older
+            # version, and where there is none AdamW begins anew, and so does its count.
+            possible = {steps, steps + (parent.counters[1] if parent else 0)}
+            if {account.step, counted} != {row.step} or actor_updates not in possible or critic_updates > row.step:
                 mistakes.append(f"version {version}: step {row.step}, but its checkpoint says {account}")
             if steps * self._batch != row.consumed:
                 mistakes.append(f"version {version}: {steps} steps, but {row.consumed} rows")

@@ -248,6 +248,15 @@ def alive(pid: int) -> bool:
     return state != "Z" and os.path.exists(f"/proc/{pid}")
 
 
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it has started, whatever they are doing."""
+    family = [process.pid, *descendants(process.pid)]
+    for pid in family:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(60)
+
+
 def stage_by_hand(
     settings: Settings, ledger: Ledger, seed: int, make: Callable[[Path, int], Path] = make_model
 ) -> Callable[[], int]:

@@ -25,7 +25,7 @@ class Verdict:
     exchanges_twice: int
     feedbacks_lost: int
     feedbacks_twice: int
-    rewards_wrong: int
+    rewards_wrong: tuple[str, ...]
     commits_lost: int
     trained_unasked: int
     quarantined: int
@@ -83,7 +83,11 @@ def judge(
             max(0, events - len(judged[msg_id].sent if msg_id in judged else ()))
             for msg_id, events in found.events.items()
         ),
-        rewards_wrong=sum(not _right(judgement, rows.get(msg_id)) for msg_id, judgement in judged.items()),
+        rewards_wrong=tuple(
+            f"{rows.get(msg_id)}: {judgement}"
+            for msg_id, judgement in judged.items()
+            if not _right(judgement, rows.get(msg_id))
+        ),
         commits_lost=sum(row.state in {State.RECORDED, State.REWARDED} for row in _of(judged, rows)),
         trained_unasked=sum(row.trained_version is not None and row.msg_id not in judged for row in found.rows),
         quarantined=quarantined,

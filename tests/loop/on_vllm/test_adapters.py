@@ -57,6 +57,12 @@ def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
     return CheckpointStore(settings.job_dir).path(version) / "actor"
 
 
+def in_4_bits(settings: Settings) -> Settings:
+    """Settings of a trainer whose base is coarser than the engine's, which its probe must not show."""
+    model = settings.model.model_dump() | {"lora": {"rank": 4, "base_bits": 4}}
+    return settings.model_copy(update={"model": type(settings.model).model_validate(model)})
+
+
 def promote(service: Service, ledger: Ledger, version: int) -> None:
     """Have a version served to all."""
     ledger.versions.promote(version, by="admin:tests", reason="it is right")
@@ -126,7 +132,7 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     reading = threading.Thread(target=read)
     reading.start()
     assert begun.wait(180)
-    second = publish(settings, ledger, steps=3)
+    second = publish(in_4_bits(settings), ledger, steps=3)
     wait_for(lambda: ask(service, someone(2, tried=True)).headers["x-tuneloop-version"] == "2")
     assert distance(service, first, someone(2, tried=False)) < NEAR
     assert distance(service, second, someone(2, tried=True)) < NEAR

@@ -1,9 +1,13 @@
 """On real vLLM: an engine that has other weights than it should have does not get through one probe.
 
 What one of several API servers is told holds for all, and a proof through any of them is one of the engine.
+
+Nor does an engine get through that samples at another temperature than it is asked to.
 """
 
 import asyncio
+import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,13 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, session_of, url_of
+from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, put_weights, session_of, url_of
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import free_port, make_model
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
-from tuneloop.explorer.engines.vllm import EngineControl
+from tuneloop.explorer.engines.proof.sampling_trial import require_samples_of_the_policy
+from tuneloop.explorer.engines.vllm import CAPTURE_TEXT, EngineControl
 from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Probe, VerifiedProbe
+from tuneloop.shared.errors import EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]
 
@@ -254,3 +260,37 @@ async def proves(engine: EngineControl, wanted: VerifiedProbe) -> None:
     assert findings.parts == []
     assert findings.weights < 1e-4
     assert findings.cache < 1e-4
+
+
+def furthest(engine: httpx.Client, oracle: Oracle, temperature: float) -> float:
+    """How far a log-probability that it tells of a reply is from transformers' at most, in nats."""
+    prompt = [70, 71, 72, 73] * 8
+    asked = {"model": MODEL, "prompt": prompt, "temperature": temperature, "max_tokens": 60, "ignore_eos": True}
+    reply = engine.post("/v1/completions", json=asked | CAPTURE_TEXT)
+    if reply.status_code == 400 and "JSON" in reply.text:  # some are not even numbers
+        return math.inf
+    [choice] = reply.raise_for_status().json()["choices"]
+    expected = oracle.logprobs(prompt, choice["token_ids"], temperature)
+    return max(abs(one - other) for one, other in zip(choice["logprobs"]["token_logprobs"], expected, strict=True))
+
+
+def test_an_engine_without_drafts_samples_from_the_policy(bare_engine: httpx.Client, model: Path, told: Told) -> None:
+    put_weights(bare_engine, model)
+    told(require_samples_of_the_policy)
+    assert furthest(bare_engine, Oracle(model), 0.5) < 1e-4
+
+
+def test_an_engine_on_a_cpu_that_drafts_does_not(tmp_path: Path, model: Path) -> None:
+    drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    arguments = ["--served-model-name", MODEL, "--api-key", KEY, "--max-model-len", "1024"]
+    arguments += ["--speculative-config", json.dumps(drafts)]
+    others = ["http://127.0.0.1:1"]  # of one of ours it is refused
+
+    async def tried() -> None:
+        async with session_of(engine) as session:
+            await require_samples_of_the_policy(EngineControl(session, model_name=MODEL, tolerance=1e-3))
+
+    with engine_on(free_port(), tmp_path, model, engine_urls=others, engine_args=arguments) as engine:
+        assert furthest(engine, Oracle(model), 0.5) > 0.1
+        with pytest.raises(EngineError):  # or it is dead by then: an index out of bounds
+            asyncio.run(tried())

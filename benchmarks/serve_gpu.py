@@ -6,10 +6,10 @@
 One vLLM with the flags that the explorer gives its own engines, and an explorer attached to it for each mode of
 `explorer.capture.logprobs`, which record to a disk as they do by default. Clients ask the engine ("bare": neither
 log-probabilities nor token ids are asked for) and the explorers in turns, for whole and for streamed replies of the
-same length, so many at once, in waves. `ids` and `captured` are the engine alone, asked for token ids, and for
-log-probabilities too, as the explorers ask it. Each round asks all once; a ratio is the median over the rounds of what
-one got by what the bare engine got in the same turn. The load is one process of C (`benchmarks/proxy/load.c`); what it
-can do at most is measured first, against an upstream that replays recorded replies.
+same length, so many at once, in waves. `ids`, `captured` and `packed` are the engine alone, asked for token ids, and
+for log-probabilities too: vLLM's own way, and packed, as explorers ask. Each round asks all once; a ratio is the median
+over the rounds of what one got by what the bare engine got in the same turn. The load is one process of C
+(`benchmarks/proxy/load.c`); what it can do at most is measured first, against an upstream that replays recordings.
 
 On a machine without a GPU everything is tiny, and shows only that it runs.
 """
@@ -35,6 +35,7 @@ from benchmarks.on_gpu.random_model import make_model
 from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, rollout_of, service, write_settings
 from benchmarks.proxy.load import built, cpu_s, load, request_body, running
 from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.shared.settings.hardware import api_servers_of
 from tuneloop.shared.settings.settings import Settings
 
@@ -45,6 +46,7 @@ _BARE: dict[str, dict[str, object]] = {
     "bare": {},
     "ids": {"return_token_ids": True},
     "captured": {"logprobs": True, "return_token_ids": True},
+    "packed": {"logprobs": True, "return_token_ids": True},
 }
 _EXPLORER_S = 120.0
 _ROOM_S = 15.0
@@ -70,6 +72,11 @@ class Subject:
     cores: dict[Cell, list[float]] = field(default_factory=dict)
     asked: int = 0
     failed: int = 0
+
+    @property
+    def headers(self) -> list[object]:
+        """Of the load's arguments, those that make it send what asks for packed log-probabilities."""
+        return ["-h", f"{HEADER}: {PACKED}"] if self.name == "packed" else []
 
     def body(self, folder: Path, tokens: int, *, stream: bool) -> Path:
         """The file with its request."""
@@ -181,8 +188,9 @@ def _check(subject: Subject, tools: Path, tokens: int, clock: Clock, *, at_once:
         told = {"ids": bool(choice.get("token_ids")), "log-probabilities": bool(choice.get("logprobs"))}
         length, reason = reply["usage"]["completion_tokens"], choice["finish_reason"]
         clock.say(f"{subject.name}: {length} tokens, {reason}; clients see {told}")
+        few = ["-c", at_once, "-n", 2 * at_once, *subject.headers]
         for stream in (False, True):
-            load(tools, subject.port, subject.body(tools, 64, stream=stream), _PATH, ["-c", at_once, "-n", 2 * at_once])
+            load(tools, subject.port, subject.body(tools, 64, stream=stream), _PATH, few)
     except (httpx.HTTPError, LookupError, ValueError, RuntimeError) as error:
         clock.say(f"{subject.name}: warming up failed: {error!r}")
 
@@ -202,7 +210,7 @@ def _turn(subject: Subject, cell: Cell, tools: Path, options: argparse.Namespace
     count = options.waves * cell.at_once
     before = cpu_s(subject.pids)
     try:
-        said = load(tools, subject.port, body, _PATH, ["-c", cell.at_once, "-n", count])
+        said = load(tools, subject.port, body, _PATH, ["-c", cell.at_once, "-n", count, *subject.headers])
     except RuntimeError as error:
         clock.say(f"{subject.name} {cell.kind} {cell.at_once}: {error}")
         subject.failed += count

@@ -2,20 +2,28 @@
 
 Control process, worker and engine double are processes, as in production; the worker has 16 places, and the double's
 replies take 100 ms. The quiet key asks and rates the reply, one after the other; the loud one floods the service over
-64 connections, from a process of its own. What that process takes of the cores that all share shows where it floods
-another service.
+64 connections, from a process of its own that gets only the processor time that nobody else wants (`nice`): what it
+needs of the cores that all share is not the service's. Each round asks beside each kind of neighbour, and the ratio of
+the 99th percentiles is to the round's own requests without one, before and after.
 """
 
 import argparse
+import asyncio
+import gc
+import json
 import multiprocessing
+import os
+import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from threading import Thread
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -25,50 +33,74 @@ from tests.hostile.echo import echo_process
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
-_PLACES, _REPLY_S, _CONNECTIONS, _ASKED, _WARM_S = 16, 0.1, 64, 300, 3.0
+_PLACES, _REPLY_S, _CONNECTIONS, _WARM_S, _NICE = 16, 0.1, 64, 3.0, 19
 _CHAT = "/v1/chat/completions"
 _HELLO = asking("n0")
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 Headers = dict[str, str]
-Send = Callable[[httpx.Client], object]
 
 
-def _chat(http: httpx.Client) -> object:
-    return http.post(_CHAT, json=_HELLO).status_code == 200 or time.sleep(0.05)
+class _Flood(NamedTuple):
+    """What the loud key sends: so many events of feedback a call, or chats; how long it waits where it is refused."""
+
+    url: str
+    headers: Headers
+    events: int = 0
+    pause_s: float = 0.05
+
+    def body(self) -> bytes:
+        run = str(time.monotonic_ns())
+        rated = [{"task_id": "t", "run_id": f"{run}/{number}", "reward": 1} for number in range(self.events)]
+        return json.dumps({"feedback": rated} if rated else _HELLO).encode()
+
+    def request(self) -> bytes:
+        body = self.body()
+        lines = [f"{name}: {value}" for name, value in self.headers.items()]
+        path = "/feedback" if self.events else _CHAT
+        head = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *lines]
+        return "\r\n".join([*head, "", ""]).encode() + body
 
 
-def _rate(http: httpx.Client) -> object:
-    body = {"task_id": "t", "run_id": str(time.monotonic_ns()), "reward": 1}
-    return http.post("/feedback", json=body).status_code == 200 or time.sleep(0.05)
-
-
-def _rate_many(http: httpx.Client) -> object:
-    run = str(time.monotonic_ns())
-    body = {"feedback": [{"task_id": "t", "run_id": f"{run}/{number}", "reward": 1} for number in range(500)]}
-    return http.post("/feedback", json=body).status_code == 200 or time.sleep(0.05)
-
-
-def _flood(url: str, headers: Headers, send: Send, ended: Event) -> None:
-    def one() -> None:
-        with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+async def _send(flood: _Flood, ended: Event) -> None:
+    """Send requests over one connection after the other; as little as possible is done with what comes back."""
+    where = urlsplit(flood.url)
+    while not ended.is_set():
+        try:
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
             while not ended.is_set():
-                send(http)
+                writer.write(flood.request())
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = _LENGTH.search(head)
+                await reader.readexactly(int(length[1]) if length else 0)
+                if not head.startswith(b"HTTP/1.1 200"):
+                    await asyncio.sleep(flood.pause_s)
+            writer.close()
+        except (OSError, asyncio.IncompleteReadError):
+            await asyncio.sleep(flood.pause_s)
 
-    threads = [Thread(target=one) for _ in range(_CONNECTIONS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+
+def _run_flood(flood: _Flood, ended: Event) -> None:
+    os.nice(_NICE)
+
+    async def all_connections() -> None:
+        senders = [asyncio.create_task(_send(flood, ended)) for _ in range(_CONNECTIONS)]
+        await asyncio.to_thread(ended.wait)
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+
+    asyncio.run(all_connections())
 
 
 @contextmanager
-def _flood_beside(url: str, headers: Headers, send: Send | None) -> Iterator[None]:
-    if send is None:
+def _flood_beside(flood: _Flood | None) -> Iterator[None]:
+    if flood is None:
         yield
         return
     context = multiprocessing.get_context("fork")
     ended = context.Event()
-    process = context.Process(target=_flood, args=(url, headers, send, ended))
+    process = context.Process(target=_run_flood, args=(flood, ended))
     process.start()
     time.sleep(_WARM_S)
     try:
@@ -87,46 +119,85 @@ def _key(bed: Bed, name: str, limits: KeyLimits) -> Headers:
     return headers
 
 
-def _milliseconds(bed: Bed, headers: Headers, asked: int) -> Iterator[str]:
-    """The median and the 99th percentile of a chat, and of rating its reply, one after the other."""
-    chats, ratings = [], []
+class _Times(NamedTuple):
+    """Milliseconds."""
+
+    chats: list[float]
+    ratings: list[float]
+
+
+def _ask(bed: Bed, headers: Headers, asked: int) -> _Times:
+    """How long each of so many chats takes, and rating its reply, one after the other."""
+    gc.collect()  # not while something is being timed: it stops this process for a second
+    gc.freeze()
+    found = _Times([], [])
     with httpx.Client(base_url=bed.url, headers=headers, timeout=60) as http:
         for _ in range(asked):
             began = time.perf_counter()
             answer = http.post(_CHAT, json=_HELLO).raise_for_status()
             replied = time.perf_counter()
             http.post("/feedback", json={"msg_ids": [answer.json()["id"]], "reward": 1}).raise_for_status()
-            chats.append(1e3 * (replied - began))
-            ratings.append(1e3 * (time.perf_counter() - replied))
-    for found in (chats, ratings):
-        cuts = statistics.quantiles(found, n=100)
-        yield f"{cuts[49]:7.1f} {cuts[98]:7.1f}"
+            found.chats.append(1e3 * (replied - began))
+            found.ratings.append(1e3 * (time.perf_counter() - replied))
+    return found
+
+
+def _p99(found: list[float]) -> float:
+    return statistics.quantiles(found, n=100)[98]
+
+
+def _line(what: str, rounds: list[_Times], alone: list[_Times]) -> str:
+    """Median and 99th percentile of all rounds, and each round's ratio of the latter to that without a neighbour."""
+    parts = []
+    for kind in _Times._fields:
+        each = [getattr(found, kind) for found in rounds]
+        ratios = [_p99(mine) / _p99(getattr(quiet, kind)) for mine, quiet in zip(each, alone, strict=False)]
+        pooled = [ms for found in each for ms in found]
+        shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
+        parts.append(f"{kind} {statistics.median(pooled):6.1f} {_p99(pooled):6.1f} ms, x {shown}")
+    return f"{what:44} " + "; ".join(parts)
 
 
 def main() -> None:
-    """Print a line for each kind of neighbour."""
+    """Print a line for each kind of neighbour, after each round."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--asked", type=int, default=_ASKED)
-    asked = parser.parse_args().asked
+    parser.add_argument("--asked", type=int, default=150, help="chats beside each neighbour, in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="neighbours whose name has this in it")
+    given = parser.parse_args()
+    gc.disable()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         url, other = (stack.enter_context(echo_process(Path(folder), pause_s=_REPLY_S)) for _ in range(2))
         bed = stack.enter_context(bed_with(Path(folder), [url], max_in_flight=_PLACES))
         free, bound = KeyLimits(), KeyLimits(max_concurrent=8, feedback_per_minute=600, requests_per_minute=6000)
         quiet, loud, bounded = (_key(bed, *each) for each in (("quiet", free), ("loud", free), ("bounded", bound)))
-        for what, flooded, flooder, send in (
-            ("alone", bed.url, loud, None),
-            ("a flood of another service", other, loud, _chat),
-            ("one queue for all (same key)", bed.url, quiet, _chat),
-            ("a key without limits chats", bed.url, loud, _chat),
-            ("a key without limits rates", bed.url, loud, _rate),
-            ("a key without limits rates, 500 a call", bed.url, loud, _rate_many),
-            ("a key at its limits chats", bed.url, bounded, _chat),
-            ("a key at its limits rates", bed.url, bounded, _rate),
-            ("alone again", bed.url, loud, None),
-        ):
-            with _flood_beside(flooded, flooder, send):
-                chats, ratings = _milliseconds(bed, quiet, asked)
-            print(f"{what:40} chat {chats} ms, rating {ratings} ms", flush=True)
+        neighbours = {
+            "a flood of another service": _Flood(other, loud),
+            "one queue for all (same key)": _Flood(bed.url, quiet),
+            "a key without limits chats": _Flood(bed.url, loud),
+            "a key without limits rates": _Flood(bed.url, loud, events=1),
+            "a key without limits rates, 500 a call": _Flood(bed.url, loud, events=500),
+            "a key at its limits chats": _Flood(bed.url, bounded),
+            "a key at its limits chats, without a pause": _Flood(bed.url, bounded, pause_s=0),
+            "a key at its limits rates": _Flood(bed.url, bounded, events=1),
+            "a key at its limits rates, without a pause": _Flood(bed.url, bounded, events=1, pause_s=0),
+        }
+        found: dict[str, list[_Times]] = defaultdict(list)
+        alone: list[_Times] = []
+        _ask(bed, quiet, 20)
+        for number in range(given.rounds):
+            before = _ask(bed, quiet, given.asked)
+            for what, flood in neighbours.items():
+                if given.only in what:
+                    with _flood_beside(flood):
+                        found[what].append(_ask(bed, quiet, given.asked))
+                    print(_line(what, found[what][-1:], [before]), flush=True)
+            after = _ask(bed, quiet, given.asked)
+            alone.append(_Times(before.chats + after.chats, before.ratings + after.ratings))
+            print(f"round {number + 1} of {given.rounds}; x: the 99th percentile to that of nobody, by rounds")
+            print(_line("nobody", alone, alone), flush=True)
+            for what, rounds in found.items():
+                print(_line(what, rounds, alone), flush=True)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--loads", type=int, default=1, help="processes of the closed loop and of the upstream")
     parser.add_argument("--chunks", type=float, default=5000.0, help="asked per second of all streams")
     parser.add_argument("--captured", action="store_true", help="token ids and log-probabilities for all, asked or not")
+    parser.add_argument("--packed", action="store_true", help="log-probabilities as engines with our plugin tell them")
     parser.add_argument("--workers", nargs="+", type=int, default=[1], help="measure ours with each of these numbers")
     parser.add_argument(
         "--tokens", nargs="+", type=int, choices=(SHORT, LONG), default=[SHORT, LONG], help="of the replies asked for"
@@ -140,7 +141,7 @@ def _start(kinds: list[Kind], options: argparse.Namespace, plan: Plan, stack: Ex
     """All systems, running side by side."""
     options.work.mkdir(parents=True, exist_ok=True)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="proxy-", dir=options.work)))
-    built(folder, captured=options.captured)
+    built(folder, captured=options.captured, packed=options.packed)
     log = folder / "replay.log"
     pid = stack.enter_context(running([folder / "replay", folder, str(_PORT), str(plan.pace), str(plan.loads)], log))
     upstream = f"http://127.0.0.1:{_PORT}"

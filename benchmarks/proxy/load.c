@@ -1,7 +1,7 @@
 // The load of the proxies' benchmark: one request, over and over, on many keep-alive connections of one thread.
 //
 //     cc -O2 -o load benchmarks/proxy/load.c
-//     load -p PORT -b BODY [-u PATH] [-c CONNECTIONS] [-s SECONDS | -n REQUESTS] [-r PER_SECOND | -w WAIT_US]
+//     load -p PORT -b BODY [-u PATH] [-h HEADER] [-c CONNECTIONS] [-s SECONDS | -n REQUESTS] [-r PER_SECOND | -w WAIT_US]
 //          [-g STAGGER_US] [-e REPORT_SECONDS] [-m REPORT_REQUESTS]
 //
 // Without -r or -w each connection asks again at once. With -r requests are due so many a second in all, and one that is
@@ -38,7 +38,7 @@ typedef struct {
 } Connection;
 
 static int port, connections = 32, poller, stopped;
-static const char *path = "/v1/chat/completions", *body_file;
+static const char *path = "/v1/chat/completions", *header = "", *body_file;
 static double seconds = 1e9, per_s, report_s;
 static unsigned long long most = UINT64_MAX, report_requests, asked, done_all, next_due;
 static int64_t wait_ns, stagger_ns, started;
@@ -73,8 +73,8 @@ static void make_request(void) {
     request = malloc(status.st_size + 512);
     int head = sprintf(request,
                        "POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\nAccept: */*\r\n"
-                       "Content-Length: %lld\r\n\r\n",
-                       path, port, (long long)status.st_size);
+                       "%s%sContent-Length: %lld\r\n\r\n",
+                       path, port, header, *header ? "\r\n" : "", (long long)status.st_size);
     if (fread(request + head, 1, status.st_size, file) != (size_t)status.st_size) die(body_file);
     request_length = head + status.st_size;
     fclose(file);
@@ -307,10 +307,11 @@ static int busy(void) {
 }
 
 static void read_options(int count, char **words) {
-    for (int option; (option = getopt(count, words, "p:b:u:c:s:n:r:w:g:e:m:")) != -1;) switch (option) {
+    for (int option; (option = getopt(count, words, "p:b:u:c:s:n:r:w:g:e:m:h:")) != -1;) switch (option) {
             case 'p': port = atoi(optarg); break;
             case 'b': body_file = optarg; break;
             case 'u': path = optarg; break;
+            case 'h': header = optarg; break;
             case 'c': connections = atoi(optarg); break;
             case 's': seconds = atof(optarg); break;
             case 'n': most = strtoull(optarg, NULL, 10); break;

@@ -12,6 +12,8 @@ import signal
 import subprocess
 import time
 import urllib.request
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,10 +31,11 @@ _PR_SET_PDEATHSIG = 1
 _READY_S = 120.0
 
 
-def built(folder: Path, *, captured: bool = False, compiled: bool = False) -> None:
+def built(folder: Path, *, captured: bool = False, packed: bool = False, compiled: bool = False) -> None:
     """Compile the upstream and the load into the folder, unless they lie there `compiled`, and lay the tapes there.
 
-    `captured` lets the upstream tell token ids and log-probabilities to all, asked or not.
+    `captured` lets the upstream tell token ids and log-probabilities to all, asked or not; `packed` lets it tell these
+    as an engine with our plugin does.
     """
     for name in () if compiled else ("replay", "load"):
         subprocess.run(["cc", "-O2", "-o", str(folder / name), str(_HERE / f"{name}.c")], check=True)
@@ -40,10 +43,26 @@ def built(folder: Path, *, captured: bool = False, compiled: bool = False) -> No
         recorded = "captured" if captured else capture
         whole = (_RECORDED / f"whole_{recorded}.json").read_bytes()
         stream = (_RECORDED / f"stream_{recorded}.sse").read_bytes()
+        if packed:
+            whole = _pack_logprobs(whole)
+            stream = b"\n\n".join(
+                b"data: " + _pack_logprobs(event[6:]) if event[6:].startswith(b"{") else event
+                for event in stream.split(b"\n\n")
+            )
         (folder / f"whole_{capture}_{SHORT}").write_bytes(whole)
         (folder / f"stream_{capture}_{SHORT}").write_bytes(stream)
         (folder / f"whole_{capture}_{LONG}").write_bytes(_longer_whole(whole))
         (folder / f"stream_{capture}_{LONG}").write_bytes(_longer_stream(stream))
+
+
+def _pack_logprobs(reply: bytes) -> bytes:
+    """A reply, or a piece of one, with its log-probabilities as one string."""
+    parsed = json.loads(reply)
+    for choice in parsed["choices"]:
+        if told := choice.get("logprobs"):
+            numbers = array("f", [each["logprob"] for each in told["content"]])
+            choice["logprobs"] = {"content": None, "packed": b64encode(numbers.tobytes()).decode()}
+    return json.dumps(parsed, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def _longer_whole(whole: bytes) -> bytes:
@@ -53,7 +72,11 @@ def _longer_whole(whole: bytes) -> bytes:
     choice["message"]["content"] *= times
     if choice["token_ids"]:
         choice["token_ids"] *= times
-        choice["logprobs"]["content"] *= times
+        told = choice["logprobs"]
+        if "packed" in told:
+            told["packed"] = b64encode(b64decode(told["packed"]) * times).decode()
+        else:
+            told["content"] *= times
     reply["usage"] |= {"completion_tokens": LONG, "total_tokens": PROMPT_TOKENS + LONG}
     return json.dumps(reply, separators=(",", ":"), ensure_ascii=False).encode()
 

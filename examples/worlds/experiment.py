@@ -71,9 +71,12 @@ class Experiment:
         if options.gpu:
             engine |= {"gpu_memory_utilization": options.gpu_share}
         else:
-            engine |= {"enforce_eager": True, "single_process": True, "kv_cache_memory_bytes": 256 << 20}
+            engine |= {"enforce_eager": True, "single_process": True}
+        if tiny or not options.gpu:
+            # Not a share that vLLM measures: it gives up where others on the same GPU free memory meanwhile.
+            engine |= {"kv_cache_memory_bytes": 256 << 20}
         if tiny:
-            engine |= {"dtype": "float32", "enforce_eager": True}
+            engine |= {"dtype": "float32", "enforce_eager": True, "api_servers": 1}
             trainer |= {"dtype": "float32", "device": "cuda" if options.gpu else "cpu"}
         return {
             "model": {"served_model_name": self.name},

@@ -64,7 +64,8 @@ class Learner:
         self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
         self.actor, self.critic, self.reference = actor, critic, reference
-        optimizer = partial(MasterAdamW, ranks=ranks, offload=settings.trainer.optimizer_offload)
+        offload = settings.trainer.optimizer_offload
+        optimizer = partial(MasterAdamW, ranks=ranks, offload=offload, compiled=actor.is_compiled)
         self.optimizers = {"actor": optimizer(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
             self.optimizers["critic"] = optimizer(critic, settings.algorithm.critic_optimizer)

@@ -6,8 +6,9 @@ lies between two is rounded up or down in turn: by a number that is different fo
 evenly, and follows from both, so that a run that is resumed is the same to the bit.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,20 @@ class EightBitAdamW:
     """What of torch.optim.AdamW is used: `param_groups` with one group, `state`, `step`, `zero_grad`."""
 
     def __init__(
-        self, parameters: Mapping[nn.Parameter, int], *, lr: float, betas: tuple[float, float], weight_decay: float
+        self,
+        parameters: Mapping[nn.Parameter, int],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        compiled: bool = False,
     ) -> None:
-        """`parameters` may be parts of larger ones: with each goes where it begins there, at a multiple of BLOCK."""
+        """`parameters` may be parts of larger ones: with each goes where it begins there, at a multiple of BLOCK.
+
+        With `compiled` what is done to a stretch of them is one kernel or two, instead of forty that read and write it.
+        """
         self._starts = parameters
+        self._update_part = _compile_once() if compiled else _update_part
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(parameters), "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
         ]
@@ -62,19 +73,46 @@ class EightBitAdamW:
 
     def _update(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         group, updates = self.param_groups[0], int(state["step"])
-        (one, two), lr = group["betas"], group["lr"]
-        corrections = 1 - one**updates, (1 - two**updates) ** 0.5
+        (one, two), lr, device = group["betas"], group["lr"], parameter.device
         weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
+        # Tensors, for a number would be compiled in, and they are others each time.
+        numbers = [1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5]
+        decay, rate, correction = torch.tensor(numbers).to(device, non_blocking=True)
         for part in _chunks(len(weights)):
-            gradient, chunk = gradients[part], dict(_parts(state, part))
-            dither = _dither(part, updates, start=self._starts[parameter], device=parameter.device)
-            first = _first(chunk).mul_(one).add_(gradient, alpha=1 - one)
-            second = _second(chunk).square_().mul_(two).addcmul_(gradient, gradient, value=1 - two)
-            root = second.sqrt_()
-            weights[part].mul_(1 - lr * group["weight_decay"])
-            weights[part].sub_(first / (root / corrections[1]).add_(group["eps"]), alpha=lr / corrections[0])
-            _keep(chunk, "exp_avg", first, dither)
-            _keep(chunk, "exp_avg_sq", root, dither)
+            first_place = self._starts[parameter] + part.start
+            places = torch.tensor([first_place, updates]).to(device, non_blocking=True)
+            step = _Step((one, two), group["eps"], decay, rate, correction, places)
+            self._update_part(weights[part], gradients[part], dict(_parts(state, part)), step)
+
+
+class _Step(NamedTuple):
+    """An update: betas and epsilon, as numbers; the rest as tensors.
+
+    What is left of a weight before the step; the learning rate by the first moment's correction; the root of the
+    second's, inverse; where the stretch begins in the whole, and how many updates there were.
+    """
+
+    betas: tuple[float, float]
+    eps: float
+    decay: Tensor
+    rate: Tensor
+    correction: Tensor
+    places: Tensor
+
+
+def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], step: _Step) -> None:
+    one, two = step.betas
+    dither = _dither(len(weights), step.places)
+    first = _first(state) * one + gradient * (1 - one)
+    root = (_second(state).square() * two + gradient.square() * (1 - two)).sqrt()
+    weights.mul_(step.decay).sub_(step.rate * first / (root * step.correction + step.eps))
+    _keep(state, "exp_avg", first, dither)
+    _keep(state, "exp_avg_sq", root, dither)
+
+
+@cache
+def _compile_once() -> Callable[[Tensor, Tensor, dict[str, Tensor], _Step], None]:
+    return torch.compile(_update_part, dynamic=True)
 
 
 def _nothing(parameter: Tensor) -> dict[str, Tensor]:
@@ -101,10 +139,10 @@ def _parts(state: Mapping[str, Tensor], part: slice) -> Iterator[tuple[str, Tens
             yield name, each[blocks if name.endswith("_scale") else part]
 
 
-def _dither(part: slice, updates: int, *, start: int, device: torch.device) -> Tensor:
-    """Numbers from 0 to 1, one for each place; `start` is where the parameter begins in the whole."""
-    places = torch.arange(start + part.start, start + part.stop, dtype=torch.int64, device=device)
-    mixed = (places * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
+def _dither(count: int, places: Tensor) -> Tensor:
+    """Numbers from 0 to 1, one for each place."""
+    start, updates = places.unbind()
+    mixed = ((torch.arange(count, device=places.device) + start) * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
     return (mixed >> 8).float() / (1 << 24)
 
 

@@ -56,6 +56,7 @@ class MasterAdamW:
         ranks: Ranks = ALONE,
         *,
         offload: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.updates = 0
         self._settings, self._ranks = settings, ranks
@@ -68,7 +69,7 @@ class MasterAdamW:
         self.gradients: dict[Shard, Tensor] = {}
         self._offloaded = OffloadedGradients() if offload else None
         self._moments = _MOMENTS[settings.bits]
-        self._adamw = _adamw(self._masters, settings)
+        self._adamw = _adamw(self._masters, settings, compiled=compiled and not offload)
 
     @property
     def moment_bytes(self) -> float:
@@ -267,10 +268,10 @@ def _shape_like(moment: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _adamw(
-    masters: Mapping[Shard, nn.Parameter], settings: algorithm.OptimizerSettings
+    masters: Mapping[Shard, nn.Parameter], settings: algorithm.OptimizerSettings, *, compiled: bool
 ) -> torch.optim.AdamW | EightBitAdamW:
     given: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
     if settings.bits == 8:
-        return EightBitAdamW({master: shard.start for shard, master in masters.items()}, **given)
+        return EightBitAdamW({each: shard.start for shard, each in masters.items()}, **given, compiled=compiled)
     # torch takes no empty list, and a rank of many may have no shard of an adapter.
     return torch.optim.AdamW(list(masters.values()) or [nn.Parameter(torch.empty(0))], **given, fused=True)

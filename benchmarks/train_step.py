@@ -1,7 +1,8 @@
 """What a step of each method costs, how much of the machine it uses, and what it takes of its memory.
 
     python -m benchmarks.train_step [--size 0.6b|1.7b|4b|8b|tiny] [--methods ppo,grpo,reinforce,sft]
-        [--settings micro_batch_tokens=32768,compile=true] [--bits 8] [--sequences 64] [--steps 3] [--plain]
+        [--settings micro_batch_tokens=32768,compile=true] [--bits 8] [--lora 16] [--base-bits 4]
+        [--sequences 64] [--steps 3] [--plain]
 
 Random weights of the shape of Qwen3, made on the spot; random replies whose lengths are log-normal, prompt and reply
 half each. One process, the learner alone (`Learner.step`): no ledger, no engine, no disk; what `--settings` leave open
@@ -211,7 +212,7 @@ def measure_method(
         {
             "mode": "train",
             "checkpoint_root_dir": folder.parent,
-            "model": {"model_path": folder},
+            "model": {"model_path": folder, "lora": {"rank": options.lora, "base_bits": options.base_bits}},
             "algorithm": {
                 "algorithm_type": method,
                 "mini_batches": options.mini_batches,
@@ -284,6 +285,8 @@ def _options() -> argparse.Namespace:
         "--settings", default="", help="of `trainer`, with commas: compile=true,micro_batch_tokens=32768"
     )
     parser.add_argument("--bits", type=int, choices=[8, 32], default=32, help="of AdamW's moments")
+    parser.add_argument("--lora", type=int, default=0, help="the rank of an adapter; 0: all weights are trained")
+    parser.add_argument("--base-bits", type=int, choices=[4, 8], help="of the weights below an adapter")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--mean", type=int, default=675, help="tokens of a sequence")
     parser.add_argument("--longest", type=int, default=2475)

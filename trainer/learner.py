@@ -64,10 +64,10 @@ class Learner:
         self.ranks, self.spoilt = ranks, False
         self.steps = self.critic_since = 0
         self.actor, self.critic, self.reference = actor, critic, reference
-        adamw = partial(MasterAdamW, ranks=ranks, compiled=actor.is_compiled, offload=settings.trainer.optimizer_offload)
-        self.optimizers = {"actor": adamw(actor.network, settings.algorithm.optimizer)}
+        adam = partial(MasterAdamW, ranks=ranks, compiled=actor.is_compiled, offload=settings.trainer.optimizer_offload)
+        self.optimizers = {"actor": adam(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
-            self.optimizers["critic"] = adamw(critic, settings.algorithm.critic_optimizer)
+            self.optimizers["critic"] = adam(critic, settings.algorithm.critic_optimizer)
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
